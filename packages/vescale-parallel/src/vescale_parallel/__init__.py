@@ -1,0 +1,65 @@
+"""Run a module nD-parallel: the plan as data, and what carries it out."""
+
+from ._constraints import (
+    check_constraints as check_constraints,
+    with_constraints as with_constraints,
+)
+from ._loader import ParallelLoader as ParallelLoader
+from ._observe import (
+    Observation as Observation,
+    ObservationError as ObservationError,
+    observe as observe,
+)
+from ._parallelize import parallelize as parallelize, read_real as read_real
+from ._plan import (
+    Estimate as Estimate,
+    ModelSignature as ModelSignature,
+    ParallelPlan as ParallelPlan,
+    constraint_keys as constraint_keys,
+)
+from ._policies import tensor_parallel_plan as tensor_parallel_plan
+from ._sections import (
+    Batch as Batch,
+    ContextParallel as ContextParallel,
+    DataParallel as DataParallel,
+    ExpertParallel as ExpertParallel,
+    PipelineParallel as PipelineParallel,
+    Precision as Precision,
+    TensorParallel as TensorParallel,
+)
+from ._stage_map import modules_outside_blocks as modules_outside_blocks
+from ._structure import (
+    block_stacks as block_stacks,
+    model_signature as model_signature,
+    pipeline_blocks as pipeline_blocks,
+    split_blocks as split_blocks,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "Batch",
+    "ContextParallel",
+    "DataParallel",
+    "Estimate",
+    "ExpertParallel",
+    "ModelSignature",
+    "Observation",
+    "ObservationError",
+    "ParallelLoader",
+    "ParallelPlan",
+    "PipelineParallel",
+    "Precision",
+    "TensorParallel",
+    "block_stacks",
+    "check_constraints",
+    "constraint_keys",
+    "model_signature",
+    "modules_outside_blocks",
+    "observe",
+    "parallelize",
+    "pipeline_blocks",
+    "read_real",
+    "split_blocks",
+    "tensor_parallel_plan",
+    "with_constraints",
+]

@@ -1,0 +1,72 @@
+"""Weights that two pipeline stages use: one owns them, the others borrow them each step.
+
+Tied embeddings are used by the first and the last stage. The owner sends the weight before
+the step and gets the borrower's gradient back after it, so there is one optimizer state and
+one value, and the bytes are those of an all-reduce between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import named_failures
+
+from ._mesh import axis_rank
+from ._slots import Slot
+
+
+def pipeline_ranks(slot: Slot, size: int) -> list[int]:
+    """Return the pipeline ranks that use a parameter, its owner first."""
+    return list(dict.fromkeys(stage % size for stage in slot.stages))
+
+
+def lend(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
+    """Send owners' weights to borrowers. Every rank of the ``pp`` axis must call this."""
+    for owner, borrower, slot in _loans(slots, size):
+        assert slot.compute is not None or axis_rank(mesh, "pp") not in (owner, borrower)
+        _move(slot.compute.data if slot.compute is not None else None, mesh, owner, borrower)
+
+
+def give_back(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
+    """Add borrowers' gradients to owners'. Every rank of the ``pp`` axis must call this."""
+    rank = axis_rank(mesh, "pp")
+    for owner, borrower, slot in _loans(slots, size):
+        if rank not in (owner, borrower):
+            continue
+        compute = slot.compute
+        assert compute is not None
+        grad = compute.grad if compute.grad is not None else torch.zeros_like(compute)
+        if rank == borrower:
+            _move(grad, mesh, borrower, owner)
+            compute.grad = None
+        else:
+            theirs = torch.empty_like(compute)
+            _move(theirs, mesh, borrower, owner)
+            compute.grad = grad.detach() + theirs
+
+
+def _loans(slots: Sequence[Slot], size: int) -> list[tuple[int, int, Slot]]:
+    """Return (owner, borrower, slot) for every loan, in an order all ranks share."""
+    found: list[tuple[int, int, Slot]] = []
+    for slot in slots:
+        owner, *borrowers = pipeline_ranks(slot, size)
+        found += [(owner, borrower, slot) for borrower in borrowers]
+    return found
+
+
+def _move(tensor: Tensor | None, mesh: DeviceMesh, source: int, target: int) -> None:
+    rank = axis_rank(mesh, "pp")
+    if rank not in (source, target):
+        return
+    assert tensor is not None
+    group = mesh.get_group("pp")
+    with named_failures():
+        if rank == source:
+            dist.send(tensor.detach().contiguous(), group=group, group_dst=target)
+        else:
+            dist.recv(tensor.detach(), group=group, group_src=source)

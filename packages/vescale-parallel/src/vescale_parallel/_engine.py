@@ -1,0 +1,281 @@
+"""What happens around a call of the model and around its backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import all_gather, announced_failures
+
+from ._borrowed import give_back, lend
+from ._loss import AverageOverRanks, TokenMeans
+from ._mesh import axis_group, axis_rank, axis_size
+from ._pipeline import Pipeline, is_loss
+from ._plan import ParallelPlan
+from ._slots import Slot
+from ._torch_private import call_after_backward, pytree
+from ._units import Unit, accumulate
+
+_DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+class ParallelModule(nn.Module):
+    """Mixed into the class of a parallelized model; its calls go through an :class:`Engine`."""
+
+    _vescale_engine: Engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._vescale_engine.call(super().__call__, args, kwargs)
+
+
+class Engine:
+    """Runs one rank's part of a parallelized model.
+
+    [Note: which parameters hang on the modules]
+    Outside of forward and backward the modules hold the faces (DTensors of global shape).
+    While either runs they hold the plain compute parameters.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        mesh: DeviceMesh,
+        slots: Sequence[Slot],
+        root: Unit,
+        blocks: Sequence[tuple[nn.Module, Unit]],
+        *,
+        pipelined: bool,
+    ) -> None:
+        self._plan, self._mesh, self._slots = plan, mesh, slots
+        self._root, self._units = root, [unit for _, unit in blocks]
+        self.pipeline: Pipeline | None = None
+        self._in_backward = False
+        self._open: list[Unit] = []
+        self._warned = False
+        # Under a pipeline all gradients of a step are summed first and reduced once.
+        self._eager_units = plan.data_parallel.zero_stage >= 2 and not pipelined
+        self._frees = plan.data_parallel.zero_stage == 3
+        for module, unit in blocks:
+            self._add_hooks(module, unit)
+
+    def call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the model on this rank's batch. Every rank must call this."""
+        with announced_failures():
+            self._show_compute()
+            self._root.gather()
+            if not self._frees:
+                for unit in self._units:
+                    unit.gather()
+            try:
+                if self.pipeline is not None:
+                    return self._call_pipeline(self.pipeline, forward, args, kwargs)
+                return self._call_directly(forward, args, kwargs)
+            finally:
+                self._show_faces()
+                if self._frees and not torch.is_grad_enabled():
+                    self._root.free()
+
+    def _call_directly(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        ranks = self._plan.data_parallel.size
+        if ranks == 1:
+            return self._watched(forward(*args, **kwargs))
+        with (
+            TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count)),
+            self._own_random_stream(),
+        ):
+            output = forward(*args, **kwargs)
+        self._warn_without_loss(output)
+        averaged = pytree.tree_map(
+            lambda x: AverageOverRanks.apply(x, self._mean) if is_loss(x) else x, output
+        )
+        return self._watched(averaged)
+
+    def _call_pipeline(
+        self,
+        pipeline: Pipeline,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        size = self._plan.pipeline_parallel.size
+        for slot in self._slots:
+            if slot.compute is not None:
+                slot.compute.grad = None
+        lend(self._slots, self._mesh, size)
+        train = torch.is_grad_enabled()
+        with self._own_random_stream():
+            output = pipeline.run(forward, args, kwargs, train=train)
+        if not train:
+            return output
+        give_back(self._slots, self._mesh, size)
+        # The gradients exist already; backward() of the loss hands them out.
+        anchor = torch.zeros((), requires_grad=True)
+        return pytree.tree_map(
+            lambda x: _HandOut.apply(anchor, x, self._finish) if is_loss(x) else x, output
+        )
+
+    def _watched(self, output: Any) -> Any:
+        """Have backward through any output start with :meth:`_begin_backward`."""
+        if torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._begin_backward)
+        return output
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._show_compute()
+            call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        with announced_failures():
+            self._in_backward = False
+            self._finish(None)
+
+    def _finish(self, scale: Tensor | None) -> None:
+        """Reduce what is left, and add all gradients to the faces."""
+        for unit in self._open if self._eager_units else self._units:
+            unit.reduce()
+        self._open.clear()
+        self._root.reduce()
+        self._show_faces()
+        reduced: dict[Slot, Tensor] = {}
+        for unit in (self._root, *self._units):
+            reduced |= unit.take()
+            if self._frees:
+                unit.free()
+        for slot, used in zip(self._slots, self._used_anywhere(), strict=True):
+            if used:
+                grad = reduced.get(slot)
+                accumulate(slot, torch.zeros_like(slot.local) if grad is None else grad, scale)
+
+    def _used_anywhere(self) -> list[bool]:
+        """Whether each parameter got a gradient on any rank that could give it one."""
+        used = {slot for unit in (self._root, *self._units) for slot in unit.take_used()}
+        flags = torch.tensor([slot in used for slot in self._slots], dtype=torch.uint8)
+        flags = flags.to(self._mesh.device_type)
+        for axis in (*_DATA_AXES, "pp"):
+            group = axis_group(self._mesh, axis)
+            if group is not None:
+                flags = all_gather(flags, group).amax(0)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _add_hooks(self, module: nn.Module, unit: Unit) -> None:
+        """Gather and reduce a block's parameters as forward and backward reach it."""
+        if not (self._frees or self._eager_units):
+            return
+
+        def before_forward(_: nn.Module, args: Any) -> None:
+            if self._frees:
+                unit.gather()
+
+        def after_forward(_: nn.Module, args: Any, output: Any) -> None:
+            if self._frees:
+                unit.free()
+            entered = False
+
+            def before_backward(grad: Tensor) -> None:
+                nonlocal entered
+                if not entered:
+                    entered = True
+                    self._enter_backward_of(unit)
+
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(before_backward)
+
+        module.register_forward_pre_hook(before_forward, prepend=True)
+        module.register_forward_hook(after_forward)
+
+    def _enter_backward_of(self, unit: Unit) -> None:
+        """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        for done in self._open:
+            if self._eager_units:
+                done.reduce()
+            if self._frees:
+                done.free()
+        self._open = [unit]
+        if self._frees:
+            unit.gather()
+
+    def _show_compute(self) -> None:
+        for slot in self._slots:
+            slot.show_compute()
+
+    def _show_faces(self) -> None:
+        for slot in self._slots:
+            slot.show_face()
+
+    def total_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Sum over data-parallel ranks, in rank order."""
+        for axis in reversed(_DATA_AXES):
+            group = axis_group(self._mesh, axis)
+            if group is not None:
+                rows = all_gather(value, group)
+                value = rows[0]
+                for row in rows[1:]:
+                    value = value + row
+        return value
+
+    def _mean(self, value: Tensor) -> Tensor:
+        return self.total_over_data_ranks(value) / self._plan.data_parallel.size
+
+    @contextlib.contextmanager
+    def _own_random_stream(self) -> Iterator[None]:
+        """Give every part of the batch its own random numbers, and all ranks one generator.
+
+        One number is drawn from the default generator, the same on every rank. It and the
+        position of this rank on the data and pipeline axes seed what forward draws.
+        """
+        position = 0
+        for axis in ("pp", *_DATA_AXES):
+            position = position * axis_size(self._mesh, axis) + axis_rank(self._mesh, axis)
+        seed = int(torch.randint(2**62, ()))
+        devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed + position)
+            yield
+
+    def _warn_without_loss(self, output: Any) -> None:
+        leaves = pytree.tree_leaves(output)
+        if self._warned or not torch.is_grad_enabled() or any(map(is_loss, leaves)):
+            return
+        self._warned = True
+        warnings.warn(
+            "the module returned no scalar loss. A loss computed from its outputs is this "
+            "rank's; gradients are averaged over data-parallel ranks, which is one device's "
+            "gradient only for a mean over equally many items on every rank. Return the loss "
+            "from forward to have it exact.",
+            stacklevel=5,
+        )
+
+
+class _HandOut(torch.autograd.Function):
+    """A loss whose gradients were computed by the pipeline's schedule."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, loss: Tensor, finish: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.finish = finish
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.finish is None:
+            raise RuntimeError("backward was called a second time on a loss of one pipeline step")
+        finish, ctx.finish = ctx.finish, None
+        with announced_failures():
+            finish(grad)
+        return None, None, None

@@ -1,0 +1,126 @@
+"""The loss of one device, although every rank sees a part of the batch.
+
+A rank's batch, or micro-batch, is one of R equal parts of the global batch. Gradients are
+averaged over the parts, which is one device's gradient if the loss is a mean over equally
+many items. A mean over counted tokens is not: parts may count different numbers. While a
+module runs, :class:`TokenMeans` therefore divides such sums by the global count instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# Divides by the number of counted targets, or by the sum of their weights.
+_COUNTED = {F.cross_entropy, F.nll_loss}
+
+
+class TokenMeans(TorchFunctionMode):
+    """Replaces local token means so that their average over parts is the global mean.
+
+    Args:
+        num_parts: Equal parts the global batch is in.
+        denominator: Given the number of a mean within the module's forward and this part's
+            count, returns the count of the global batch.
+    """
+
+    def __init__(self, num_parts: int, denominator: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+        self._denominator = denominator
+        self._num_means = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        counted = _counted(func, args, kwargs or {})
+        if counted is None:
+            return func(*args, **(kwargs or {}))
+        whole = self._denominator(self._num_means, counted)
+        self._num_means += 1
+        local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
+        # A sum of nothing over a count of zero is nan here exactly when it is on one device.
+        return local * self._num_parts / whole.to(local.dtype)
+
+
+class TokenCounts(TorchFunctionMode):
+    """Notes what token means would count, without computing them.
+
+    Attributes:
+        counts: The count of every mean so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        counted = _counted(func, args, kwargs or {})
+        if counted is None:
+            return func(*args, **(kwargs or {}))
+        self.counts.append(counted)
+        return args[0].new_zeros(()) if args else torch.zeros(())
+
+
+def _counted(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return how much a call counts, None if it is no token mean."""
+    if func not in _COUNTED:
+        return None
+    call = _Arguments(*args, **kwargs)
+    if call.reduction != "mean" or call.target.is_floating_point():
+        return None
+    return call.counted().detach()
+
+
+class _Arguments:
+    """The arguments of ``F.cross_entropy`` and ``F.nll_loss`` that decide the count."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.input, self.target, self.weight = input, target, weight
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def counted(self) -> Tensor:
+        """Return the number, or summed weight, of the targets that count."""
+        kept = self.target != self.ignore_index
+        if self.weight is None:
+            return kept.sum().to(torch.float64)
+        return self.weight.detach()[self.target[kept]].sum(dtype=torch.float64)
+
+
+class AverageOverRanks(torch.autograd.Function):
+    """Report the mean over ranks, let every rank differentiate its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return mean(loss.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None

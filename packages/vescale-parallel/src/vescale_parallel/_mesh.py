@@ -1,0 +1,86 @@
+"""The one device mesh of a plan, and the process group it stands on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ._plan import ParallelPlan
+
+# Longer than any step; a collective that takes as long is a bug or a dead rank.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def this_device() -> torch.device:
+    """Return the accelerator of this rank, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start_process_group() -> None:
+    """Join torchrun's process group, or a group of one without torchrun, if nobody did yet."""
+    device = this_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(
+            backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+        )
+
+
+def build_mesh(plan: ParallelPlan) -> DeviceMesh:
+    """Return the plan's mesh, axes outermost first, without the axes of size 1.
+
+    Every rank must call this.
+    """
+    axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
+    return init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks along an axis, 1 if the mesh lacks it."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1
+
+
+def axis_rank(mesh: DeviceMesh, axis: str) -> int:
+    """Return this rank's index along an axis, 0 if the mesh lacks it."""
+    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
+    """Return the ranks along an axis, None if the mesh lacks it."""
+    return mesh.get_group(axis) if axis in (mesh.mesh_dim_names or ()) else None
+
+
+def check_agreement(**described: str) -> None:
+    """Raise on every rank if ranks were given different things. Every rank must call this.
+
+    Args:
+        described: What to compare, by the name the error uses.
+
+    Raises:
+        ValueError: Naming what differs and the ranks that differ from rank 0.
+    """
+    digests = {k: hashlib.sha256(v.encode()).hexdigest()[:16] for k, v in described.items()}
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, digests)
+    for name in described:
+        differing = [r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
+        if differing:
+            raise ValueError(
+                f"expected the same {name} on every rank, but ranks {differing} differ from "
+                f"rank 0; this is rank {dist.get_rank()} with {described[name][:500]!r}"
+            )

@@ -1,0 +1,468 @@
+"""Observe a model: one forward without memory, and what it computed, kept and passed on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from ._structure import pipeline_blocks
+from ._torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
+
+# Elements above which an integer operator is not run for real.
+_LARGE_NUMEL = 1 << 27
+
+
+class ObservationError(ValueError):
+    """The forward cannot run without values; names the operator and the module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockObservation:
+    """What one block of the pipeline did for one batch.
+
+    Attributes:
+        fqn: Its name.
+        numel: Parameter elements.
+        flops: Of its forward, and of what ran between it and the next block.
+        saved_bytes: Kept for its backward, counted at the block that kept it first.
+        output_bytes: Activations it returned: what crosses a cut behind it.
+    """
+
+    fqn: str
+    numel: int
+    flops: int = 0
+    saved_bytes: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideObservation:
+    """A module outside the blocks that owns parameters.
+
+    Attributes:
+        fqn: Its name, empty for the model itself.
+        numel: Elements of the parameters that it owns directly, tied ones included.
+        position: When its parameters were first used; None if they were not.
+    """
+
+    fqn: str
+    numel: int
+    position: Literal["before", "between", "after"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What one forward did, for the rows of the batch that it was given.
+
+    Attributes:
+        ran: False without a batch: only ``numel`` and the blocks' ``numel`` are known.
+        numel: Parameter elements, tied ones once.
+        flops: Of the whole forward, by the rules of ``torch.utils.flop_counter``.
+        saved_bytes: Distinct storages kept for backward, parameters and buffers left out.
+        output_bytes: Floating-point tensors that the model returned.
+        blocks: One for each of :func:`pipeline_blocks`; empty if there is no one list.
+        outside: Modules outside the blocks that own parameters, in the order first used;
+            empty if there are no blocks.
+        before_flops: Part of ``flops`` before the first block.
+        after_flops: Part of ``flops`` behind the last block.
+        before_saved_bytes: Part of ``saved_bytes`` before the first block.
+        after_saved_bytes: Part of ``saved_bytes`` behind the last block.
+        rows: Leading dimension of the batch.
+        tokens: Positions in the batch: rows x sequence, or rows if there is no sequence.
+    """
+
+    ran: bool
+    numel: int
+    flops: int = 0
+    saved_bytes: int = 0
+    output_bytes: int = 0
+    blocks: tuple[BlockObservation, ...] = ()
+    outside: tuple[OutsideObservation, ...] = ()
+    before_flops: int = 0
+    after_flops: int = 0
+    before_saved_bytes: int = 0
+    after_saved_bytes: int = 0
+    rows: int = 0
+    tokens: int = 0
+
+
+def observe(model: nn.Module, batch: Any = None) -> Observation:
+    """Run one forward of a copy of the model that has shapes and no memory.
+
+    Floating-point tensors are fake. Integers stay real, so that code that looks at masks
+    and positions works. The model is not changed, and nothing is drawn from the random
+    number generators.
+
+    Args:
+        model: May be real, on the meta device, or deferred: only shapes and dtypes are read.
+        batch: What one micro-batch looks like: a mapping (``model(**batch)``, or
+            ``model(batch)`` if forward takes no such names), a tuple (``model(*batch)``), or
+            a tensor. Without one nothing is run.
+
+    Raises:
+        ObservationError: If the forward needs values that a fake tensor does not have.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> found = observe(model, torch.zeros(3, 4))
+        >>> found.flops, found.rows
+        (48, 3)
+    """
+    blocks = _block_fqns(model)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # pytree does not open every mapping
+    if batch is None:
+        return Observation(
+            ran=False,
+            numel=_numel(model),
+            blocks=tuple(
+                BlockObservation(fqn=fqn, numel=_numel(model.get_submodule(fqn))) for fqn in blocks
+            ),
+            outside=tuple(OutsideObservation(fqn=f, numel=n) for f, n in _owners(model, blocks)),
+        )
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    skeleton = _skeleton(model, fake_mode)
+    run = _Run(fake_mode, skeleton, blocks)
+    args, kwargs = _bind(skeleton, _stand_ins(batch, fake_mode))
+    output = run.forward(args, kwargs)
+    return _summary(run, output, batch)
+
+
+def _summary(run: _Run, output: Any, batch: Any) -> Observation:
+    """Add up what a run recorded. ``output`` keeps alive what backward would need."""
+    saved = run.saved_bytes()
+    blocks = tuple(
+        BlockObservation(
+            fqn=fqn,
+            numel=_numel(run.model.get_submodule(fqn)),
+            flops=run.flops.get(index, 0),
+            saved_bytes=saved.get(index, 0),
+            output_bytes=run.output_bytes.get(index, 0),
+        )
+        for index, fqn in enumerate(run.blocks)
+    )
+    before, after = -1, len(run.blocks)
+    owners = dict(_owners(run.model, run.blocks))
+    outside = [
+        OutsideObservation(fqn=fqn, numel=owners.pop(fqn), position=run.position(where))
+        for fqn, where in run.uses().items()
+    ]
+    outside += [OutsideObservation(fqn=fqn, numel=numel) for fqn, numel in owners.items()]
+    rows, tokens = _rows_and_tokens(batch)
+    return Observation(
+        ran=True,
+        numel=_numel(run.model),
+        flops=sum(run.flops.values()),
+        saved_bytes=sum(saved.values()),
+        output_bytes=_activation_bytes(output),
+        blocks=blocks,
+        outside=tuple(outside),
+        before_flops=run.flops.get(before, 0),
+        after_flops=run.flops.get(after, 0),
+        before_saved_bytes=saved.get(before, 0),
+        after_saved_bytes=saved.get(after, 0),
+        rows=rows,
+        tokens=tokens,
+    )
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that autograd keeps. Dies with the graph node that keeps it."""
+
+    tensor: torch.Tensor
+    where: int
+
+
+@dataclass(eq=False)
+class _Run:
+    """One forward: where it is (-1 before the blocks, then the block) and what it did there."""
+
+    fake_mode: FakeTensorMode
+    model: nn.Module
+    blocks: tuple[str, ...]
+    where: int = -1
+    flops: dict[int, int] = field(default_factory=dict[int, int])
+    output_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    called: dict[str, int] = field(default_factory=dict[str, int])
+    read: dict[torch.UntypedStorage, int] = field(
+        default_factory=dict["torch.UntypedStorage", int]
+    )
+    operator: str = ""
+    modules: list[str] = field(default_factory=list[str])
+    _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        handles = list(self._register())
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        try:
+            # Real integer operators may draw; forking also covers dropout's checks.
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks, _Mode(self):
+                return self.model(*args, **kwargs)
+        except Exception as error:
+            where = self.modules[-1] if self.modules else ""
+            inside = f"{where!r} ({type(self.model.get_submodule(where)).__name__})"
+            raise ObservationError(
+                f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
+                f"module {inside} at operator {self.operator or 'none'}: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _register(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        # On the copy, whose hooks nobody else sees.
+        indices = {fqn: index for index, fqn in enumerate(self.blocks)}
+        for fqn, module in self.model.named_modules():
+            index = indices.get(fqn)
+            yield module.register_forward_pre_hook(self._entered(fqn, index), prepend=True)
+            yield module.register_forward_hook(self._left(index))
+
+    def _entered(self, fqn: str, index: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.modules.append(fqn)
+            if index is not None:
+                self.where = index
+            self.called.setdefault(fqn, self.where)
+
+        return hook
+
+    def _left(self, index: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.modules.pop()
+            if index is not None:
+                self.output_bytes[index] = _activation_bytes(output)
+                self.where = index + (index == len(self.blocks) - 1)
+
+        return hook
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor, self.where)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def uses(self) -> dict[str, int]:
+        """Return where each module outside the blocks was first used, in that order.
+
+        A module that holds the blocks is entered before them whatever it does with its own
+        parameters, and some modules are never called: there the first operator counts.
+        """
+        found: dict[str, int] = {}
+        for fqn, _ in _owners(self.model, self.blocks):
+            own = self.model.get_submodule(fqn).parameters(recurse=False)
+            reads = [self.read[s] for s in (p.untyped_storage() for p in own) if s in self.read]
+            holds = any(not fqn or block.startswith(f"{fqn}.") for block in self.blocks)
+            if fqn in self.called and not holds:
+                found[fqn] = self.called[fqn]
+            elif reads:
+                found[fqn] = min(reads)
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    def saved_bytes(self) -> dict[int, int]:
+        """Return the bytes that are still kept, by where they were kept first."""
+        state = [*self.model.parameters(), *self.model.buffers()]
+        seen = {tensor.untyped_storage() for tensor in state}
+        found: dict[int, int] = {}
+        for saved in filter(None, (reference() for reference in self._saved)):
+            storage = saved.tensor.untyped_storage()
+            if storage not in seen:
+                seen.add(storage)
+                found[saved.where] = found.get(saved.where, 0) + storage.nbytes()
+        return found
+
+    def position(self, where: int) -> Literal["before", "between", "after"]:
+        if where < 0:
+            return "before"
+        return "after" if where == len(self.blocks) else "between"
+
+
+class _Mode(TorchDispatchMode):
+    """Runs every operator: on fake tensors, or for real if all it sees and gives is integer."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+        self.parameters = {parameter.untyped_storage() for parameter in run.model.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        run = self.run
+        run.operator = str(func)
+        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        for storage in (tensor.untyped_storage() for tensor in inputs):
+            if storage in self.parameters:
+                run.read.setdefault(storage, run.where)
+        if _all_integer(inputs, kwargs, func, args):
+            return func(*args, **kwargs)
+        grouped = func is torch.ops.aten._grouped_mm.default
+        with run.fake_mode:
+            out = _grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if grouped:
+            flops = _grouped_mm_flops(args[0].shape, args[1].shape)
+        else:
+            flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        run.flops[run.where] = run.flops.get(run.where, 0) + flops
+        return out
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Run a grouped matrix product whose shape function insists on bfloat16."""
+    bfloat16 = [a.bfloat16() if _is_float(a.dtype) else a for a in args[:2]]
+    return func(*bfloat16, *args[2:], **kwargs).to(args[0].dtype)
+
+
+def _grouped_mm_flops(left: torch.Size, right: torch.Size) -> int:
+    """Return the flops of rows that each meet one matrix, which torch's registry leaves out."""
+    return 2 * math.prod(left) * right[-1]
+
+
+_CONSTRUCTORS = frozenset(("arange", "zeros", "ones", "full", "empty", "scalar_tensor"))
+
+
+def _all_integer(inputs: list[torch.Tensor], kwargs: Any, func: Any, args: Any) -> bool:
+    """Return whether an operator has real integers only, in and out, and not too many."""
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    if inputs:
+        if any(isinstance(t, FakeTensor) or t.is_meta or _is_float(t.dtype) for t in inputs):
+            return False
+        name = func._schema.name.rpartition("::")[2]
+        to_float = name in ("div", "true_divide", "mean", "log", "exp", "sqrt", "rsqrt", "sin")
+        small = sum(t.numel() for t in inputs) < _LARGE_NUMEL
+        return small and not to_float and (dtype is None or not _is_float(dtype))
+    name = func._schema.name.rpartition("::")[2]
+    if name not in _CONSTRUCTORS:
+        return False
+    if dtype is None:
+        values = pytree.tree_leaves(args)
+        return name in ("arange", "full") and all(isinstance(v, int) for v in values)
+    return not _is_float(dtype)
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _block_fqns(model: nn.Module) -> tuple[str, ...]:
+    try:
+        return pipeline_blocks(model)
+    except ValueError:  # no list of blocks, or more than one
+        return ()
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _owners(model: nn.Module, blocks: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the modules outside the blocks that own parameters directly, and how many."""
+    if not blocks:
+        return []
+    inside = {b for fqn in blocks for b in _names_below(model, fqn)}
+    found: list[tuple[str, int]] = []
+    for fqn, module in model.named_modules():
+        numel = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if numel and fqn not in inside:
+            found.append((fqn, numel))
+    return found
+
+
+def _names_below(model: nn.Module, fqn: str) -> list[str]:
+    return [
+        f"{fqn}.{name}" if name else fqn for name, _ in model.get_submodule(fqn).named_modules()
+    ]
+
+
+def _activation_bytes(output: Any) -> int:
+    """Return the bytes of the distinct floating-point tensors in a module's output."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    sizes = {id(t): t.numel() * t.element_size() for t in tensors if _is_float(t.dtype)}
+    return sum(sizes.values())
+
+
+def _rows_and_tokens(batch: Any) -> tuple[int, int]:
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
+    if not tensors:
+        return 1, 1
+    rows = tensors[0].shape[0]
+    for tensor in tensors:
+        if tensor.dim() == (3 if _is_float(tensor.dtype) else 2):
+            return rows, math.prod(tensor.shape[:2])
+    return rows, rows
+
+
+def _skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of a model whose tensors have no storage."""
+    memo: dict[int, Any] = {}
+    originals: list[Any] = []
+    for module in model.modules():
+        for attribute in vars(module).values():
+            for leaf in pytree.tree_leaves(attribute):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+                    memo[id(leaf)] = _stand_in(leaf, fake_mode)
+                    originals.append(leaf)
+    memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ObservationError(
+            f"expected a model that copy.deepcopy can copy, {type(model).__name__} cannot be: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _stand_ins(batch: Any, fake_mode: FakeTensorMode) -> Any:
+    """Return a batch of stand-ins, one for a tensor that appears twice."""
+    leaves, spec = pytree.tree_flatten(batch)
+    made = {id(leaf): _stand_in(leaf, fake_mode) for leaf in leaves}
+    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
+
+
+def _stand_in(leaf: Any, fake_mode: FakeTensorMode) -> Any:
+    """Return a tensor's shape and dtype as a fake tensor, or a real copy of readable integers."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if _is_readable(leaf) and not _is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
+        return leaf.detach().cpu().clone()
+    with fake_mode:
+        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=leaf.requires_grad)
+    return fake.requires_grad_(leaf.requires_grad)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that forward takes for a batch."""
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        named = {str(name): value for name, value in batch.items()}
+        if _binds(signature, (), named):
+            return (), named
+    if isinstance(batch, tuple | list) and _binds(signature, tuple(batch), {}):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,316 @@
+"""Run a schedule: stages, what they send each other, and the loss that all of them report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import named_failures
+
+from ._loss import TokenCounts, TokenMeans
+from ._mesh import axis_rank
+from ._plan import ParallelPlan
+from ._schedules import Action, actions_of, forward_actions
+from ._stages import StageDone, StageRun, Staging
+from ._torch_private import pytree
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What a stage keeps of one micro-batch between forward and backward."""
+
+    received: Tensor | None
+    output: Any
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Attributes:
+        plan: The plan.
+        mesh: Its mesh, with a ``pp`` axis.
+        staging: Shared with the staged modules of the model.
+        starts: Index of the first block of every stage.
+        num_blocks: Number of blocks.
+        total: Sums a float64 tensor over data-parallel ranks.
+    """
+
+    plan: ParallelPlan
+    mesh: DeviceMesh
+    staging: Staging
+    starts: Sequence[int]
+    num_blocks: int
+    total: Callable[[Tensor], Tensor]
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
+    _sending: list[tuple[dist.Work, Tensor]] = field(
+        default_factory=list[tuple[dist.Work, Tensor]]
+    )
+
+    def __post_init__(self) -> None:
+        self._groups["F"] = self.mesh.get_group("pp")
+        # Gradients travel on a group of their own: on one, two neighbours that send to each
+        # other first would wait for each other.
+        self._groups["B"] = _twin_groups(self.mesh)
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+    ) -> Any:
+        """Run one step's schedule. Every rank must call this.
+
+        Gradients are left in the compute parameters, for an incoming gradient of 1.
+
+        Args:
+            forward: The model's own call.
+            args: Positional arguments: this rank's batch.
+            kwargs: Keyword arguments, likewise.
+            train: Whether to run backward passes.
+
+        Returns:
+            The module's output with the loss of the whole batch and None for other tensors.
+        """
+        pipeline = self.plan.pipeline_parallel
+        parts = split_batch(args, kwargs, pipeline.microbatches)
+        rank = axis_rank(self.mesh, "pp")
+        shape = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
+        if train:
+            actions = actions_of(pipeline.schedule, rank, microbatches=len(parts), **shape)
+        else:
+            actions = forward_actions(rank, microbatches=len(parts), **shape)
+        passes: dict[tuple[int, int], _Pass] = {}
+        outputs: list[Any] = []
+        counts = self._count(forward, parts) if self._has_last_stage else []
+        for action in actions:
+            key = (action.stage, action.microbatch)
+            if action.kind == "B":
+                self._backward(action, passes.pop(key), len(parts))
+                continue
+            done = self._forward(action, forward, parts[action.microbatch], counts)
+            if action.stage == len(self.starts) - 1:
+                outputs.append(done.output)
+                done.output = _loss_of(done.output)
+            if train:
+                passes[key] = done
+        self._finish_sends()
+        return self._agree(outputs)
+
+    def _forward(
+        self,
+        action: Action,
+        forward: Callable[..., Any],
+        part: tuple[Any, Any],
+        counts: Sequence[Tensor],
+    ) -> _Pass:
+        received: list[Tensor] = []
+
+        def receive(like: Tensor) -> Tensor:
+            activation = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self._receive(activation, action.stage - 1, action)
+            received.append(activation.requires_grad_(torch.is_grad_enabled()))
+            # A new tensor, so that a block may write to its input in place.
+            return activation.view_as(activation) if torch.is_grad_enabled() else activation
+
+        stage = action.stage
+        last = stage == len(self.starts) - 1
+        end = self.num_blocks if last else self.starts[stage + 1]
+        self.staging.run = StageRun(stage, self.starts[stage], end, last, receive)
+        try:
+            with TokenMeans(self._num_parts, lambda index, _: counts[index]):
+                output = forward(*part[0], **part[1])
+        except StageDone as done:
+            activation = done.activation
+            self._send(activation.detach(), stage + 1, action)
+            return _Pass(received[0] if received else None, activation)
+        finally:
+            self.staging.run = None
+        if not last:
+            raise ValueError("the module returned before it called all of its blocks")
+        return _Pass(received[0] if received else None, output)
+
+    def _count(
+        self, forward: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
+    ) -> list[Tensor]:
+        """Return what each token mean of the module counts over the global batch.
+
+        Runs forward with every block and every other module with parameters standing in, so
+        that the targets of all micro-batches are known before the first backward pass.
+        """
+        found: list[list[Tensor]] = []
+        for args, kwargs in parts:
+            self.staging.run = StageRun.counting(self.num_blocks)
+            try:
+                with torch.no_grad(), torch.random.fork_rng(), TokenCounts() as mode:
+                    forward(*args, **kwargs)
+            finally:
+                self.staging.run = None
+            found.append(mode.counts)
+        if len({len(counts) for counts in found}) > 1:
+            raise ValueError("the module computes another number of losses for each micro-batch")
+        return [self.total(torch.stack(counts).sum(0)) for counts in zip(*found, strict=True)]
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return axis_rank(self.mesh, "pp") == (len(self.starts) - 1) % self._size
+
+    @property
+    def _num_parts(self) -> int:
+        """Equal parts that the global batch is in."""
+        return self.plan.data_parallel.size * self.plan.pipeline_parallel.microbatches
+
+    def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:
+        stage = action.stage
+        if stage == len(self.starts) - 1:
+            torch.autograd.backward(done.output / num_parts)
+        else:
+            grad = torch.empty(
+                done.output.shape, dtype=done.output.dtype, device=done.output.device
+            )
+            self._receive(grad, stage + 1, action)
+            torch.autograd.backward(done.output, grad)
+        if stage > 0:
+            assert done.received is not None
+            assert done.received.grad is not None
+            self._send(done.received.grad, stage - 1, action)
+
+    def _send(self, tensor: Tensor, stage: int, action: Action) -> None:
+        tensor = tensor.contiguous()
+        group = self._groups[action.kind]
+        with named_failures():
+            work = dist.isend(
+                tensor, group=group, group_dst=stage % self._size, tag=self._tag(action, stage)
+            )
+        assert work is not None
+        # Kept alive until the schedule ends: the backend reads it later.
+        self._sending.append((work, tensor))
+
+    def _receive(self, into: Tensor, stage: int, action: Action) -> None:
+        group = self._groups[action.kind]
+        with named_failures():
+            dist.recv(
+                into,
+                group=group,
+                group_src=stage % self._size,
+                tag=self._tag(action, action.stage),
+            )
+
+    def _tag(self, action: Action, receiving_stage: int) -> int:
+        return action.microbatch * len(self.starts) + receiving_stage
+
+    @property
+    def _size(self) -> int:
+        return self.plan.pipeline_parallel.size
+
+    def _finish_sends(self) -> None:
+        with named_failures():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    def _agree(self, outputs: Sequence[Any]) -> Any:
+        """Tell all stages the loss that the last one has."""
+        record = torch.zeros(2, dtype=torch.float64)
+        if outputs:
+            losses = torch.stack([_loss_of(output).detach() for output in outputs])
+            mean = self.total(losses.to(torch.float64).sum()) / self._num_parts
+            record[0], record[1] = mean.cpu(), _DTYPES.index(losses.dtype)
+        group = self._groups["F"]
+        last = (len(self.starts) - 1) % self._size
+        record = record.to(self.mesh.device_type)
+        with named_failures():
+            dist.broadcast(record, group=group, group_src=last)
+        loss = record[0].to(_DTYPES[int(record[1])])
+        return _with_loss(_broadcast_structure(outputs, group, last), loss)
+
+
+def split_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Cut a batch into equal parts along dim 0 of its tensors.
+
+    A tensor is cut if its dim 0 has the size of the first tensor's; others go to every part.
+
+    Raises:
+        ValueError: If there is no tensor, or its rows do not divide into the parts.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), None)
+    if rows is None or rows % num_parts:
+        raise ValueError(
+            f"expected a batch whose rows divide into {num_parts} micro-batches "
+            f"(pipeline_parallel.microbatches), got {rows} rows"
+        )
+    step = rows // num_parts
+    parts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    for index in range(num_parts):
+        cut = [
+            x[index * step : (index + 1) * step]
+            if isinstance(x, Tensor) and x.ndim and x.shape[0] == rows
+            else x
+            for x in leaves
+        ]
+        parts.append(pytree.tree_unflatten(cut, spec))
+    return parts
+
+
+def is_loss(leaf: object) -> bool:
+    """Whether a value in a module's output is a loss: a floating-point scalar tensor."""
+    return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
+
+
+def _loss_of(output: Any) -> Tensor:
+    losses = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
+    if not losses:
+        raise ValueError(
+            "pipeline parallelism needs a module whose forward returns its loss (a scalar "
+            f"tensor, or a structure with one), got {type(output).__name__}"
+        )
+    return losses[0]
+
+
+def _broadcast_structure(outputs: Sequence[Any], group: dist.ProcessGroup, last: int) -> Any:
+    """Send the output's structure, with its loss marked and other tensors left out."""
+    marked: list[Any] = [None]
+    if outputs:
+        leaves, spec = pytree.tree_flatten(outputs[-1])
+        first = next(i for i, leaf in enumerate(leaves) if is_loss(leaf))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = _LOSS if index == first else None
+        marked = [pytree.tree_unflatten(leaves, spec)]
+    with named_failures():
+        dist.broadcast_object_list(marked, group=group, group_src=last)
+    return marked[0]
+
+
+_LOSS = "<loss>"
+
+
+def _with_loss(structure: Any, loss: Tensor) -> Any:
+    return pytree.tree_map(lambda leaf: loss if leaf == _LOSS else leaf, structure)
+
+
+def _twin_groups(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a second process group over this rank's ``pp`` axis. Every rank must call this."""
+    names = mesh.mesh_dim_names or ()
+    rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
+    mine: dist.ProcessGroup | None = None
+    for ranks in rows.tolist():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    assert mine is not None
+    return mine

@@ -1,0 +1,177 @@
+"""Policies: who writes the tensor-parallel sharding plan of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from ._certify import certified_region
+from ._linear_kinds import features, linear_kind
+from ._sharding_plan import generalize
+
+_HUGGINGFACE_STYLES = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+}
+
+
+def tensor_parallel_plan(model: nn.Module, policy: str, size: int) -> dict[str, str]:
+    """Return the sharding plan that a policy gives a model.
+
+    What a policy does not recognise stays replicated, which is always right.
+
+    Args:
+        model: Any module; only names, shapes and classes are read.
+        policy: ``"huggingface"`` takes the plan transformers ships for the model.
+            ``"megatron"`` pairs linears that the certificate of
+            :mod:`vescale_parallel._certify` proves, and GPT-2's fused ones. ``"auto"`` is
+            ``"huggingface"`` where there is such a plan and ``"megatron"`` for the rest.
+            ``"fsdp-only"`` shards nothing.
+        size: Ranks along the tensor-parallel axis.
+
+    Returns:
+        FQN pattern to placement text; see :class:`TensorParallel`.
+
+    Raises:
+        ValueError: If ``size`` does not divide the number of attention heads, or the policy
+            is unknown or does not fit the model.
+    """
+    if policy not in ("auto", "megatron", "huggingface", "fsdp-only"):
+        raise ValueError(
+            f"expected sharding_policy 'auto', 'megatron', 'huggingface' or 'fsdp-only', "
+            f"got {policy!r}; for 'manual' give tensor_parallel.sharding_plan"
+        )
+    if size == 1 or policy == "fsdp-only":
+        return {}
+    _check_heads(model, size)
+    plan: dict[str, str] = {}
+    if policy != "megatron":
+        plan |= _huggingface(model, size)
+        if policy == "huggingface" and not plan:
+            raise ValueError(
+                f"{type(model).__name__} has no tensor-parallel plan of its own that can be "
+                "used; choose tensor_parallel.sharding_policy 'auto'"
+            )
+    if policy != "huggingface":
+        plan |= _paired_linears(model, size, covered=plan)
+    return plan
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    for fqn, module in model.named_modules():
+        config = getattr(module, "config", None)
+        for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
+            for owner in (config, module):
+                count = getattr(owner, name, None)
+                if isinstance(count, int) and count % size:
+                    raise ValueError(
+                        f"expected tensor_parallel.size to divide {name} ({count}) of "
+                        f"{fqn or type(model).__name__}, got {size}"
+                    )
+
+
+def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
+    """Translate the plans that transformers' models carry."""
+    plan: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        styles = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))
+        if not isinstance(styles, Mapping) or not styles or not hasattr(module, "config"):
+            continue
+        start = f"{prefix}." if prefix else ""
+        names = {generalize(name) for name, _ in module.named_modules()}
+        for parent in dict.fromkeys(pattern.rpartition(".")[0] for pattern in styles):
+            group = {
+                pattern: style
+                for pattern, style in styles.items()
+                if pattern.rpartition(".")[0] == parent and pattern in names
+            }
+            if set(group.values()) <= _HUGGINGFACE_STYLES:
+                plan |= _group_plan(model, start, group, size)
+        break
+    return plan
+
+
+def _group_plan(
+    model: nn.Module, start: str, group: Mapping[str, str], size: int
+) -> dict[str, str]:
+    """Translate the styles of sibling modules; nothing if one of them cannot be cut evenly."""
+    plan: dict[str, str] = {}
+    for pattern, style in group.items():
+        base = start + pattern
+        module = model.get_submodule(base.replace("*", "0"))
+        if style == "replicated_with_grad_allreduce":
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            plan |= {f"{base}.{name}.<grad>": "Partial()" for name in names}
+            continue
+        kind = linear_kind(module)
+        if style == "embedding_rowwise" and isinstance(module, nn.Embedding):
+            dim = 0
+        elif kind is not None:
+            dim = kind.out_dim if style.startswith("colwise") else kind.in_dim
+        else:
+            return {}
+        if module.get_parameter("weight").shape[dim] % size:
+            return {}
+        plan[f"{base}.weight"] = f"Shard({dim})"
+        if style == "colwise_gather_output":
+            plan[f"{base}.<out>"] = "Replicate()"
+        elif style == "rowwise_split_input":
+            plan[f"{base}.<in>"] = "Replicate()"
+    return plan
+
+
+def _paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
+    """Shard modules whose linears form a column-then-row pair, proven class by class."""
+    taken = {pattern.rpartition(".")[0] for pattern in covered}
+    plan: dict[str, str] = {}
+    known: dict[Any, dict[str, str]] = {}
+    for fqn, module in model.named_modules():
+        linears = {
+            name: child
+            for name, child in module.named_children()
+            if linear_kind(child) is not None
+        }
+        base = generalize(fqn)
+        if len(linears) < 2 or any(f"{base}.{name}" in taken for name in linears):
+            continue
+        if generalize(fqn) != fqn and not _same_everywhere(model, base, module):
+            continue
+        shapes = tuple(features(child, _kind(child)) for child in linears.values())
+        key = (type(module), tuple(linears), shapes)
+        if key not in known:
+            known[key] = _fused_attention(module, size) or certified_region(module, linears, size)
+        plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
+    return plan
+
+
+def _kind(module: nn.Module) -> Any:
+    return linear_kind(module)
+
+
+def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
+    """Whether all modules that a pattern matches have this module's class and shapes."""
+    reference = [tuple(p.shape) for p in module.parameters()]
+    return all(
+        type(other) is type(module) and [tuple(p.shape) for p in other.parameters()] == reference
+        for fqn, other in model.named_modules()
+        if generalize(fqn) == base
+    )
+
+
+def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
+    """Recognise GPT-2's attention, which cannot be called on a tensor alone."""
+    named = {base.__name__ for base in type(module).__mro__}
+    heads = getattr(module, "num_heads", 1)
+    if "GPT2Attention" not in named or getattr(module, "is_cross_attention", True) or heads % size:
+        return {}
+    return {
+        "c_attn.weight": "InterleavedShard(1, 3)",
+        "c_proj.weight": "Shard(0)",
+        "<attr:split_size>": "Shard(0)",
+    }

@@ -1,0 +1,82 @@
+"""The order in which a rank of a pipeline runs its stages, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: ``"F"`` forward, ``"B"`` backward.
+        stage: Index of the stage over the whole pipeline.
+        microbatch: Index of the micro-batch.
+    """
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+
+def actions_of(
+    schedule: str, rank: int, *, size: int, virtual_stages: int, microbatches: int
+) -> tuple[Action, ...]:
+    """Return what one pipeline rank does in one step, in order.
+
+    Stage ``s`` lives on rank ``s % size``. ``gpipe`` is Huang et al. 2019, ``1f1b`` the
+    flush schedule of PipeDream (Narayanan et al. 2021a), ``interleaved_1f1b`` that of
+    Megatron-LM (Narayanan et al. 2021b).
+
+    Args:
+        schedule: One of the three names.
+        rank: Index along the pipeline axis.
+        size: Ranks along the pipeline axis.
+        virtual_stages: Stages per rank.
+        microbatches: Micro-batches of the step.
+
+    Example:
+        >>> [f"{a.kind}{a.microbatch}" for a in actions_of(
+        ...     "1f1b", 0, size=2, virtual_stages=1, microbatches=3)]
+        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    total = microbatches * virtual_stages
+    forwards = [_forward(k, rank, size, virtual_stages) for k in range(total)]
+    backwards = [_backward(k, rank, size, virtual_stages) for k in range(total)]
+    if schedule == "gpipe":
+        warmup = total
+    elif virtual_stages == 1:
+        warmup = min(total, size - rank - 1)
+    else:
+        warmup = min(total, (size - rank - 1) * 2 + (virtual_stages - 1) * size)
+    steady = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
+    return (*forwards[:warmup], *steady, *backwards[total - warmup :])
+
+
+def forward_actions(
+    rank: int, *, size: int, virtual_stages: int, microbatches: int
+) -> tuple[Action, ...]:
+    """Return the forward passes alone, for evaluation."""
+    total = microbatches * virtual_stages
+    return tuple(_forward(k, rank, size, virtual_stages) for k in range(total))
+
+
+def _forward(k: int, rank: int, size: int, virtual_stages: int) -> Action:
+    chunk, microbatch = _position(k, size, virtual_stages)
+    return Action("F", chunk * size + rank, microbatch)
+
+
+def _backward(k: int, rank: int, size: int, virtual_stages: int) -> Action:
+    chunk, microbatch = _position(k, size, virtual_stages)
+    return Action("B", (virtual_stages - 1 - chunk) * size + rank, microbatch)
+
+
+def _position(k: int, size: int, virtual_stages: int) -> tuple[int, int]:
+    """Return (chunk, micro-batch) of a rank's k-th pass: groups of ``size`` per chunk."""
+    if virtual_stages == 1:
+        return 0, k
+    group, within = divmod(k, size * virtual_stages)
+    chunk, offset = divmod(within, size)
+    return chunk, group * size + offset

@@ -1,0 +1,210 @@
+"""The sections of a plan, one per constraint prefix, each checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args, get_type_hints
+
+
+def check_choices(prefix: str, section: object) -> None:
+    """Raise if a field annotated with a Literal or bool holds something else.
+
+    Raises:
+        ValueError: With the dotted name of the field and its choices.
+    """
+    for name, hint in get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        options = [hint, *get_args(hint)]
+        allowed = [
+            v for t in options if get_args(t) and not isinstance(t, type) for v in _literals(t)
+        ]
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"expected {prefix}{name} to be True or False, got {value!r}")
+        optional = value is None and type(None) in options
+        if allowed and not optional and (isinstance(value, bool) or value not in allowed):
+            raise ValueError(f"expected {prefix}{name} to be one of {allowed}, got {value!r}")
+
+
+def _literals(hint: object) -> tuple[object, ...]:
+    return get_args(hint) if str(hint).startswith("typing.Literal") else ()
+
+
+def _check_size(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"expected {name} to be a positive integer, got {size!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """Which tensors are cut inside one layer.
+
+    Attributes:
+        size: Ranks that share one copy of a layer.
+        sequence: Also shard activations between layers along the sequence.
+        sharding_policy: Who wrote ``sharding_plan``: see
+            :func:`vescale_parallel.tensor_parallel_plan`.
+        sharding_plan: FQN pattern (``*`` stands for one name component) to placement. A
+            pattern ending in a parameter name places that parameter, for example
+            ``"layers.*.mlp.up.weight": "Shard(0)"``; ``"lm_head.<out>": "Replicate()"``
+            places a module's output, ``"norm.weight.<grad>": "Partial()"`` says that
+            ranks hold addends of a replicated parameter's gradient, and
+            ``"attn.<attr:num_heads>": "Shard(0)"`` divides a hard-coded integer.
+    """
+
+    size: int = 1
+    sequence: bool = False
+    sharding_policy: Literal["auto", "megatron", "huggingface", "fsdp-only", "manual"] = "auto"
+    sharding_plan: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        check_choices("tensor_parallel.", self)
+        _check_size("tensor_parallel.size", self.size)
+        object.__setattr__(self, "sharding_plan", MappingProxyType(dict(self.sharding_plan)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallel:
+    """How the sequence of blocks is cut into stages.
+
+    Attributes:
+        size: Ranks in the pipeline.
+        schedule: Order of forward and backward passes.
+        split_method: Who wrote ``split_points``.
+        split_points: FQN of the first block of every stage but the first.
+        microbatches: Equal parts that each rank's batch is cut into.
+        virtual_stages: Stages per rank, more than one only with an interleaved schedule.
+        tail_modules: FQNs of modules outside the blocks, defined before them but called after
+            them, so that they belong on the last stage.
+    """
+
+    size: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    split_method: Literal["uniform", "parameters", "flops", "manual"] = "uniform"
+    split_points: tuple[str, ...] = ()
+    microbatches: int = 1
+    virtual_stages: int = 1
+    tail_modules: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.size * self.virtual_stages
+
+    def __post_init__(self) -> None:
+        check_choices("pipeline_parallel.", self)
+        _check_size("pipeline_parallel.size", self.size)
+        _check_size("pipeline_parallel.microbatches", self.microbatches)
+        _check_size("pipeline_parallel.virtual_stages", self.virtual_stages)
+        object.__setattr__(self, "split_points", tuple(self.split_points))
+        object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved_1f1b"):
+            raise ValueError(
+                "expected pipeline_parallel.virtual_stages > 1 exactly with schedule "
+                f"'interleaved_1f1b', got {self.virtual_stages} with {self.schedule!r}"
+            )
+        if self.virtual_stages > 1 and self.microbatches % self.size:
+            raise ValueError(
+                "expected pipeline_parallel.microbatches to be a multiple of "
+                f"pipeline_parallel.size ({self.size}) with schedule 'interleaved_1f1b', "
+                f"got {self.microbatches}"
+            )
+        if self.size == 1 and self.microbatches > 1:
+            raise ValueError(
+                "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "
+                f"got {self.microbatches} microbatches for one stage"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """How the batch, and with ZeRO the model state, is split over replicas.
+
+    Attributes:
+        size: Parts the global batch is cut into.
+        replicate_size: Of these, copies of the sharded state (hybrid sharding); divides
+            ``size``. With ``zero_stage`` 0 everything is replicated whatever it says.
+        zero_stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+    """
+
+    size: int = 1
+    replicate_size: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of the sharded state."""
+        return 1 if self.zero_stage == 0 else self.size // self.replicate_size
+
+    def __post_init__(self) -> None:
+        check_choices("data_parallel.", self)
+        _check_size("data_parallel.size", self.size)
+        _check_size("data_parallel.replicate_size", self.replicate_size)
+        if self.size % self.replicate_size:
+            raise ValueError(
+                f"expected data_parallel.replicate_size to divide data_parallel.size "
+                f"({self.size}), got {self.replicate_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """Ranks that share one sequence."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_size("context_parallel.size", self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """Ranks of the data axes that share one set of experts."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_size("expert_parallel.size", self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How the data set becomes batches.
+
+    Attributes:
+        global_size: Samples in one optimizer step over all ranks; None if no data set is given.
+        shuffle: A new order every epoch, a function of ``seed`` and the epoch.
+        seed: Seed of the order.
+        drop_last: Leave out samples that do not fill a global batch; False is an error if
+            there are any.
+    """
+
+    global_size: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        check_choices("batch.", self)
+        if self.global_size is not None:
+            _check_size("batch.global_size", self.global_size)
+
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of compute; None means the parameter's own dtype.
+
+    Attributes:
+        param: Parameters in forward and backward. The optimizer keeps the original dtype.
+        reduce: Gradients while they are summed over ranks.
+    """
+
+    param: Dtype | None = None
+    reduce: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_choices("precision.", self)

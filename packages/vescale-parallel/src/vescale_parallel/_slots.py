@@ -1,0 +1,102 @@
+"""A parameter's two faces: the distributed one everybody sees, the plain one that computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import DTensor, InterleavedShard, RaggedShard
+
+
+@dataclass(eq=False)
+class Slot:
+    """One distinct parameter of the model, on this rank.
+
+    Attributes:
+        fqns: Its names; more than one if it is tied.
+        sites: Where it hangs: (module, attribute), one per name.
+        face: The public parameter: a DTensor of global shape whose local part is this rank's.
+        compute: The plain parameter that forward and backward use on this rank; None on
+            stages that do not use it. Without data-parallel sharding it shares the face's
+            storage.
+        stand_in: On other stages, what forward finds in its place if it belongs to a module
+            around the blocks: memory-free zeros, never used for a result.
+        shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
+        partial_over_tp: Whether tensor-parallel ranks hold addends of its gradient.
+        stages: Pipeline stages that use it; the first one owns it, others borrow it.
+    """
+
+    fqns: tuple[str, ...]
+    sites: tuple[tuple[nn.Module, str], ...]
+    face: nn.Parameter
+    compute: nn.Parameter | None
+    shard_dim: int | None
+    partial_over_tp: bool
+    stages: tuple[int, ...]
+    stand_in: nn.Parameter | None = None
+
+    @property
+    def distributed(self) -> DTensor:
+        """The face as the DTensor it is."""
+        assert isinstance(self.face, DTensor)
+        return self.face
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the face, without autograd."""
+        return self.distributed._local_tensor
+
+    @property
+    def shares_storage(self) -> bool:
+        """Whether the compute parameter is the face's own storage."""
+        return self.compute is not None and self.compute.data_ptr() == self.local.data_ptr()
+
+    def show_face(self) -> None:
+        """Hang the public parameter on the modules."""
+        for module, name in self.sites:
+            module._parameters[name] = self.face
+
+    def show_compute(self) -> None:
+        """Hang the plain parameter on the modules."""
+        plain = self.compute if self.compute is not None else self.stand_in
+        if plain is not None:
+            for module, name in self.sites:
+                module._parameters[name] = plain
+
+
+def shard_dim_of(shape: torch.Size, tp: Placement) -> int | None:
+    """Return the dim that data-parallel sharding cuts: the first that tp leaves whole."""
+    taken = tp.dim if isinstance(tp, Shard | InterleavedShard) else None
+    return next((dim for dim in range(min(len(shape), 2)) if dim != taken), None)
+
+
+def placements_of(
+    mesh: DeviceMesh,
+    shape: torch.Size,
+    *,
+    tp: Placement,
+    shard_dim: int | None,
+    owner: int,
+) -> tuple[Placement, ...]:
+    """Return a parameter's placement on every mesh axis.
+
+    Args:
+        mesh: The plan's mesh.
+        shape: Global shape.
+        tp: Placement on the ``tp`` axis.
+        shard_dim: Dim cut by the ``dp_shard`` axis, None for a copy on each of its ranks.
+        owner: Index along the ``pp`` axis of the stage that owns the parameter.
+    """
+    by_axis: dict[str, Placement] = {"tp": tp}
+    if shard_dim is not None:
+        by_axis["dp_shard"] = Shard(shard_dim)
+    names = mesh.mesh_dim_names or ()
+    if "pp" in names:
+        units = [0] * mesh.size(names.index("pp"))
+        units[owner] = 1
+        by_axis["pp"] = RaggedShard((0,), max(shape[0], 1) if shape else 1, tuple(units))
+    return tuple(by_axis.get(name, Replicate()) for name in names)

@@ -1,0 +1,287 @@
+"""Every combination of sizes that the constraints and the model allow, and why others are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Sizes of the mesh axes."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    def __str__(self) -> str:
+        sizes = {"data": self.dp, "tensor": self.tp, "pipeline": self.pp}
+        used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(used) or "one rank"
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Candidate:
+    """One plan before its details are filled in.
+
+    Attributes:
+        rows: Rows of the batch that one data-parallel replica gets in a step.
+    """
+
+    layout: Layout
+    zero_stage: int
+    replicate: int
+    schedule: Schedule
+    virtual_stages: int
+    microbatches: int
+    recompute: Literal["none", "full"]
+    rows: int
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one copy of the sharded state."""
+        return self.layout.dp // self.replicate if self.zero_stage else 1
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.layout.pp * self.virtual_stages
+
+    @property
+    def moving_parts(self) -> int:
+        """How much machinery it needs: decides between equally fast candidates."""
+        axes = (self.layout.dp, self.layout.tp, self.layout.pp)
+        return (
+            10 * sum(size > 1 for size in axes)
+            + self.zero_stage
+            + 4 * (self.virtual_stages > 1)
+            + (self.schedule == "gpipe")
+            + 5 * (self.recompute == "full")
+        )
+
+    def __str__(self) -> str:
+        words = [str(self.layout)]
+        if self.zero_stage:
+            words.append(f"ZeRO {self.zero_stage}")
+        if self.layout.pp > 1:
+            words.append(f"{counted(self.microbatches, 'microbatch', 'es')} ({self.schedule})")
+        if self.recompute == "full":
+            words.append("recomputation")
+        return ", ".join(words)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number and its noun."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def layouts(world_size: int, constraints: Mapping[str, Any]) -> tuple[Layout, ...]:
+    """Return the sizes of the axes that multiply to the world size under the constraints.
+
+    Raises:
+        ValueError: If there are none, with the product and the nearest world sizes.
+    """
+    fixed = {name: constraints.get(f"{name}.size") for name in _AXES}
+    found = tuple(
+        Layout(tp, pp, world_size // (tp * pp))
+        for tp in _divisors(world_size, fixed["tensor_parallel"])
+        for pp in _divisors(world_size // tp, fixed["pipeline_parallel"])
+        if fixed["data_parallel"] in (None, world_size // (tp * pp))
+    )
+    if found:
+        return found
+    given = {name: size for name, size in fixed.items() if size is not None}
+    product = math.prod(given.values())
+    terms = " x ".join(f"{name}.size {size}" for name, size in given.items())
+    if len(given) == len(_AXES):
+        raise ValueError(
+            f"expected world size {product} ({terms}), got {world_size}; start {product} ranks "
+            "or leave one of the sizes out"
+        )
+    below = world_size // product * product
+    near = f"nearest are {below} and {below + product}" if below else f"nearest is {product}"
+    raise ValueError(
+        f"expected a world size that is a multiple of {product} ({terms}), got {world_size}; "
+        f"the {near}"
+    )
+
+
+_AXES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+
+
+def _divisors(number: int, fixed: int | None) -> list[int]:
+    options = range(1, number + 1) if fixed is None else (fixed,)
+    return [size for size in options if number % size == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What is known of the batch.
+
+    Attributes:
+        global_size: Rows of one step over all ranks, if constrained.
+        example: Rows of the example batch: what each replica gets if ``global_size`` is None.
+    """
+
+    global_size: int | None
+    example: int | None
+
+    def of_replica(self, dp: int, microbatches: int) -> int:
+        """Return the rows of one replica, 0 if they cannot be cut evenly."""
+        if self.global_size is not None:
+            whole = self.global_size % (dp * microbatches) == 0
+            return self.global_size // dp if whole else 0
+        if self.example is not None:
+            return self.example if self.example % microbatches == 0 else 0
+        return microbatches  # one row a micro-batch
+
+
+def candidates(
+    layout: Layout, rows: Rows, num_blocks: int, constraints: Mapping[str, Any]
+) -> Iterator[Candidate | str]:
+    """Yield the candidates of a layout, or sentences that say why there is none."""
+    get = constraints.get
+    if layout.pp > 1 and num_blocks < layout.pp * (get("pipeline_parallel.virtual_stages") or 1):
+        yield _too_many_stages(layout.pp, get("pipeline_parallel.virtual_stages") or 1, num_blocks)
+        return
+    replicate = get("data_parallel.replicate_size") or 1
+    if layout.dp % replicate:
+        yield (
+            f"data_parallel.replicate_size {replicate} does not divide "
+            f"data_parallel.size {layout.dp}"
+        )
+        return
+    pipelines = list(_pipelines(layout, rows, num_blocks, constraints))
+    for pipeline in pipelines:
+        if isinstance(pipeline, str):
+            yield pipeline
+            continue
+        schedule, virtual_stages, microbatches, rows_of_replica = pipeline
+        for zero_stage in _zero_stages(layout, replicate, get("data_parallel.zero_stage")):
+            for recompute in _recomputations(get("recompute")):
+                yield Candidate(
+                    layout=layout,
+                    zero_stage=zero_stage,
+                    replicate=replicate,
+                    schedule=schedule,
+                    virtual_stages=virtual_stages,
+                    microbatches=microbatches,
+                    recompute=recompute,
+                    rows=rows_of_replica,
+                )
+
+
+def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
+    return (
+        f"expected at most {num_blocks} pipeline stages, one per block, got "
+        f"{pp * virtual_stages} (pipeline_parallel.size {pp} x virtual_stages {virtual_stages})"
+    )
+
+
+def _recomputations(
+    fixed: Literal["none", "full"] | None,
+) -> tuple[Literal["none", "full"], ...]:
+    return ("none", "full") if fixed is None else (fixed,)
+
+
+def _zero_stages(layout: Layout, replicate: int, fixed: int | None) -> tuple[int, ...]:
+    if fixed is not None:
+        return (fixed,)
+    if layout.dp == replicate:
+        return (0,)
+    # Hybrid sharding was asked for, and stage 0 would replicate everything.
+    return (1, 2, 3) if replicate > 1 else (0, 1, 2, 3)
+
+
+def _pipelines(
+    layout: Layout, rows: Rows, num_blocks: int, constraints: Mapping[str, Any]
+) -> Iterator[tuple[Schedule, int, int, int] | str]:
+    """Yield (schedule, virtual stages, micro-batches, rows of a replica)."""
+    get = constraints.get
+    any_rows = False
+    schedules = _schedules(layout.pp, num_blocks, constraints)
+    if not schedules:
+        yield (
+            f"pipeline_parallel.schedule 'interleaved_1f1b' needs pipeline_parallel.size above 1 "
+            f"and two blocks a rank, got size {layout.pp} and {num_blocks} blocks"
+        )
+    points = get("pipeline_parallel.split_points")
+    for schedule, virtual_stages in schedules:
+        stages = layout.pp * virtual_stages
+        if points is not None and stages != len(points) + 1:
+            yield (
+                f"{len(points)} pipeline_parallel.split_points make {len(points) + 1} stages, "
+                f"pipeline_parallel.size {layout.pp} x virtual_stages {virtual_stages} is {stages}"
+            )
+            continue
+        fixed = get("pipeline_parallel.microbatches")
+        if fixed is not None and layout.pp == 1 and fixed > 1:
+            yield f"pipeline_parallel.microbatches {fixed} needs pipeline_parallel.size above 1"
+            return
+        for microbatches in (fixed,) if fixed else _microbatches(layout, rows):
+            if virtual_stages > 1 and microbatches % layout.pp:
+                if not _is_interleaving_asked_for(constraints):
+                    continue
+                yield (
+                    f"pipeline_parallel.schedule 'interleaved_1f1b' needs a multiple of "
+                    f"pipeline_parallel.size ({layout.pp}) microbatches, got {microbatches}"
+                )
+                continue
+            found = rows.of_replica(layout.dp, microbatches)
+            if found:
+                any_rows = True
+                yield schedule, virtual_stages, microbatches, found
+            elif not any_rows:
+                yield _uneven(rows, layout.dp, microbatches)
+
+
+def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
+    if rows.global_size is None:
+        return (
+            f"the example batch of {rows.example} rows cannot be cut into "
+            f"{microbatches} equal microbatches"
+        )
+    return (
+        f"expected batch.global_size to be a multiple of data_parallel.size x "
+        f"pipeline_parallel.microbatches ({dp} x {microbatches} = {dp * microbatches}), "
+        f"got {rows.global_size}"
+    )
+
+
+def _is_interleaving_asked_for(constraints: Mapping[str, Any]) -> bool:
+    virtual_stages = constraints.get("pipeline_parallel.virtual_stages") or 1
+    schedule = constraints.get("pipeline_parallel.schedule")
+    return schedule == "interleaved_1f1b" or virtual_stages > 1
+
+
+def _schedules(
+    pp: int, num_blocks: int, constraints: Mapping[str, Any]
+) -> list[tuple[Schedule, int]]:
+    schedule: Schedule | None = constraints.get("pipeline_parallel.schedule")
+    virtual: int | None = constraints.get("pipeline_parallel.virtual_stages")
+    interleaved = _is_interleaving_asked_for(constraints)
+    if pp == 1:
+        return [] if interleaved else [(schedule or "1f1b", 1)]
+    if interleaved:
+        options = [virtual] if virtual else [v for v in (2, 3, 4) if pp * v <= num_blocks]
+        return [("interleaved_1f1b", v) for v in options]
+    if schedule is not None:
+        return [(schedule, 1)]
+    # "gpipe" takes the time of "1f1b" and more memory: only if constrained.
+    plain: list[tuple[Schedule, int]] = [("1f1b", 1)]
+    return plain if virtual == 1 or 2 * pp > num_blocks else [*plain, ("interleaved_1f1b", 2)]
+
+
+def _microbatches(layout: Layout, rows: Rows) -> list[int]:
+    if layout.pp == 1:
+        return [1]
+    if rows.global_size is None and rows.example is None:
+        return [layout.pp, 2 * layout.pp, 4 * layout.pp]
+    known = rows.example if rows.global_size is None else rows.global_size // layout.dp
+    known = known or 1
+    limit = min(known, 16 * layout.pp)
+    return [count for count in range(1, limit + 1) if known % count == 0]

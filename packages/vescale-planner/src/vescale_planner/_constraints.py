@@ -1,0 +1,121 @@
+"""Check what a person constrained, before anything is enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel import ParallelPlan, PipelineParallel, check_constraints, with_constraints
+
+from ._workload import Workload, unmatched_pattern
+
+_NOT_YET = {
+    "tensor_parallel.sequence": (False, "sequence parallelism"),
+    "context_parallel.size": (1, "context parallelism"),
+    "expert_parallel.size": (1, "expert parallelism"),
+    "compile": (False, "compilation"),
+}
+
+
+def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise for what can never be obeyed.
+
+    Raises:
+        ValueError: Naming the constraint, its value, and what to do.
+    """
+    check_constraints(constraints)
+    for key, (allowed, what) in _NOT_YET.items():
+        if constraints.get(key, allowed) != allowed:
+            raise ValueError(
+                f"{what} is not available in this version: expected {key} {allowed!r}, "
+                f"got {constraints[key]!r}; leave the constraint out"
+            )
+    _check_pipeline(constraints)
+    others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}
+    replicate = others.pop("data_parallel.replicate_size", None)
+    if replicate is not None:
+        size = others.get("data_parallel.size", replicate)
+        others |= {"data_parallel.replicate_size": replicate, "data_parallel.size": size}
+        if "data_parallel.size" not in constraints:
+            others.pop("batch.global_size", None)
+    with_constraints(ParallelPlan(), others)
+    _check_sharding(constraints, model)
+
+
+def _check_pipeline(constraints: Mapping[str, Any]) -> None:
+    """Check each value alone: together they depend on what is still to be chosen."""
+    prefix = "pipeline_parallel."
+    given = {
+        key.removeprefix(prefix): value
+        for key, value in constraints.items()
+        if key.startswith(prefix)
+    }
+    for name, value in given.items():
+        if name in ("size", "microbatches", "virtual_stages") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise ValueError(f"expected {prefix}{name} to be a positive integer, got {value!r}")
+    virtual, schedule = given.get("virtual_stages"), given.get("schedule")
+    if "schedule" in given:
+        PipelineParallel(
+            schedule=given["schedule"],
+            virtual_stages=2 if schedule == "interleaved_1f1b" else 1,
+        )
+    if "split_method" in given:
+        PipelineParallel(split_method=given["split_method"])
+    if virtual is not None and schedule is not None:
+        PipelineParallel(schedule=schedule, virtual_stages=virtual)
+    if given.get("split_method") == "manual" and "split_points" not in given:
+        raise ValueError(
+            "pipeline_parallel.split_method 'manual' needs pipeline_parallel.split_points"
+        )
+
+
+def _check_sharding(constraints: Mapping[str, Any], model: nn.Module) -> None:
+    plan: Mapping[str, str] | None = constraints.get("tensor_parallel.sharding_plan")
+    policy = constraints.get("tensor_parallel.sharding_policy")
+    if policy == "manual" and plan is None:
+        raise ValueError(
+            "tensor_parallel.sharding_policy 'manual' needs tensor_parallel.sharding_plan"
+        )
+    if plan is None:
+        return
+    if policy not in (None, "manual"):
+        raise ValueError(
+            f"expected tensor_parallel.sharding_policy 'manual' with a sharding_plan, "
+            f"got {policy!r}; leave one of the two out"
+        )
+    unmatched = unmatched_pattern(model, plan)
+    if unmatched is not None:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {unmatched!r} matches no parameter and no module of "
+            f"{type(model).__name__}"
+        )
+
+
+def check_split_points(constraints: Mapping[str, Any], workload: Workload, name: str) -> None:
+    """Raise if constrained split points are no blocks, or out of order.
+
+    Raises:
+        ValueError: Naming the point and the blocks.
+    """
+    points = constraints.get("pipeline_parallel.split_points")
+    if points is None:
+        return
+    if workload.no_pipeline:
+        raise ValueError(f"pipeline_parallel.split_points: {workload.no_pipeline}")
+    blocks = list(workload.block_names)
+    for point in points:
+        if point not in blocks:
+            raise ValueError(
+                f"pipeline_parallel.split_points: {point!r} is no block of {name}; "
+                f"blocks are {blocks[0]!r} to {blocks[-1]!r}"
+            )
+    starts = [0, *(blocks.index(point) for point in points)]
+    if starts != sorted(set(starts)):
+        raise ValueError(
+            "expected pipeline_parallel.split_points in the order of the blocks, none the "
+            f"first block, got {tuple(points)}"
+        )

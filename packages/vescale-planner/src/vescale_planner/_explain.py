@@ -1,0 +1,130 @@
+"""Say in sentences why a plan was chosen, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._candidates import Layout, counted
+from ._cost import seconds
+from ._memory import FRAGMENTATION, Memory, needed_bytes
+from ._search import TIE, Found, Scored
+from ._workload import Workload
+from .cluster import Cluster
+
+_RUNNERS_UP = 3
+
+
+def reasons(
+    found: Found, workload: Workload, cluster: Cluster, constraints: Mapping[str, Any], split: str
+) -> tuple[str, ...]:
+    """Return why the winner won, why others did not, and what was assumed."""
+    winner = found.fits[0]
+    per_row = seconds(winner.seconds_per_row)
+    where = f"{per_row} a row of the batch on {cluster.name}"
+    overhead = f"x {FRAGMENTATION} fragmentation and {_gib(cluster.reserved_bytes)} reserved"
+    lines = [
+        f"{winner.candidate}: {where}, a step is {winner.cost}",
+        (
+            f"memory of the fullest rank: {_itemized(winner.memory)}, {overhead}, "
+            f"of {_gib(cluster.memory_bytes)}"
+        ),
+    ]
+    lines += _runners_up(found)
+    lines += _too_large(found, cluster)
+    lines += [f"not possible: {reason}" for reason in found.rejected[:_RUNNERS_UP]]
+    if len(found.rejected) > _RUNNERS_UP:
+        lines.append(f"not possible: {len(found.rejected) - _RUNNERS_UP} more combinations")
+    lines += [f"assumed: {note}" for note in workload.assumptions]
+    lines += _about_rows(winner, workload, constraints)
+    if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
+        lines.append("assumed: stages are balanced by estimated flops; give example_batch")
+    return tuple(lines)
+
+
+def _runners_up(found: Found) -> list[str]:
+    """Return the best of every other layout, and how much slower it is."""
+    winner = found.fits[0]
+    best: dict[Layout, Scored] = {}
+    for each in sorted(found.fits, key=lambda s: (s.seconds_per_row, s.candidate)):
+        if each.candidate.layout != winner.candidate.layout:
+            best.setdefault(each.candidate.layout, each)
+    lines: list[str] = []
+    for each in list(best.values())[:_RUNNERS_UP]:
+        ratio = each.seconds_per_row / winner.seconds_per_row
+        tied = ratio <= TIE and each.candidate.moving_parts >= winner.candidate.moving_parts
+        verdict = f"{ratio:.3g} x the time"
+        verdict += ", as good as equal, and more moving parts" if tied else ""
+        lines.append(f"next: {each.candidate}: {verdict} ({each.cost})")
+    return lines
+
+
+def _too_large(found: Found, cluster: Cluster) -> list[str]:
+    """Return the simplest layouts that do not fit."""
+    fitting = {each.candidate.layout for each in found.fits}
+    best: dict[Layout, Scored] = {}
+    for each in found.too_large:
+        if each.candidate.layout not in fitting:
+            best.setdefault(each.candidate.layout, each)
+    chosen = sorted(best.values(), key=lambda s: (s.candidate.moving_parts, s.needed_bytes))
+    return [
+        f"too large: {each.candidate} needs {_gib(each.needed_bytes)} of "
+        f"{_gib(cluster.memory_bytes)}"
+        for each in chosen[:2]
+    ]
+
+
+def _about_rows(winner: Scored, workload: Workload, constraints: Mapping[str, Any]) -> list[str]:
+    candidate = winner.candidate
+    if constraints.get("batch.global_size") is not None:
+        return []
+    if workload.rows is None:
+        note = f"assumed: {counted(candidate.rows, 'row')} a data-parallel rank and step"
+    else:
+        rows = counted(candidate.rows, "row")
+        note = f"assumed: every data-parallel rank gets {rows} a step, as in example_batch"
+    if candidate.microbatches > 1:
+        note += f", a multiple of {counted(candidate.microbatches, 'microbatch', 'es')}"
+    return [f"{note}; constrain batch.global_size to say otherwise"]
+
+
+def nothing_fits(found: Found, cluster: Cluster, helpers: Mapping[str, Memory]) -> str:
+    """Return by how much the smallest candidate is too large, and what would help.
+
+    Args:
+        found: The search's result.
+        cluster: The machines.
+        helpers: What could be changed, and the memory it would take then.
+    """
+    least = found.too_large[0]
+    missing = least.needed_bytes - cluster.memory_bytes
+    fits = [
+        change
+        for change, memory in helpers.items()
+        if needed_bytes(memory, cluster) <= cluster.memory_bytes
+    ]
+    advice = f"would fit: {'; '.join(fits)}" if fits else "use more ranks or larger devices"
+    return (
+        f"expected a plan of at most {_gib(cluster.memory_bytes)} a rank ({cluster.name}), but "
+        f"the smallest ({least.candidate}) needs {_gib(least.needed_bytes)}, "
+        f"{_gib(missing)} too much: {_itemized(least.memory)}; {advice}; if it is for other "
+        "machines, give cluster"
+    )
+
+
+def _itemized(memory: Memory) -> str:
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "model output": memory.output,
+    }
+    return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
+
+
+def _gib(nbytes: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes / 2**10:.3g} KiB"

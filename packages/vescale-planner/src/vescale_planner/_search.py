@@ -1,0 +1,215 @@
+"""Score every candidate: what it costs, what it needs, and which are out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel import tensor_parallel_plan
+
+from ._candidates import Candidate, Layout, Rows, candidates, layouts
+from ._cost import Cost, step_cost
+from ._memory import Memory, needed_bytes, peak_memory
+from ._stages import PipelineRank, local_parts, pipeline_ranks, stage_starts
+from ._workload import Workload, itemsize_of, sharded_names
+from .cluster import Cluster
+
+# Candidates within this factor of the fastest count as equally fast: no better than the model.
+TIE = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A candidate with its predictions."""
+
+    candidate: Candidate
+    cost: Cost
+    memory: Memory
+    needed_bytes: int
+
+    @property
+    def seconds_per_row(self) -> float:
+        """What candidates are compared by: replicas may get different numbers of rows."""
+        return self.cost.step / (self.candidate.layout.dp * self.candidate.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Everything that was looked at.
+
+    Attributes:
+        fits: Candidates that fit in memory, best first.
+        too_large: The others, smallest first.
+        rejected: Why layouts are impossible, in the order found, each once.
+    """
+
+    fits: tuple[Scored, ...]
+    too_large: tuple[Scored, ...]
+    rejected: tuple[str, ...]
+
+
+@dataclass
+class Search:
+    """The inputs of a search, and what it has worked out for each size.
+
+    Attributes:
+        model: Only names and shapes are read.
+        workload: What one row costs.
+        cluster: The machines.
+        constraints: Checked dotted keys.
+        states: Tensors of a parameter's size that the optimizer keeps.
+        split_method: How blocks are divided over stages.
+    """
+
+    model: nn.Module
+    workload: Workload
+    cluster: Cluster
+    constraints: Mapping[str, Any]
+    states: int
+    split_method: str
+    _sharding: dict[int, dict[str, str] | str] = field(
+        default_factory=dict["int", "dict[str, str] | str"]
+    )
+    _ranks: dict[tuple[int, int, int], tuple[PipelineRank, ...]] = field(
+        default_factory=dict["tuple[int, int, int]", "tuple[PipelineRank, ...]"]
+    )
+    _starts: dict[int, list[int]] = field(default_factory=dict["int", "list[int]"])
+
+    def run(self, world_size: int) -> Found:
+        """Score every candidate of a world size.
+
+        Raises:
+            ValueError: If no sizes of the axes multiply to the world size.
+        """
+        scored: list[Scored] = []
+        rejected: dict[str, None] = {}
+        for layout in layouts(world_size, self.constraints):
+            reason = self._impossible(layout)
+            if reason:
+                rejected[reason] = None
+                continue
+            for each in candidates(layout, self._rows(), self._num_blocks(), self.constraints):
+                if isinstance(each, str):
+                    rejected[each] = None
+                else:
+                    scored.append(self.score(each))
+        limit = self.cluster.memory_bytes
+        fits = [each for each in scored if each.needed_bytes <= limit]
+        too_large = [each for each in scored if each.needed_bytes > limit]
+        return Found(
+            fits=tuple(_ranked(fits)),
+            too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
+            rejected=tuple(_distinct(rejected)),
+        )
+
+    def score(self, candidate: Candidate) -> Scored:
+        """Predict one candidate."""
+        ranks = self._ranks_of(candidate)
+        itemsize = itemsize_of(self.constraints.get("precision.param"), self.workload.itemsize)
+        memory = peak_memory(
+            candidate,
+            ranks,
+            states=self.states,
+            compute_itemsize=itemsize,
+            output_bytes=self.workload.output_bytes,
+        )
+        cost = step_cost(
+            candidate, ranks, self.cluster, states=self.states, compute_itemsize=itemsize
+        )
+        return Scored(
+            candidate=candidate,
+            cost=cost,
+            memory=memory,
+            needed_bytes=needed_bytes(memory, self.cluster),
+        )
+
+    def sharding(self, tp: int) -> dict[str, str] | str:
+        """Return the sharding plan for a tensor-parallel size, or why there is none."""
+        if tp not in self._sharding:
+            self._sharding[tp] = self._make_sharding(tp)
+        return self._sharding[tp]
+
+    def starts(self, num_stages: int) -> list[int]:
+        """Return the first block of every stage."""
+        points = self.constraints.get("pipeline_parallel.split_points")
+        if points is not None and num_stages > 1:
+            return [0, *(self.workload.block_names.index(point) for point in points)]
+        if num_stages == 1:
+            return [0]
+        if num_stages not in self._starts:
+            self._starts[num_stages] = stage_starts(self.workload, num_stages, self.split_method)
+        return self._starts[num_stages]
+
+    def _num_blocks(self) -> int:
+        return len(self.workload.blocks)
+
+    def _rows(self) -> Rows:
+        return Rows(
+            global_size=self.constraints.get("batch.global_size"), example=self.workload.rows
+        )
+
+    def _impossible(self, layout: Layout) -> str:
+        if layout.pp > 1 and self.workload.no_pipeline:
+            return self.workload.no_pipeline
+        sharding = self.sharding(layout.tp)
+        return sharding if isinstance(sharding, str) else ""
+
+    def _make_sharding(self, tp: int) -> dict[str, str] | str:
+        given = self.constraints.get("tensor_parallel.sharding_plan")
+        if given is not None:
+            return self._given_sharding(dict(given), tp)
+        policy = self.constraints.get("tensor_parallel.sharding_policy", "auto")
+        if tp == 1:
+            return {}
+        try:
+            plan = tensor_parallel_plan(self.model, policy, tp)
+        except ValueError as error:
+            return str(error)
+        if not plan:
+            return (
+                f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "
+                f"{type(self.model).__name__}, so its ranks would repeat each other's work"
+            )
+        return plan
+
+    def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:
+        if tp == 1 and self.constraints.get("tensor_parallel.size") != 1:
+            return "tensor_parallel.sharding_plan needs tensor_parallel.size above 1"
+        return given
+
+    def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
+        tp, pp = candidate.layout.tp, candidate.layout.pp
+        key = (tp, pp, candidate.virtual_stages)
+        if key not in self._ranks:
+            sharding = self.sharding(tp)
+            assert not isinstance(sharding, str)
+            parts = local_parts(self.workload, sharded_names(self.model, sharding), tp)
+            starts = self.starts(candidate.stages)
+            self._ranks[key] = pipeline_ranks(self.workload, parts, starts, pp)
+        return self._ranks[key]
+
+
+def _distinct(sentences: Iterable[str]) -> list[str]:
+    """Return the first of those that differ in numbers alone."""
+    first: dict[str, str] = {}
+    for sentence in sentences:
+        first.setdefault(re.sub(r"\d+", "#", sentence), sentence)
+    return list(first.values())
+
+
+def _ranked(fits: list[Scored]) -> list[Scored]:
+    """Sort by time; of those about as fast as the fastest, the simplest first."""
+    if not fits:
+        return []
+    fastest = min(each.seconds_per_row for each in fits)
+
+    def key(each: Scored) -> tuple[bool, float, float, Candidate]:
+        tied = each.seconds_per_row <= TIE * fastest
+        simplicity = each.candidate.moving_parts if tied else 0
+        return not tied, simplicity, each.seconds_per_row, each.candidate
+
+    return sorted(fits, key=key)

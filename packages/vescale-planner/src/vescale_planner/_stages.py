@@ -1,0 +1,131 @@
+"""Where the pipeline is cut, and what each rank of it then owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vescale_parallel import split_blocks
+
+from ._workload import Part, Workload
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """One part of the model on one rank of the tensor-parallel axis.
+
+    Attributes:
+        part: The part as one device sees it.
+        share: Fraction of its parameter bytes that is cut over the tensor-parallel ranks.
+        tp: Size of the tensor-parallel axis.
+        is_block: Whether it is a block, whose activations are cut with its matrices.
+    """
+
+    part: Part
+    share: float
+    tp: int
+    is_block: bool
+
+    @cached_property
+    def nbytes(self) -> float:
+        """Parameter bytes of one rank."""
+        return self.part.nbytes * _cut(self.share, self.tp)
+
+    @cached_property
+    def numel(self) -> float:
+        """Parameter elements of one rank."""
+        return self.part.numel * _cut(self.share, self.tp)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of forward, for one row."""
+        return self.part.flops * _cut(self.share, self.tp)
+
+    @cached_property
+    def saved_bytes(self) -> float:
+        """Kept for backward, for one row.
+
+        Without sequence parallelism 10 of the 34 bytes a token and hidden element stay on
+        every rank: norms, residuals and the inputs of cut layers (Korthikanti et al. 2022).
+        """
+        if not self.is_block:
+            return self.part.saved_bytes
+        return self.part.saved_bytes * _cut(self.share * 24 / 34, self.tp)
+
+
+def _cut(share: float, tp: int) -> float:
+    return share / tp + 1 - share
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """What one rank of the pipeline axis owns: one list of parts a virtual stage."""
+
+    stages: tuple[tuple[LocalPart, ...], ...]
+
+    @cached_property
+    def parts(self) -> tuple[LocalPart, ...]:
+        """The parts of all its stages."""
+        return tuple(part for stage in self.stages for part in stage)
+
+
+def local_parts(workload: Workload, sharded: frozenset[str], tp: int) -> tuple[LocalPart, ...]:
+    """Return all parts of the model as a tensor-parallel rank has them."""
+    parts = workload.parts
+    found: list[LocalPart] = []
+    for index, part in enumerate(parts):
+        is_block = 0 < index < len(parts) - 1
+        # An output layer with tied weights owns nothing and computes with them.
+        counted = part.parameters + (workload.tied if index == len(parts) - 1 else ())
+        total = sum(each.nbytes for each in counted)
+        cut = sum(each.nbytes for each in counted if each.fqn in sharded)
+        # A model without blocks is one part, whose activations are cut like a block's.
+        whole = not workload.blocks and index == 0
+        found.append(LocalPart(part, cut / total if total else 0.0, tp, is_block or whole))
+    return tuple(found)
+
+
+def pipeline_ranks(
+    workload: Workload, parts: Sequence[LocalPart], starts: Sequence[int], pp: int
+) -> tuple[PipelineRank, ...]:
+    """Return what every pipeline rank owns; stage ``s`` lives on rank ``s % pp``.
+
+    Tied parameters are on the first and the last stage.
+    """
+    first, last = 0, len(starts) - 1
+    stages: list[tuple[LocalPart, ...]] = []
+    for stage, start in enumerate(starts):
+        end = starts[stage + 1] if stage < last else len(workload.blocks)
+        owned = list(parts[1 + start : 1 + end])
+        if stage == first:
+            owned.insert(0, parts[0])
+        if stage == last:
+            owned.append(parts[-1])
+        if stage == last and last > 0 and workload.tied:
+            twice = Part(parameters=workload.tied)
+            owned.append(LocalPart(twice, parts[-1].share, parts[-1].tp, False))
+        stages.append(tuple(owned))
+    return tuple(PipelineRank(tuple(stages[rank::pp])) for rank in range(pp))
+
+
+def stage_starts(workload: Workload, num_stages: int, split_method: str) -> list[int]:
+    """Return the first block of every stage, the heaviest stage being as light as possible.
+
+    Args:
+        workload: The model.
+        num_stages: At most as many as blocks.
+        split_method: ``"uniform"`` counts blocks, ``"parameters"`` elements and ``"flops"``
+            forward flops; the latter two with what runs before and behind the blocks.
+    """
+    if split_method == "uniform":
+        return split_blocks([1.0] * len(workload.blocks), num_stages)
+    by_flops = split_method == "flops"
+
+    def weight(part: Part) -> float:
+        return part.flops if by_flops else float(part.numel)
+
+    weights = [weight(part) for part in workload.blocks]
+    weights[0] += weight(workload.before)
+    weights[-1] += weight(workload.after)
+    return split_blocks(weights, num_stages)

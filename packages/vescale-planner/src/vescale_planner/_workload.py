@@ -1,0 +1,319 @@
+"""The model as the planner sees it: parts in the order they run, each a few numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_parallel import (
+    Observation,
+    ObservationError,
+    modules_outside_blocks,
+    observe,
+    pipeline_blocks,
+)
+
+# Without an example batch: tokens of one row.
+ASSUMED_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """One parameter: its name and what it takes."""
+
+    fqn: str
+    numel: int
+    nbytes: int
+
+
+# Parameters of what runs before the blocks, of each block, and of what runs behind them.
+Owned = list[tuple[ParameterSize, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A consecutive part of the model, for one row of the batch.
+
+    Attributes:
+        parameters: What it owns; a tied one is owned where it is first used.
+        flops: Of its forward.
+        saved_bytes: Kept for its backward.
+        output_bytes: What it hands to the next part.
+    """
+
+    parameters: tuple[ParameterSize, ...] = ()
+    flops: float = 0.0
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        """Parameter elements."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Parameter bytes."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and what one row of its batch costs.
+
+    Attributes:
+        before: What runs before the blocks; everything if there are none to cut between.
+        blocks: What a pipeline can be cut between.
+        after: What runs behind them.
+        tied: Parameters of ``before`` that ``after`` uses too.
+        block_names: FQN of each block.
+        no_pipeline: Why there are no blocks; empty if there are.
+        rows: Rows of the example batch; None without one.
+        itemsize: Bytes of the largest parameter's element.
+        output_bytes: What the model returns for one row.
+        observed: Whether flops and bytes were observed or follow from parameters.
+        tail_modules: Modules that run behind the blocks although they are defined before.
+        assumptions: Sentences that say what was assumed.
+    """
+
+    before: Part
+    blocks: tuple[Part, ...]
+    after: Part
+    tied: tuple[ParameterSize, ...]
+    block_names: tuple[str, ...]
+    no_pipeline: str
+    rows: int | None
+    itemsize: int
+    output_bytes: float
+    observed: bool
+    tail_modules: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts in order."""
+        return (self.before, *self.blocks, self.after)
+
+
+def workload_of(model: nn.Module, example_batch: Any) -> Workload:
+    """Observe a model, or estimate from its parameters if that is not possible."""
+    blocks, no_pipeline = _blocks(model)
+    notes: list[str] = []
+    try:
+        observation = observe(model, example_batch)
+    except ObservationError as error:
+        observation = observe(model)
+        notes.append(f"the example batch could not be run without memory ({error})")
+    if not observation.ran:
+        if example_batch is None:
+            notes.append("no example_batch was given")
+        notes.append(
+            "flops are 2 a token and matrix element, activations those of a transformer "
+            f"(17 hidden vectors a token and block), with {ASSUMED_TOKENS} tokens a row"
+        )
+        notes.append("modules outside the blocks run in the order they were registered")
+    owned, tied = _ownership(model, blocks, _behind(model, blocks, observation))
+    if observation.ran:
+        before, inner, after = _observed_parts(observation, owned)
+        notes.append(_order_note(observation))
+    else:
+        before, inner, after = _estimated_parts(owned, tied, model)
+    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+    rows = max(1, observation.rows)
+    return Workload(
+        before=before,
+        blocks=inner,
+        after=after,
+        tied=tied,
+        block_names=blocks,
+        no_pipeline=no_pipeline,
+        rows=rows if observation.ran else None,
+        itemsize=4 if largest is None else largest.element_size(),
+        output_bytes=observation.output_bytes / rows if observation.ran else after.output_bytes,
+        observed=observation.ran,
+        tail_modules=_tail_modules(model, blocks, observation),
+        assumptions=tuple(note for note in notes if note),
+    )
+
+
+def sharded_names(model: nn.Module, sharding_plan: Mapping[str, str]) -> frozenset[str]:
+    """Return the parameters that a sharding plan cuts, biases of cut outputs left out."""
+    patterns = [
+        _pattern(pattern)
+        for pattern, text in sharding_plan.items()
+        if "Shard" in text and "<" not in pattern
+    ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return frozenset(name for name in names if any(p.fullmatch(name) for p in patterns))
+
+
+def unmatched_pattern(model: nn.Module, sharding_plan: Mapping[str, str]) -> str | None:
+    """Return a pattern that stands for no parameter and no module, if there is one."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_modules()]
+    for pattern in sharding_plan:
+        base = _pattern(re.sub(r"(^|\.)<[^>]*>$", "", pattern))
+        if not any(base.fullmatch(name) for name in names):
+            return pattern
+    return None
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text).replace(r"\*", r"[^.]+"))
+
+
+def _blocks(model: nn.Module) -> tuple[tuple[str, ...], str]:
+    try:
+        return pipeline_blocks(model), ""
+    except ValueError as error:
+        return (), str(error)
+
+
+def _behind(model: nn.Module, blocks: tuple[str, ...], observation: Observation) -> set[str]:
+    """Return the modules that own parameters and run behind the last block."""
+    if observation.ran:
+        return {each.fqn for each in observation.outside if each.position == "after"}
+    names = [name for name, _ in model.named_modules()]
+    if not blocks:
+        return set()
+    holder = names.index(blocks[0])
+    registered_later = names[holder:]
+    return {name for name in registered_later if not _is_inside(name, blocks)}
+
+
+def _tail_modules(
+    model: nn.Module, blocks: tuple[str, ...], observation: Observation
+) -> tuple[str, ...]:
+    """Return the modules that run behind the blocks although they are defined before them."""
+    if not blocks:
+        return ()
+    positions = {
+        name: {
+            each.position
+            for each in observation.outside
+            if each.fqn == name or each.fqn.startswith(f"{name}.")
+        }
+        for name, where in modules_outside_blocks(model).items()
+        if where == "before"
+    }
+    return tuple(name for name, seen in positions.items() if seen == {"after"})
+
+
+def _is_inside(name: str, blocks: Iterable[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+
+def _ownership(
+    model: nn.Module, blocks: tuple[str, ...], behind: set[str]
+) -> tuple[Owned, tuple[ParameterSize, ...]]:
+    """Return the parameters of every part, and the tied ones used before and behind."""
+    index = {block: position + 1 for position, block in enumerate(blocks)}
+    parts: list[list[ParameterSize]] = [[] for _ in range(len(blocks) + 2)]
+    homes: dict[int, int] = {}
+    tied: list[ParameterSize] = []
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((i for b, i in index.items() if fqn.startswith(f"{b}.")), None)
+        if home is None:
+            home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
+        sized = ParameterSize(fqn, parameter.numel(), parameter.numel() * parameter.element_size())
+        if id(parameter) not in homes:
+            homes[id(parameter)] = home
+            parts[home].append(sized)
+        elif homes[id(parameter)] != home:
+            tied.append(sized)
+    return [tuple(part) for part in parts], tuple(tied)
+
+
+def _observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, ...], Part]:
+    rows = max(1, seen.rows)
+    width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
+    before = Part(
+        parameters=owned[0],
+        flops=seen.before_flops / rows,
+        saved_bytes=seen.before_saved_bytes / rows,
+        output_bytes=width,
+    )
+    blocks = tuple(
+        Part(
+            parameters=parameters,
+            flops=block.flops / rows,
+            saved_bytes=block.saved_bytes / rows,
+            output_bytes=block.output_bytes / rows,
+        )
+        for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
+    )
+    after = Part(
+        parameters=owned[-1],
+        flops=seen.after_flops / rows,
+        saved_bytes=seen.after_saved_bytes / rows,
+        output_bytes=seen.output_bytes / rows,
+    )
+    return before, blocks, after
+
+
+def _estimated_parts(
+    owned: Owned,
+    tied: tuple[ParameterSize, ...],
+    model: nn.Module,
+) -> tuple[Part, tuple[Part, ...], Part]:
+    """Estimate from parameters alone.
+
+    A transformer block of width h has about 12 h^2 elements, and keeps 34 h bytes a token at
+    2 bytes an element (Korthikanti et al. 2022, without attention scores).
+    """
+    matrices = {
+        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1
+    }
+    lookups = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+
+    def part(parameters: tuple[ParameterSize, ...], *, vectors: int) -> Part:
+        used = [p for p in parameters if p.fqn in matrices and p.fqn not in lookups]
+        numel = sum(p.numel for p in used)
+        itemsize = used[0].nbytes / used[0].numel if used else 4.0
+        width = (numel / 12) ** 0.5 * itemsize
+        return Part(
+            parameters=parameters,
+            flops=2.0 * numel * ASSUMED_TOKENS,
+            saved_bytes=vectors * width * ASSUMED_TOKENS,
+            output_bytes=width * ASSUMED_TOKENS,
+        )
+
+    before = part(owned[0], vectors=0 if len(owned) > 2 else 17)
+    blocks = tuple(part(parameters, vectors=17) for parameters in owned[1:-1])
+    # Logits once as they are and once in float32 for the loss; their width is the vocabulary.
+    heads = [matrices[p.fqn] for p in (*owned[-1], *tied) if p.fqn in matrices]
+    logits = float(max((p.shape[0] for p in heads), default=0)) * ASSUMED_TOKENS
+    tied_flops = 2.0 * sum(p.numel for p in tied) * ASSUMED_TOKENS
+    after = part(owned[-1], vectors=0)
+    after = Part(
+        parameters=after.parameters,
+        flops=after.flops + tied_flops,
+        saved_bytes=8.0 * logits,
+        output_bytes=4.0 * logits,
+    )
+    return before, blocks, after
+
+
+def _order_note(seen: Observation) -> str:
+    after = [each.fqn for each in seen.outside if each.position == "after"]
+    before = [each.fqn for each in seen.outside if each.position == "before"]
+    if not seen.blocks:
+        return ""
+    return (
+        f"observed order: {', '.join(before) or 'nothing'} before the {len(seen.blocks)} blocks, "
+        f"{', '.join(after) or 'nothing'} behind them"
+    )
+
+
+def itemsize_of(dtype: str | None, default: int) -> int:
+    """Return the bytes of an element of a dtype by name."""
+    return default if dtype is None else getattr(torch, dtype).itemsize

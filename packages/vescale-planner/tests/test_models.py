@@ -1,0 +1,184 @@
+"""The memory and the cost model, as functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from vescale_planner import Cluster
+from vescale_planner._candidates import Candidate, Layout, Rows, candidates, layouts
+from vescale_planner._cost import step_cost
+from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
+from vescale_planner._stages import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._workload import ParameterSize, Part, Workload
+
+H200 = Cluster.preset("h200")
+
+
+def _workload() -> Workload:
+    def part(name: str) -> Part:
+        return Part(
+            parameters=(ParameterSize(f"{name}.weight", 10**9, 2 * 10**9),),
+            flops=2e12,
+            saved_bytes=1e9,
+            output_bytes=1e7,
+        )
+
+    return Workload(
+        before=Part(),
+        blocks=tuple(part(str(index)) for index in range(8)),
+        after=Part(),
+        tied=(),
+        block_names=tuple(map(str, range(8))),
+        no_pipeline="",
+        rows=1,
+        itemsize=2,
+        output_bytes=0.0,
+        observed=True,
+        tail_modules=(),
+        assumptions=(),
+    )
+
+
+def _candidate(tp: int = 1, pp: int = 1, dp: int = 1, **changes: int | str) -> Candidate:
+    plain = Candidate(
+        layout=Layout(tp, pp, dp),
+        zero_stage=0,
+        replicate=1,
+        schedule="1f1b",
+        virtual_stages=1,
+        microbatches=1,
+        recompute="none",
+        rows=8,
+    )
+    return replace(plain, **changes)
+
+
+def _ranks(candidate: Candidate) -> tuple[PipelineRank, ...]:
+    workload = _workload()
+    sharded = frozenset(f"{index}.weight" for index in range(8))
+    parts = local_parts(workload, sharded, candidate.layout.tp)
+    starts = list(range(0, 8, 8 // candidate.stages))
+    return pipeline_ranks(workload, parts, starts, candidate.layout.pp)
+
+
+def _memory(candidate: Candidate) -> float:
+    return peak_memory(
+        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
+    ).total
+
+
+def _seconds(candidate: Candidate, cluster: Cluster = H200) -> float:
+    return step_cost(candidate, _ranks(candidate), cluster, states=2, compute_itemsize=2).step
+
+
+def test_one_rank_holds_parameters_gradients_states_and_activations() -> None:
+    # 16 GB of parameters, as much of gradients, twice as much of states, 8 GB a row.
+    assert _memory(_candidate()) == pytest.approx(16e9 * 4 + 8e9 * 8)
+
+
+def test_every_zero_stage_takes_less_memory() -> None:
+    used = [_memory(_candidate(dp=8, zero_stage=stage)) for stage in range(4)]
+    assert used == sorted(used, reverse=True)
+    assert len(set(used)) == 4
+
+
+def test_replicas_of_shards_hold_more_than_shards_alone() -> None:
+    sharded = _candidate(dp=8, zero_stage=3)
+    assert _memory(replace(sharded, replicate=4)) > _memory(sharded)
+
+
+def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
+    whole = peak_memory(
+        _candidate(), _ranks(_candidate()), states=2, compute_itemsize=2, output_bytes=0.0
+    )
+    for split in (_candidate(tp=4), _candidate(pp=4, microbatches=8)):
+        found = peak_memory(split, _ranks(split), states=2, compute_itemsize=2, output_bytes=0.0)
+        assert found.parameters == pytest.approx(whole.parameters / 4)
+        assert found.optimizer == pytest.approx(whole.optimizer / 4)
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    plain, again = _candidate(pp=2, microbatches=8), _candidate(pp=2, microbatches=8)
+    again = replace(again, recompute="full")
+    assert _memory(again) < _memory(plain)
+    assert _seconds(again) > _seconds(plain)
+
+
+def test_mixed_precision_keeps_a_copy_of_the_parameters() -> None:
+    candidate = _candidate()
+    wide = peak_memory(
+        candidate, _ranks(candidate), states=2, compute_itemsize=4, output_bytes=0.0
+    )
+    assert wide.parameters == pytest.approx(16e9 + 32e9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "rank", "passes"),
+    [
+        ("gpipe", 1, 0, 8),
+        ("gpipe", 1, 3, 8),
+        ("1f1b", 1, 0, 4),
+        ("1f1b", 1, 3, 1),
+        ("interleaved_1f1b", 2, 0, 11),
+        ("interleaved_1f1b", 2, 3, 5),
+    ],
+)
+def test_schedules_keep_as_many_passes_as_the_literature_says(
+    schedule: str, virtual_stages: int, rank: int, passes: int
+) -> None:
+    candidate = _candidate(pp=4, microbatches=8, schedule=schedule, virtual_stages=virtual_stages)
+    assert passes_in_flight(candidate, rank) == passes
+
+
+def test_the_bubble_is_that_of_the_formula() -> None:
+    # (p - 1) / m of the compute, and divided by v if stages are interleaved.
+    silent = replace(
+        H200, intra_bytes_per_second=1e30, intra_latency_seconds=0.0, launch_seconds=0.0
+    )
+    plain = _candidate(pp=4, microbatches=8)
+    cost = step_cost(plain, _ranks(plain), silent, states=0, compute_itemsize=2)
+    assert cost.pipeline / cost.compute == pytest.approx(3 / 8)
+    twice = replace(plain, schedule="interleaved_1f1b", virtual_stages=2)
+    cost = step_cost(twice, _ranks(twice), silent, states=0, compute_itemsize=2)
+    assert cost.pipeline / cost.compute == pytest.approx(3 / 16)
+
+
+def test_compute_is_six_flops_over_what_the_device_reaches() -> None:
+    candidate = _candidate(rows=64)
+    cost = step_cost(candidate, _ranks(candidate), H200, states=2, compute_itemsize=2)
+    assert cost.compute == pytest.approx(3 * 8 * 64 * 2e12 / (989e12 * 0.5))
+
+
+def test_tensor_parallelism_across_nodes_costs_more() -> None:
+    inside = _seconds(_candidate(tp=8))
+    across = _seconds(_candidate(tp=8), replace(H200, ranks_per_node=4))
+    assert across > inside
+
+
+def test_stage_three_communicates_more_than_stage_one() -> None:
+    exposed = replace(H200, overlap=0.0)
+    one, three = (
+        step_cost(c, _ranks(c), exposed, states=2, compute_itemsize=2).data_parallel
+        for c in (_candidate(dp=8, zero_stage=1), _candidate(dp=8, zero_stage=3))
+    )
+    assert three == pytest.approx(1.5 * one)
+
+
+def test_layouts_are_all_products_of_the_world_size() -> None:
+    found = layouts(8, {})
+    assert len(found) == len(set(found)) == 10  # ordered factorizations of 2^3 into three
+    assert all(each.tp * each.pp * each.dp == 8 for each in found)
+
+
+def test_candidates_cut_the_batch_evenly() -> None:
+    rows = Rows(global_size=24, example=None)
+    for each in candidates(Layout(1, 2, 2), rows, 8, {}):
+        assert isinstance(each, Candidate)
+        assert each.rows == 12
+        assert each.rows % each.microbatches == 0
+
+
+def test_optimizers_differ_in_what_they_keep() -> None:
+    assert [optimizer_states(name) for name in ("AdamW", "sgd-momentum", "sgd")] == [2, 1, 0]

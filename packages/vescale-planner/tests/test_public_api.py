@@ -1,0 +1,6 @@
+import vescale_planner
+
+
+def test_the_public_names_are_these() -> None:
+    assert vescale_planner.__all__ == ["Cluster", "generate_plan"]
+    assert all(hasattr(vescale_planner, name) for name in vescale_planner.__all__)

@@ -1,0 +1,23 @@
+"""Train an unmodified model nD-parallel: five calls around an ordinary loop."""
+
+from vescale_ckpt import CheckpointError as CheckpointError
+from vescale_deferred import deferred_init as deferred_init
+from vescale_dtensor import PeerError as PeerError
+from vescale_parallel import ParallelPlan as ParallelPlan
+from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
+
+from ._checkpoint import load as load, save as save
+from ._parallelize import parallelize as parallelize
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "Cluster",
+    "ParallelPlan",
+    "PeerError",
+    "deferred_init",
+    "generate_plan",
+    "load",
+    "parallelize",
+    "save",
+]

@@ -1,0 +1,61 @@
+"""Save and load what training consists of, the plan included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import vescale_ckpt
+from vescale_parallel import ParallelPlan
+
+
+def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write a checkpoint, replacing one that is there. Every rank must call this.
+
+    The directory appears whole or not at all, and a checkpoint that it replaces stays until
+    it does. It does not depend on the plan: any other plan and number of ranks can load it.
+
+    Args:
+        path: The checkpoint's directory, shared by all ranks.
+        state: What to save, by name: a :class:`ParallelPlan`; models, optimizers, schedulers
+            and loaders (anything with ``state_dict()``); tensors; plain values.
+
+    Raises:
+        vescale.CheckpointError: If it could not be written on some rank.
+        TypeError: If a value is of a kind that checkpoints do not hold.
+    """
+    vescale_ckpt.save(path, _plans_as_text(state))
+
+
+def load(
+    path: str | os.PathLike[str], state: Mapping[str, Any], *, strict: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint into what it was saved from. Every rank must call this.
+
+    Models and optimizers are filled in place, every rank reading the parts it owns under its
+    own plan.
+
+    Args:
+        path: A checkpoint's directory.
+        state: What to fill, with the keys that were saved.
+        strict: Whether keys that only one side has are an error.
+
+    Returns:
+        A dict like ``state`` with the loaded values; a plan is the one that was saved.
+
+    Raises:
+        vescale.CheckpointError: If there is no checkpoint, it is damaged, or it does not fit.
+    """
+    loaded = vescale_ckpt.load(path, _plans_as_text(state), strict=strict)
+    return {
+        key: ParallelPlan.from_json(value) if isinstance(state.get(key), ParallelPlan) else value
+        for key, value in loaded.items()
+    }
+
+
+def _plans_as_text(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.to_json() if isinstance(value, ParallelPlan) else value
+        for key, value in state.items()
+    }
