@@ -23,7 +23,7 @@ from ._placements import (
     RaggedShard as RaggedShard,
     is_sharded as is_sharded,
 )
-from ._register import register_with_torch
+from ._register import register_rules, register_with_torch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,4 +45,5 @@ __all__ = [
     "reduce_scatter",
 ]
 
+register_rules()
 register_with_torch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.tensor as torch_dtensor
@@ -25,7 +25,13 @@ class DTensor(torch_dtensor.DTensor):
     Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators
     either give the values one device would give or raise; see :mod:`vescale_dtensor` for
     which run locally and which gather.
+
+    Attributes:
+        rules: Runs an operator; set by :func:`vescale_dtensor._register.register_rules`,
+            because the rules construct tensors of this class.
     """
+
+    rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]: torch leaves it untyped
@@ -35,10 +41,7 @@ class DTensor(torch_dtensor.DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Imported late: the rules construct DTensors.
-        from ._dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return cls.rules(func, args, kwargs or {})
 
     @staticmethod
     def from_local(  # pyright: ignore[reportIncompatibleMethodOverride]: the global shape is required here

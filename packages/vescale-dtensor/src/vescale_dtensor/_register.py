@@ -1,9 +1,10 @@
-"""Make torch's own code accept our DTensor where it accepts its own."""
+"""What is set up once, when the package is imported."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+from ._dispatch import dispatch
 from ._dtensor import DTensor
 from ._torch_private import foreach_supported_types
 
@@ -13,3 +14,8 @@ def register_with_torch() -> None:
     supported = cast("list[Any]", foreach_supported_types)
     if DTensor not in supported:
         supported.append(DTensor)
+
+
+def register_rules() -> None:
+    """Tell DTensor how operators run."""
+    DTensor.rules = staticmethod(dispatch)
