@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from ._sections import (
     Batch,
@@ -138,7 +138,7 @@ class ParallelPlan:
             raise ValueError(f"expected a plan as JSON, got text that is not: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"expected a plan as a JSON object, got {type(record).__name__}")
-        record = dict(record)  # pyright: ignore[reportUnknownArgumentType]: JSON
+        record = dict(cast("dict[str, Any]", record))
         version = record.pop("format", _FORMAT)
         if version != _FORMAT:
             raise ValueError(f"expected plan format {_FORMAT}, got {version!r}; upgrade vescale")
@@ -197,19 +197,19 @@ def _record(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-_T = TypeVar("_T")
-
-
-def _build(cls: type[_T], record: dict[str, Any], prefix: str) -> _T:
-    """Construct a dataclass from JSON, sections included."""
+def _build(cls: Any, record: Any, prefix: str) -> Any:
+    """Construct a plan or a section of one from JSON."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected plan field {prefix[:-1]!r} to be an object, got {record!r}")
     hints = get_type_hints(cls)
-    unknown = sorted(set(record) - set(hints))
+    fields_of_json = cast("dict[str, Any]", record)
+    unknown = sorted(set(fields_of_json) - set(hints))
     if unknown:
         raise ValueError(f"unknown plan field {prefix + unknown[0]!r}; known: {sorted(hints)}")
     values: dict[str, Any] = {}
-    for name, value in record.items():
+    for name, value in fields_of_json.items():
         section = next((t for t in (hints[name], *get_args(hints[name])) if is_dataclass(t)), None)
         if section is not None and value is not None:
             value = _build(section, value, f"{prefix}{name}.")
-        values[name] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType]: JSON
+        values[name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
