@@ -15,6 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._failures import named_failures
 
+# Renamed in torch 2.13, where the old name warns; remove the old one with torch 2.12.
+_all_gather_single: Callable[..., object] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+
 
 def all_gather_flat(flat: Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
     """Gather equal 1-D tensors over mesh axes. Every rank of ``mesh`` must call this.
@@ -33,7 +38,7 @@ def all_gather_flat(flat: Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> Tens
         group = mesh.get_group(axis)
         parts = gathered.new_empty(mesh.size(axis) * gathered.numel())
         with named_failures():
-            dist.all_gather_into_tensor(parts, gathered, group=group)
+            _all_gather_single(parts, gathered, group=group)
         gathered = parts
     return gathered.view(-1, flat.numel())
 
@@ -65,7 +70,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     flat = local.new_empty(ranks * local.numel())
     with named_failures():
-        dist.all_gather_into_tensor(flat, local.contiguous().view(-1), group=group)
+        _all_gather_single(flat, local.contiguous().view(-1), group=group)
     return flat.view(ranks, *local.shape)
 
 

@@ -36,7 +36,7 @@ def give_back(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
     """Add borrowers' gradients to owners'. Every rank of the ``pp`` axis must call this."""
     rank = axis_rank(mesh, "pp")
     for owner, borrower, slot in _loans(slots, size):
-        if rank not in (owner, borrower):
+        if rank not in (owner, borrower) or not slot.face.requires_grad:
             continue
         compute = slot.compute
         assert compute is not None

@@ -33,6 +33,12 @@ class ParallelModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_engine.call(super().__call__, args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        raise TypeError(
+            "a parallelized model cannot be copied: its process groups are this process's. "
+            "Copy its parameters, [p.detach().clone() for p in model.parameters()]"
+        )
+
 
 class Engine:
     """Runs one rank's part of a parallelized model.
@@ -57,7 +63,7 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self._in_backward = False
         self._open: list[Unit] = []
-        self._warned = False
+        self._checked_loss = False
         # Under a pipeline all gradients of a step are summed first and reduced once.
         self._eager_units = plan.data_parallel.zero_stage >= 2 and not pipelined
         self._frees = plan.data_parallel.zero_stage == 3
@@ -89,12 +95,10 @@ class Engine:
         ranks = self._plan.data_parallel.size
         if ranks == 1:
             return self._watched(forward(*args, **kwargs))
-        with (
-            TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count)),
-            self._own_random_stream(),
-        ):
+        means = TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count))
+        with means, self._own_random_stream():
             output = forward(*args, **kwargs)
-        self._warn_without_loss(output)
+        self._check_loss(output, means)
         averaged = pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, self._mean) if is_loss(x) else x, output
         )
@@ -247,17 +251,21 @@ class Engine:
             torch.manual_seed(seed + position)
             yield
 
-    def _warn_without_loss(self, output: Any) -> None:
-        leaves = pytree.tree_leaves(output)
-        if self._warned or not torch.is_grad_enabled() or any(map(is_loss, leaves)):
+    def _check_loss(self, output: Any, means: TokenMeans) -> None:
+        """Warn once if this rank's loss may not average to one device's."""
+        if self._checked_loss or not torch.is_grad_enabled():
             return
-        self._warned = True
+        self._checked_loss = True
+        loss = next((leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)), None)
+        if loss is not None:
+            means.warn_of_sums(loss)
+            return
         warnings.warn(
             "the module returned no scalar loss. A loss computed from its outputs is this "
             "rank's; gradients are averaged over data-parallel ranks, which is one device's "
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
-            stacklevel=5,
+            stacklevel=2,
         )
 
 

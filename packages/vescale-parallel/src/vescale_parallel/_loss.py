@@ -8,6 +8,7 @@ module runs, :class:`TokenMeans` therefore divides such sums by the global count
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class TokenMeans(TorchFunctionMode):
         super().__init__()
         self._num_parts = num_parts
         self._denominator = denominator
-        self._num_means = 0
+        self._means: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -45,11 +46,48 @@ class TokenMeans(TorchFunctionMode):
         counted = _counted(func, args, kwargs or {})
         if counted is None:
             return func(*args, **(kwargs or {}))
-        whole = self._denominator(self._num_means, counted)
-        self._num_means += 1
+        whole = self._denominator(len(self._means), counted)
         local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
-        return local * self._num_parts / whole.to(local.dtype)
+        mean = local * self._num_parts / whole.to(local.dtype)
+        self._means.append(mean)
+        return mean
+
+    def warn_of_sums(self, loss: Tensor) -> None:
+        """Warn if a loss is, or contains, a sum that no mean is known to have come from."""
+        sums = _sums_in(loss, {mean.grad_fn for mean in self._means})
+        if sums:
+            warnings.warn(
+                f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
+                f"part, one of {self._num_parts}, and gradients are averaged over the parts: "
+                "that is one device's gradient if the sum is divided by a number of items that "
+                "is the same in every part, and not otherwise. F.cross_entropy and F.nll_loss "
+                "with reduction='mean' count over all parts.",
+                stacklevel=2,
+            )
+
+
+# Backward nodes of what a scalar loss is put together with from other scalars.
+_SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
+_SUM_REDUCTION = 2  # at::Reduction::Sum
+
+
+def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
+    """Return the names of the sums that a scalar loss is put together from."""
+    found: list[str] = []
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in trusted:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name.startswith("Sum") or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
+            found.append(name)
+        elif name.startswith(_SCALAR_NODES):
+            todo += [following for following, _ in node.next_functions]
+    return found
 
 
 class TokenCounts(TorchFunctionMode):

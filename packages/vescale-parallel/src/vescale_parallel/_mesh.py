@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 from datetime import timedelta
@@ -38,6 +39,12 @@ def start_process_group() -> None:
         dist.init_process_group(
             backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
         )
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:

@@ -55,6 +55,8 @@ class Pipeline:
         default_factory=list[tuple[dist.Work, Tensor]]
     )
 
+    _checked_loss: bool = False
+
     def __post_init__(self) -> None:
         self._groups["F"] = self.mesh.get_group("pp")
         # Gradients travel on a group of their own: on one, two neighbours that send to each
@@ -127,8 +129,9 @@ class Pipeline:
         last = stage == len(self.starts) - 1
         end = self.num_blocks if last else self.starts[stage + 1]
         self.staging.run = StageRun(stage, self.starts[stage], end, last, receive)
+        means = TokenMeans(self._num_parts, lambda index, _: counts[index])
         try:
-            with TokenMeans(self._num_parts, lambda index, _: counts[index]):
+            with means:
                 output = forward(*part[0], **part[1])
         except StageDone as done:
             activation = done.activation
@@ -138,6 +141,9 @@ class Pipeline:
             self.staging.run = None
         if not last:
             raise ValueError("the module returned before it called all of its blocks")
+        if torch.is_grad_enabled() and not self._checked_loss:
+            self._checked_loss = True
+            means.warn_of_sums(_loss_of(output))
         return _Pass(received[0] if received else None, output)
 
     def _count(
@@ -149,10 +155,11 @@ class Pipeline:
         that the targets of all micro-batches are known before the first backward pass.
         """
         found: list[list[Tensor]] = []
+        devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
         for args, kwargs in parts:
             self.staging.run = StageRun.counting(self.num_blocks)
             try:
-                with torch.no_grad(), torch.random.fork_rng(), TokenCounts() as mode:
+                with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
                     forward(*args, **kwargs)
             finally:
                 self.staging.run = None

@@ -62,6 +62,8 @@ class Slot:
 
     def show_compute(self) -> None:
         """Hang the plain parameter on the modules."""
+        if self.compute is not None:
+            self.compute.requires_grad_(self.face.requires_grad)
         plain = self.compute if self.compute is not None else self.stand_in
         if plain is not None:
             for module, name in self.sites:

@@ -59,7 +59,7 @@ class Unit:
         A parameter without gradient on this rank counts as zero: another rank may have one.
         The result is the mean over data-parallel ranks; :meth:`take` hands it out.
         """
-        grads = {slot: self._take_grad(slot) for slot in self.slots}
+        grads = {slot: self._take_grad(slot) for slot in self.slots if slot.face.requires_grad}
         self._reduce_over_tp({s: g for s, g in grads.items() if s.partial_over_tp}, grads)
         for sharded in _by_dtype([slot for slot in grads if slot.shard_dim is not None]):
             self._reduce_scatter(sharded, grads)

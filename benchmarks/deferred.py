@@ -1,0 +1,105 @@
+"""What deferred construction costs, against ordinary construction in the same process.
+
+Prints one JSON object. Times are CPU seconds of the process, the least of the repetitions, one
+thread; the ordinary and the deferred run alternate, so that both see the same machine.
+
+    python benchmarks/deferred.py [--hidden 1024] [--layers 8] [--repetitions 5]
+"""
+
+import argparse
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from vescale_deferred import deferred_init, materialize
+from vescale_dtensor import Box
+
+_NUM_SHARDS = 8
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.attention = nn.MultiheadAttention(hidden, 8)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+
+class Model(nn.Module):
+    """A decoder whose weights are normal, as transformers' are, after torch's own init."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32_000, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+
+def _shard(dim: int, index: int) -> Callable[..., Tensor]:
+    """Return a maker of shard ``index`` of 8 along ``dim``."""
+
+    def make(fqn: str, tensor: Tensor, read: Callable[[Box | None], Tensor]) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[dim] % _NUM_SHARDS:
+            return read(None)
+        shape, offset = list(tensor.shape), [0] * tensor.dim()
+        shape[dim] //= _NUM_SHARDS
+        offset[dim] = index * shape[dim]
+        return read(Box(tuple(offset), tuple(shape)))
+
+    return make
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    gc.collect()
+    torch.manual_seed(0)
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    size = options.hidden, options.layers
+
+    def shard(dim: int) -> nn.Module:
+        return materialize(deferred_init(Model, *size), make=_shard(dim, _NUM_SHARDS - 1))
+
+    runs: dict[str, Callable[[], object]] = {
+        "ordinary": lambda: Model(*size),
+        "deferred_init": lambda: deferred_init(Model, *size),
+        "deferred_init_and_materialize": lambda: materialize(deferred_init(Model, *size)),
+        "one_of_8_shards_dim_0": lambda: shard(0),
+        "one_of_8_shards_dim_1": lambda: shard(1),
+    }
+    seconds = {name: _seconds(run) for name, run in runs.items()}
+    for _ in range(options.repetitions - 1):
+        for name, run in runs.items():
+            seconds[name] = min(seconds[name], _seconds(run))
+    whole = seconds["deferred_init_and_materialize"]
+    result = {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "num_parameters": sum(p.numel() for p in deferred_init(Model, *size).parameters()),
+        "cpu_seconds": seconds,
+        "whole_over_ordinary": whole / seconds["ordinary"],
+        "speedup_of_one_of_8_shards_dim_0": whole / seconds["one_of_8_shards_dim_0"],
+        "speedup_of_one_of_8_shards_dim_1": whole / seconds["one_of_8_shards_dim_1"],
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""pytest plugin: worlds of ranks as fixtures; tests marked ``gpu`` only where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ._world import World
+
+
+@pytest.fixture(scope="session")
+def world1(pytestconfig: pytest.Config) -> Iterator[World]:
+    """One gloo rank: a world size of one still has a process group."""
+    yield from _world(1, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def world2(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Two gloo ranks."""
+    yield from _world(2, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def world4(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Four gloo ranks."""
+    yield from _world(4, pytestconfig)
+
+
+def _world(world_size: int, config: pytest.Config) -> Iterator[World]:
+    world = World(world_size, warning_filters=config.getini("filterwarnings"))
+    yield world
+    world.close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked ``gpu`` on a machine that has none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
