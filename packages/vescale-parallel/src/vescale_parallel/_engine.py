@@ -62,6 +62,7 @@ class Engine:
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
         self._in_backward = False
+        self._num_backwards = 0
         self._open: list[Unit] = []
         self._checked_loss = False
         # Under a pipeline all gradients of a step are summed first and reduced once.
@@ -75,6 +76,7 @@ class Engine:
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
         with announced_failures():
+            self._forget_failed_backward()
             self._show_compute()
             self._root.gather()
             if not self._frees:
@@ -142,6 +144,16 @@ class Engine:
             self._show_compute()
             call_after_backward(self._end_backward)
 
+    def _forget_failed_backward(self) -> None:
+        """Drop what a backward pass left that raised before its end."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self._open.clear()
+        for slot in self._slots:
+            if slot.compute is not None:
+                slot.compute.grad = None
+
     def _end_backward(self) -> None:
         with announced_failures():
             self._in_backward = False
@@ -152,6 +164,7 @@ class Engine:
         for unit in self._open if self._eager_units else self._units:
             unit.reduce()
         self._open.clear()
+        self._num_backwards += 1
         self._root.reduce()
         self._show_faces()
         reduced: dict[Slot, Tensor] = {}
@@ -187,12 +200,11 @@ class Engine:
         def after_forward(_: nn.Module, args: Any, output: Any) -> None:
             if self._frees:
                 unit.free()
-            entered = False
+            entered: set[int] = set()
 
             def before_backward(grad: Tensor) -> None:
-                nonlocal entered
-                if not entered:
-                    entered = True
+                if self._num_backwards not in entered:
+                    entered.add(self._num_backwards)
                     self._enter_backward_of(unit)
 
             for leaf in pytree.tree_leaves(output):
