@@ -1,0 +1,224 @@
+"""Distributed tensors against plain ones, on a 2x2 mesh of ranks."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.tensor as torch_dtensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import (
+    DTensor,
+    GatherWarning,
+    InterleavedShard,
+    RaggedShard,
+    distribute_tensor,
+)
+from vescale_testing import World
+
+# Shape and placements on the axes (pp, tp); the first two share a shape, not a layout.
+LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
+    ((8, 6), (RaggedShard((0,), 8, (1, 0)), Shard(1))),
+    ((8, 6), (Replicate(), Shard(0))),
+    ((7,), (Replicate(), Shard(0))),
+    ((), (RaggedShard((0,), 1, (0, 1)), Replicate())),
+    ((4, 12), (RaggedShard((0,), 1, (1, 3)), InterleavedShard(1, 3))),
+    ((3, 2), (Shard(0), Shard(0))),
+]
+
+
+def mesh_2x2() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+
+def tensors_and_parts(mesh: DeviceMesh) -> list[tuple[Tensor, DTensor]]:
+    full = [torch.randn(shape) for shape, _ in LAYOUTS]
+    return [(x, distribute_tensor(x, mesh, p)) for x, (_, p) in zip(full, LAYOUTS, strict=True)]
+
+
+def _check_round_trip() -> None:
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        assert isinstance(parts, torch_dtensor.DTensor)
+        assert parts.shape == full.shape
+        assert parts.numel() == full.numel()
+        assert torch.equal(parts.full_tensor(), full)
+
+
+def test_full_tensor_puts_together_what_was_distributed(world4: World) -> None:
+    world4.run(_check_round_trip)
+
+
+POINTWISE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * 2 + 1,
+    lambda x: x + x.relu() / 3,
+    lambda x: torch.where(x > 0, x, -x),
+    lambda x: x.clone().mul_(3).add_(x, alpha=0.5),
+    lambda x: torch.zeros_like(x).copy_(x),
+    lambda x: x.to(torch.float64).lerp(torch.ones_like(x, dtype=torch.float64), 0.25),
+]
+
+
+def _check_pointwise() -> None:
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        for function in POINTWISE:
+            result = function(parts)
+            assert isinstance(result, DTensor)
+            assert torch.equal(result.full_tensor(), function(full))
+
+
+def test_pointwise_operators_run_on_the_parts(world4: World) -> None:
+    world4.run(_check_pointwise)
+
+
+def _check_clipping() -> None:
+    mesh = mesh_2x2()
+    pairs = tensors_and_parts(mesh)
+    plain = [nn.Parameter(x.clone()) for x, _ in pairs]
+    parts = [nn.Parameter(x) for _, x in pairs]
+    for (x, _), p, q in zip(pairs, plain, parts, strict=True):
+        p.grad, q.grad = 3 * x, distribute_tensor(3 * x, mesh, q.placements)  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
+    for order in (2.0, 1.0, float("inf")):
+        expected = torch.nn.utils.clip_grad_norm_(plain, 1.0, order)
+        norm = torch.nn.utils.clip_grad_norm_(parts, 1.0, order)
+        # float32 norms of plain tensors are themselves rounded.
+        torch.testing.assert_close(norm, expected)
+        for p, q in zip(plain, parts, strict=True):
+            assert isinstance(q.grad, DTensor)
+            assert p.grad is not None
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+def test_clipping_is_right_over_mixed_placements(world4: World) -> None:
+    world4.run(_check_clipping)
+
+
+def _count_gathers() -> int:
+    parts = [part for _, part in tensors_and_parts(mesh_2x2())]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.nn.utils.get_total_norm(parts)
+    counts = [e.count for e in profile.key_averages() if "allgather" in e.key.lower()]
+    return max(counts, default=0)
+
+
+def test_norms_of_a_list_cost_one_collective_per_axis(world4: World) -> None:
+    assert world4.run(_count_gathers) == [2, 2, 2, 2]
+
+
+def _check_optimizer() -> None:
+    pairs = tensors_and_parts(mesh_2x2())
+    plain = [nn.Parameter(x.clone()) for x, _ in pairs]
+    parts = [nn.Parameter(x) for _, x in pairs]
+    for optimizer, parameters in (
+        (torch.optim.AdamW(plain, lr=0.1), plain),
+        (torch.optim.AdamW(parts, lr=0.1), parts),
+    ):
+        for _ in range(3):
+            for p in parameters:
+                p.grad = (p.detach() * 2).clone()
+            optimizer.step()
+    for p, q in zip(plain, parts, strict=True):
+        assert isinstance(q, DTensor)
+        assert torch.equal(q.full_tensor(), p)
+
+
+def test_a_torch_optimizer_steps_as_on_plain_tensors(world4: World) -> None:
+    world4.run(_check_optimizer)
+
+
+READS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.sum(),
+    lambda x: x.mean(),
+    lambda x: x.cumsum(0) if x.ndim else x.sum(),
+    lambda x: torch.tensor(x.sum().item()),
+    lambda x: x.max(),
+]
+
+
+def _check_reads() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        for function in READS:
+            assert torch.equal(function(parts), function(full))
+        assert (parts.sum() > 0).item() == (full.sum() > 0).item()
+
+
+def test_what_only_reads_gives_the_values_of_one_device(world4: World) -> None:
+    world4.run(_check_reads)
+
+
+def _check_writes() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        torch.manual_seed(5)
+        full.normal_().mul_(2)
+        torch.manual_seed(5)
+        parts.normal_().mul_(2)
+        assert torch.equal(parts.full_tensor(), full)
+        other = torch.randn(full.shape)
+        parts.copy_(other)
+        assert torch.equal(parts.full_tensor(), other)
+        assert torch.equal(torch.empty_like(other).copy_(parts), other)
+
+
+def test_what_writes_leaves_the_values_of_one_device(world4: World) -> None:
+    world4.run(_check_writes)
+
+
+def _refused_views() -> None:
+    x = distribute_tensor(torch.ones(8, 6), mesh_2x2(), LAYOUTS[0][1])
+    for view in (lambda: x[2], lambda: x.view(-1), lambda: x.t(), lambda: x.narrow(0, 1, 2)):
+        with pytest.raises(NotImplementedError, match="a write through it would be lost"):
+            view()
+
+
+def test_views_are_refused_rather_than_lost(world4: World) -> None:
+    world4.run(_refused_views)
+
+
+def _check_autograd() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        plain, part = nn.Parameter(full), nn.Parameter(parts)
+        (plain.pow(2).sum() + plain.mul(3).sum()).backward()
+        (part.pow(2).sum() + part.mul(3).sum()).backward()
+        assert isinstance(part.grad, DTensor)
+        assert plain.grad is not None
+        torch.testing.assert_close(part.grad.full_tensor(), plain.grad)
+        part.grad = None
+        assert isinstance(part, DTensor)
+        part.full_tensor().pow(3).sum().backward()
+        grad: Tensor | None = part.grad
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.full_tensor(), 3 * full.pow(2))
+
+
+def test_gradients_flow_into_distributed_parameters(world4: World) -> None:
+    world4.run(_check_autograd)
+
+
+def _check_deepcopy() -> None:
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        parameter = nn.Parameter(parts)
+        copied = copy.deepcopy(parameter)
+        assert isinstance(copied, nn.Parameter)
+        assert isinstance(copied, DTensor)
+        with torch.no_grad():
+            copied.zero_()
+        assert torch.equal(parts.full_tensor(), full)
+
+
+def test_a_deep_copy_is_a_parameter_of_its_own(world4: World) -> None:
+    world4.run(_check_deepcopy)
+
+
+def _wrong_local_shape() -> None:
+    with pytest.raises(ValueError, match="expected a local tensor of shape"):
+        DTensor.from_local(torch.ones(3), mesh_2x2(), (Shard(0), Replicate()), shape=(8,))
+
+
+def test_a_local_part_of_the_wrong_shape_is_refused(world4: World) -> None:
+    world4.run(_wrong_local_shape)

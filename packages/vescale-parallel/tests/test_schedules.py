@@ -1,0 +1,90 @@
+"""Schedules, run by a simulator that knows only what depends on what."""
+
+import pytest
+
+from vescale_parallel._schedules import Action, actions_of, forward_actions
+
+CASES = [
+    (schedule, size, 1, microbatches)
+    for schedule in ("gpipe", "1f1b")
+    for size in (2, 3, 4, 8)
+    for microbatches in (1, 2, 3, 4, 7, 16)
+] + [
+    ("interleaved_1f1b", size, virtual, size * k)
+    for size in (2, 3, 4)
+    for virtual in (2, 3)
+    for k in (1, 2, 3)
+]
+
+
+def programs_of(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> list[tuple[Action, ...]]:
+    return [
+        actions_of(schedule, rank, size=size, virtual_stages=virtual, microbatches=microbatches)
+        for rank in range(size)
+    ]
+
+
+def needs(action: Action, num_stages: int) -> list[Action]:
+    """Return what must have happened, on any rank, before an action can."""
+    if action.kind == "F":
+        return [Action("F", action.stage - 1, action.microbatch)] if action.stage else []
+    before = [Action("F", action.stage, action.microbatch)]
+    if action.stage < num_stages - 1:
+        before.append(Action("B", action.stage + 1, action.microbatch))
+    return before
+
+
+@pytest.mark.parametrize(("schedule", "size", "virtual", "microbatches"), CASES)
+def test_every_schedule_finishes(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> None:
+    programs = programs_of(schedule, size, virtual, microbatches)
+    done: set[Action] = set()
+    positions = [0] * size
+    while any(p < len(program) for p, program in zip(positions, programs, strict=True)):
+        moved = False
+        for rank, program in enumerate(programs):
+            while positions[rank] < len(program) and done.issuperset(
+                needs(program[positions[rank]], size * virtual)
+            ):
+                done.add(program[positions[rank]])
+                positions[rank] += 1
+                moved = True
+        assert moved, f"deadlock at {positions}"
+
+
+@pytest.mark.parametrize(("schedule", "size", "virtual", "microbatches"), CASES)
+def test_every_pass_happens_once_and_where_its_stage_is(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> None:
+    for rank, program in enumerate(programs_of(schedule, size, virtual, microbatches)):
+        expected = {
+            Action(kind, chunk * size + rank, microbatch)
+            for kind in ("F", "B")
+            for chunk in range(virtual)
+            for microbatch in range(microbatches)
+        }
+        assert len(program) == len(expected)
+        assert set(program) == expected
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_one_forward_one_backward_keeps_few_activations(size: int) -> None:
+    for rank, program in enumerate(programs_of("1f1b", size, 1, 16)):
+        kept = peak = 0
+        for action in program:
+            kept += 1 if action.kind == "F" else -1
+            peak = max(peak, kept)
+        assert peak == size - rank
+
+
+@pytest.mark.parametrize(("size", "virtual", "microbatches"), [(2, 1, 3), (4, 2, 8)])
+def test_evaluation_runs_the_forward_passes_in_the_same_order(
+    size: int, virtual: int, microbatches: int
+) -> None:
+    schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
+    for rank, program in enumerate(programs_of(schedule, size, virtual, microbatches)):
+        alone = forward_actions(rank, size=size, virtual_stages=virtual, microbatches=microbatches)
+        assert alone == tuple(action for action in program if action.kind == "F")

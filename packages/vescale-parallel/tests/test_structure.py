@@ -1,0 +1,167 @@
+"""What a model is made of, and where a pipeline may cut it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from vescale_parallel import (
+    ParallelPlan,
+    block_stacks,
+    modules_outside_blocks,
+    pipeline_blocks,
+    split_blocks,
+    with_constraints,
+)
+from vescale_parallel._sharding_plan import generalize, resolve
+from vescale_parallel._stage_map import stage_map
+
+
+class Tower(nn.Module):
+    """Embedding, blocks, head; the norm is defined before the blocks but used after them."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(depth)])
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tower()
+        self.probe = nn.Linear(2, 2)
+
+
+def pipelined(**constraints: object) -> ParallelPlan:
+    given_constraints = {f"pipeline_parallel.{key}": v for key, v in constraints.items()}
+    return with_constraints(ParallelPlan(), given_constraints)
+
+
+def test_blocks_are_found_below_wrappers() -> None:
+    assert pipeline_blocks(Wrapped()) == tuple(f"inner.blocks.{i}" for i in range(4))
+
+
+def test_lists_of_mixed_or_single_modules_are_no_blocks() -> None:
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LayerNorm(2))
+    assert block_stacks(mixed) == []
+    assert block_stacks(nn.ModuleList([nn.Linear(2, 2)])) == []
+    with pytest.raises(ValueError, match="Sequential has none of two or more blocks"):
+        pipeline_blocks(mixed)
+
+
+def test_two_lists_of_blocks_are_refused_unless_one_is_small() -> None:
+    class Two(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+            self.decoder = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    with pytest.raises(ValueError, match=r"has 2: \['encoder', 'decoder'\]"):
+        pipeline_blocks(Two(8))
+    assert pipeline_blocks(Two(2))[0] == "encoder.0"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8))
+@settings(deadline=None)
+def test_no_other_cut_has_a_lighter_heaviest_part(weights: list[int], parts: int) -> None:
+    if parts > len(weights):
+        with pytest.raises(ValueError, match="at most as many pipeline stages as blocks"):
+            split_blocks(weights, parts)
+        return
+
+    def heaviest(starts: list[int]) -> int:
+        ends = [*starts[1:], len(weights)]
+        return max(sum(weights[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    found = split_blocks(weights, parts)
+    assert found[0] == 0
+    assert found == sorted(set(found))
+    cuts = itertools.combinations(range(1, len(weights)), parts - 1)
+    assert heaviest(found) == min(heaviest([0, *cut]) for cut in cuts)
+
+
+def test_parameters_belong_to_the_stages_that_use_them() -> None:
+    found = stage_map(pipelined(size=2, microbatches=2), Tower())
+    assert found is not None
+    assert found.starts == [0, 2]
+    assert found.stages_of(["embed.weight"]) == (0,)
+    assert found.stages_of(["blocks.1.weight"]) == (0,)
+    assert found.stages_of(["blocks.2.weight"]) == (1,)
+    assert found.stages_of(["embed.weight", "head.weight"]) == (0, 1)
+    assert found.stages_of(["scale"]) == (0, 1)
+
+
+def test_tail_modules_move_to_the_last_stage() -> None:
+    assert modules_outside_blocks(Tower())["norm"] == "before"
+    plain = stage_map(pipelined(size=2), Tower())
+    moved = stage_map(pipelined(size=2, tail_modules=["norm"]), Tower())
+    assert plain is not None
+    assert moved is not None
+    assert plain.stages_of(["norm.weight"]) == (0,)
+    assert moved.stages_of(["norm.weight"]) == (1,)
+
+
+def test_split_points_decide_where_stages_start() -> None:
+    found = stage_map(pipelined(size=3, split_points=["blocks.1", "blocks.2"]), Tower())
+    assert found is not None
+    assert found.starts == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"size": 5}, "at most 4 pipeline stages, one per block of Tower, got 5"),
+        ({"size": 2, "split_points": ["blocks.9"]}, "'blocks.9' is no block of Tower"),
+        (
+            {"size": 3, "split_points": ["blocks.1"]},
+            "expected 2 .* for 3 stages, got 1",
+        ),
+        ({"size": 3, "split_points": ["blocks.2", "blocks.1"]}, "in the order of the blocks"),
+        ({"size": 2, "split_points": ["blocks.0"]}, "none the first block"),
+        ({"size": 2, "tail_modules": ["nrom"]}, "'nrom' is no module with parameters outside"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(constraints: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stage_map(pipelined(**constraints), Tower())
+
+
+def test_sharding_patterns_stand_for_names() -> None:
+    found = resolve(
+        {
+            "blocks.*.weight": "Shard(0)",
+            "head.<out>": "Replicate()",
+            "norm.weight.<grad>": "Partial()",
+            "blocks.1.<attr:in_features>": "Shard(0)",
+        },
+        Tower(),
+    )
+    assert sorted(found.parameters) == [f"blocks.{i}.weight" for i in range(4)]
+    assert list(found.outputs) == ["head"]
+    assert list(found.grads) == ["norm.weight"]
+    assert found.attributes == {("blocks.1", "in_features")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.wieght": "Shard(0)"}, r"'blocks.\*.wieght' matches nothing in the model"),
+        ({"blocks.weight": "Shard(0)"}, "matches nothing"),
+        ({"head.weight": "Shard"}, r"expected 'Shard\(d\)'.*got 'Shard'"),
+        ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <grad> or <attr:name>"),
+    ],
+)
+def test_a_sharding_plan_that_means_nothing_is_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(plan, Tower())
+
+
+def test_numbers_in_names_are_generalized() -> None:
+    assert generalize("model.layers.12.mlp.0.weight") == "model.layers.*.mlp.*.weight"

@@ -1,0 +1,35 @@
+import inspect
+
+import vescale
+
+
+def test_public_names_are_these() -> None:
+    assert vescale.__all__ == [
+        "CheckpointError",
+        "Cluster",
+        "ParallelPlan",
+        "PeerError",
+        "deferred_init",
+        "generate_plan",
+        "load",
+        "parallelize",
+        "save",
+    ]
+    for name in vescale.__all__:
+        assert hasattr(vescale, name)
+
+
+def test_the_five_calls_take_these_arguments() -> None:
+    def names(function: object) -> list[str]:
+        assert callable(function)
+        return [str(p).split(":")[0] for p in inspect.signature(function).parameters.values()]
+
+    assert names(vescale.deferred_init)[0] == "module_or_factory"
+    assert names(vescale.generate_plan) == [
+        "model", "constraints", "world_size", "cluster", "example_batch", "optimizer",
+    ]  # fmt: skip
+    assert names(vescale.parallelize) == [
+        "plan", "model", "optimizer_fn", "lr_scheduler_fn", "dataset",
+    ]  # fmt: skip
+    assert names(vescale.save) == ["path", "state"]
+    assert names(vescale.load) == ["path", "state", "strict"]
