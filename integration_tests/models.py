@@ -89,11 +89,16 @@ def build(name: str) -> nn.Module:
     # Imported here: rank processes that test other things need not load it.
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    small = {
+        "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64,
+    }  # fmt: skip
     sizes = {
-        "llama": {
-            "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64,
-        },
+        "llama": small,
+        # Norms on queries and keys.
+        "qwen3": {**small, "head_dim": 8},
+        # Tied and scaled embeddings, heads wider than the model.
+        "gemma": {**small, "head_dim": 16},
         "gpt2": {
             "n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 64,
             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

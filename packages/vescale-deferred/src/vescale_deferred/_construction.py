@@ -1,0 +1,103 @@
+"""Run a constructor so that no tensor in it gets memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._generators import Generators
+from ._operators import aten, operator
+from ._record import Recording, values
+from ._tensor import DeferredTensor, unreadable
+from ._torch_private import OpOverload, TorchDispatchMode, plainly, tree_leaves
+from .exceptions import DeferredError, ReadError
+
+# What may happen to deferred tensors when their constructor is done: other places to see the same
+# storage, copies with another dtype or device, and tensors that only take over the geometry.
+_COPIES = aten("_to_copy clone lift_fresh _has_compatible_shallow_copy_type")
+_GEOMETRY_ONLY = aten(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_empty_strided new_zeros new_ones new_full"
+)
+
+
+class Construction(TorchDispatchMode):
+    """Records while it is entered, and looks after the tensors when it is left.
+
+    Attributes:
+        generators: Where the generators are while it is entered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = Generators()
+        self._is_open = False
+
+    def __enter__(self) -> Construction:
+        self._is_open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._is_open = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with plainly():
+            return Recording(self, self.generators).call(func, args, kwargs or {})
+
+    def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record what still makes sense now that the constructor is done."""
+        op = operator(func)
+        generators = Generators()
+        recording = Recording(self, generators)
+        if op.name in _GEOMETRY_ONLY:
+            with plainly():
+                return _like(func, args, kwargs)
+        targets = [args[position] for position, _ in op.mutated if position < len(args)]
+        is_write = bool(targets) and all(isinstance(t, DeferredTensor) for t in targets)
+        if is_write:
+            _check_not_made(targets)
+        if is_write or op.name in _COPIES or op.is_view:
+            with plainly():
+                try:
+                    return recording.call(func, args, kwargs)
+                finally:
+                    generators.settle()
+        leaves = tree_leaves((args, kwargs))
+        first = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor))
+        raise ReadError(unreadable(first, op.name))
+
+    def values(self, tensor: DeferredTensor, reason: str) -> Tensor:
+        """Return the values of ``tensor`` if the constructor is still running."""
+        if not self._is_open:
+            raise ReadError(unreadable(tensor, reason))
+        return values(tensor)
+
+    def defer(self, tensor: Tensor) -> DeferredTensor:
+        """Return a deferred tensor with the values of ``tensor``."""
+        with plainly():
+            return Recording(self, self.generators).defer(tensor)
+
+
+def _check_not_made(targets: list[DeferredTensor]) -> None:
+    for tensor in targets:
+        deferral = tensor.deferral
+        if deferral.made is not None or deferral.history.storage is not None:
+            raise DeferredError(
+                f"{(deferral.fqn or deferral.history.fqn)!r} has been materialised; write to the "
+                "tensor that is in the module now, not to the deferred one"
+            )
+
+
+def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return a real tensor that has taken only its geometry from a deferred one."""
+    device = kwargs.get("device") or args[0].device
+    return func(args[0].deferral.meta, *args[1:], **{**kwargs, "device": device})

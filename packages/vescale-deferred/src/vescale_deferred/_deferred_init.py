@@ -1,0 +1,137 @@
+"""Construct a module of any size without its tensors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from ._construction import Construction
+from ._tensor import DeferredTensor
+from ._tensors_of import registered, replace_unregistered
+from ._torch_private import active_modes, plainly
+from ._where import line_of
+from .exceptions import DeferredWarning
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def deferred_init(module_or_factory: M | Callable[..., M], *args: Any, **kwargs: Any) -> M:
+    """Construct a module whose tensors have no memory yet.
+
+    Nothing is drawn either, but torch's generators are left as ordinary construction would have
+    left them. The tensors of the module know shape, dtype, device and ``requires_grad``;
+    :func:`materialize` and :func:`read` give them exactly the values of ordinary construction.
+
+    What cannot be deferred is constructed for real, with a :class:`DeferredWarning` that says
+    why. A constructor that fails does so twice: deferred, and then for real.
+
+    Args:
+        module_or_factory: A module class or any callable that returns a module; or a module,
+            which is real already and returned as it is.
+        *args: Passed to the constructor.
+        **kwargs: Passed to the constructor.
+
+    Raises:
+        TypeError: If ``module_or_factory`` is neither, or returns no module, or is a module and
+            arguments are given.
+
+    Example:
+        >>> layer = deferred_init(nn.Linear, 4, 3)
+        >>> layer.weight
+        deferred Parameter(shape=(3, 4), dtype=torch.float32, device='cpu', \
+requires_grad=True, fqn='weight')
+    """
+    if isinstance(module_or_factory, nn.Module):
+        if args or kwargs:
+            raise TypeError(
+                f"expected a module class or a function with these arguments, got a "
+                f"{type(module_or_factory).__name__} that is constructed already"
+            )
+        return cast(M, module_or_factory)
+    if not callable(module_or_factory):
+        raise TypeError(
+            "expected a module, a module class or a function that returns a module, got "
+            f"{module_or_factory!r}"
+        )
+    if any(isinstance(mode, Construction) for mode in active_modes()):
+        return module_or_factory(*args, **kwargs)  # a part of what is being deferred already
+    construction = Construction()
+    other_generators = _OtherGenerators()
+    try:
+        with construction:
+            module = module_or_factory(*args, **kwargs)
+    except Exception as error:
+        construction.generators.rewind()
+        other_generators.rewind()
+        module = module_or_factory(*args, **kwargs)
+        warnings.warn(
+            f"{_name(module_or_factory)} was constructed for real, it could not be deferred: "
+            f"{type(error).__name__}: {error} ({line_of(error)})",
+            DeferredWarning,
+            stacklevel=2,
+        )
+        return module
+    except BaseException:
+        construction.generators.rewind()
+        raise
+    with plainly():
+        construction.generators.settle()
+    if not isinstance(cast(object, module), nn.Module):
+        raise TypeError(
+            f"expected {_name(module_or_factory)} to return a torch.nn.Module, got {module!r}"
+        )
+    _name_tensors(module)
+    with plainly():
+        replace_unregistered(module, construction.generators.real_state)
+    return module
+
+
+def is_deferred(tensor_or_module: Tensor | nn.Module) -> bool:
+    """Say whether a tensor, or any tensor of a module, has no values yet.
+
+    Example:
+        >>> is_deferred(deferred_init(nn.Linear, 4, 3)), is_deferred(nn.Linear(4, 3))
+        (True, False)
+    """
+    if isinstance(tensor_or_module, nn.Module):
+        found = any(isinstance(t, DeferredTensor) for *_, t in registered(tensor_or_module))
+
+        def look(tensor: Tensor) -> Tensor:
+            nonlocal found
+            found = found or isinstance(tensor, DeferredTensor)
+            return tensor
+
+        replace_unregistered(tensor_or_module, look)
+        return found
+    return isinstance(tensor_or_module, DeferredTensor)
+
+
+class _OtherGenerators:
+    """The generators of Python and NumPy, for a second try."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = sys.modules.get("numpy.random")
+        self._numpy_state = None if self._numpy is None else self._numpy.get_state()
+
+    def rewind(self) -> None:
+        """Put them back to where they were."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._numpy_state)
+
+
+def _name_tensors(module: nn.Module) -> None:
+    for fqn, _, _, tensor in registered(module):
+        if isinstance(tensor, DeferredTensor):
+            tensor.deferral.fqn = tensor.deferral.fqn or fqn
+            tensor.deferral.history.fqn = tensor.deferral.history.fqn or fqn
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__qualname__", repr(factory))

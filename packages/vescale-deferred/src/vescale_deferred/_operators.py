@@ -1,0 +1,71 @@
+"""What does an operator do to its arguments? Read off its schema, once per operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ._torch_private import OpOverload, schema
+
+
+def aten(names: str) -> frozenset[str]:
+    """Return the names of operators, given with spaces in between."""
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# Fill their first argument, whatever was in it.
+_FILLS = aten("uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ zero_ fill_")
+_OVERWRITING = _FILLS | aten("bernoulli_ copy_")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What the schema of an operator says.
+
+    Attributes:
+        name: Such as ``aten::add_``.
+        mutated: The arguments it writes to, as (position, name).
+        overwrites: Whether what it writes does not depend on what was there.
+        is_fill: Whether it overwrites its first argument and returns it.
+        is_random: Whether it draws from a generator.
+        has_generator: Whether that generator can be passed.
+        has_device: Whether it takes a device for its output.
+        changes_geometry: Whether it makes an argument another view of its storage.
+        is_view: Whether it returns other views of its arguments.
+    """
+
+    name: str
+    mutated: tuple[tuple[int, str], ...]
+    overwrites: bool
+    is_fill: bool
+    is_random: bool
+    has_generator: bool
+    has_device: bool
+    changes_geometry: bool
+    is_view: bool
+
+
+@lru_cache(maxsize=4096)
+def operator(func: OpOverload) -> Operator:
+    """Return what the schema of ``func`` says."""
+    found = schema(func)
+    arguments = found.arguments
+    written = [
+        (position, argument)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    names = {argument.name for argument in arguments}
+    return Operator(
+        name=found.name,
+        mutated=tuple((position, argument.name) for position, argument in written),
+        overwrites=all(argument.is_out for _, argument in written) or found.name in _OVERWRITING,
+        is_fill=found.name in _FILLS,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        has_generator="generator" in names,
+        has_device="device" in names,
+        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in found.returns),
+        changes_geometry=torch.Tag.inplace_view in func.tags,
+    )

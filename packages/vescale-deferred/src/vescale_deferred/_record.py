@@ -1,0 +1,345 @@
+"""What does an operator do to tensors without values? Record the call, and say the geometry.
+
+The geometry comes from running the operator on the meta device. Where that is not possible,
+because it depends on values or has no such kernel, the operator runs early on the values of its
+arguments, and its results are recorded as constants.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._certain import certain
+from ._draws import Draws, draws, fill_of
+from ._generators import Generators
+from ._history import History, Source, Write
+from ._operators import Operator, aten, operator
+from ._read import any_true, read_part
+from ._replay import replay
+from ._streams import Point
+from ._tensor import DeferredTensor, Recorder, assign_data
+from ._torch_private import (
+    OpOverload,
+    schema,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
+from ._where import line_of
+from ._window import Window
+from .exceptions import CannotDefer, DeferredWarning
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+# What running on the meta device raises if an operator needs values, or is not implemented there.
+_NO_META = (RuntimeError, TypeError, ValueError, IndexError)
+
+_GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    func: OpOverload
+    args: _Args
+    kwargs: _Kwargs
+
+
+class Recording:
+    """Records the operator calls of one construction; to be used within ``plainly()``.
+
+    Args:
+        recorder: Who will take care of the tensors afterwards.
+        generators: Where the generators are.
+    """
+
+    def __init__(self, recorder: Recorder, generators: Generators) -> None:
+        self._recorder = recorder
+        self._generators = generators
+
+    def call(self, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+        """Do what ``func`` does, without values as far as possible."""
+        op = operator(func)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
+        if op.name == "aten::_local_scalar_dense" and deferred:
+            return _scalar(deferred[0])
+        if op.name == "aten::_has_compatible_shallow_copy_type":
+            return len(deferred) == 2
+        device = _device(op, deferred, kwargs)
+        if not deferred and (tensors or not op.has_device or device == _META):
+            return self._run(op, func, args, kwargs)
+        if op.changes_geometry:
+            return _change_geometry(op, func, args, kwargs)
+        mutated = _mutated(op, args, kwargs)
+        if any(type(tensor) is not DeferredTensor for tensor in mutated):
+            return self._early(op, func, args, kwargs, mutated)
+        # A fill tells its geometry without running.
+        outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs)
+        if outputs is None or (op.is_random and device.type != "cpu"):
+            if op.is_random and device.type != "cpu":
+                self._warn(f"{op.name} is not deferred, only random numbers of the CPU can be")
+            return self._early(op, func, args, kwargs, mutated)
+        if device == _META:
+            return outputs
+        # What has no elements needs no memory; lazy modules begin with such tensors.
+        if not deferred and not any(leaf.numel() for leaf in tree_leaves(outputs)):
+            return self._run(op, func, args, kwargs)
+        return self._record(op, _Call(func, args, kwargs), mutated, outputs, device)
+
+    def defer(self, tensor: Tensor) -> DeferredTensor:
+        """Return a deferred tensor with the values that ``tensor`` has now."""
+        value = _private_copy(tensor)
+        meta = Window.of(value)
+        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
+        history = History(like, value.device)
+        Write(None, (value,), outputs=(Source(history, 0, meta),)).enter()
+        return DeferredTensor(like, history, self._recorder)
+
+    def _record(
+        self,
+        op: Operator,
+        call: _Call,
+        mutated: list[DeferredTensor],
+        outputs: Any,
+        device: torch.device,
+    ) -> Any:
+        args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
+        sources = _deferred_leaves((args, kwargs))
+        result, created = self._wrap(call, mutated, outputs, device)
+        if not mutated and not any(created):
+            return result  # views only
+        written = tuple(tensor.deferral.source() for tensor in mutated)
+        point = known = None
+        if op.is_random:
+            window = written[0].window if written else next(filter(None, created)).window
+            point, known = self._draw(op, call, window)
+        # An operator that also reads what it writes, such as x.copy_(x), overwrites nothing.
+        histories = [source.history for source in sources]
+        is_apart = all(histories.count(out.history) == 1 for out in written)
+        Write(
+            call.func,
+            args,
+            {**kwargs, "generator": None} if "generator" in kwargs else kwargs,
+            outputs=tuple(created) if any(created) else (),
+            mutated=written,
+            overwrites=op.overwrites and is_apart,
+            point=point,
+            draws=known,
+        ).enter()
+        return result
+
+    def _wrap(
+        self, call: _Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
+    ) -> tuple[Any, list[Source | None]]:
+        """Return ``outputs`` as deferred tensors, and for each leaf the history it begins."""
+        if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
+            raise CannotDefer(f"{schema(call.func).name} resizes a tensor in place")
+        by_meta = {id(tensor.deferral.meta): tensor for tensor in mutated}
+        inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_deferred(leaf)]
+        by_storage = {t.deferral.history.key: t.deferral.history for t in inputs}
+        created: list[Source | None] = []
+
+        def wrap(leaf: Any) -> Any:
+            created.append(None)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in by_meta:
+                return by_meta[id(leaf)]
+            history = by_storage.get(storage_key(leaf))
+            if history is None:
+                history = by_storage[storage_key(leaf)] = History(leaf, device)
+                created[-1] = Source(history, 0, Window.of(leaf))
+            return DeferredTensor(leaf, history, self._recorder)
+
+        return tree_map(wrap, outputs), created
+
+    def _draw(self, op: Operator, call: _Call, window: Window) -> tuple[Point, Draws | None]:
+        """Move the generator as ``call`` does; return where it was."""
+        generator = call.kwargs.get("generator") or torch.default_generator
+        point = self._generators.point(generator)
+        fill = fill_of(call.func, call.args)
+        found = None if fill is None else draws(fill, window, point)
+        if found is not None:
+            self._generators.move(generator, found[1])
+            return point, found[0]
+        # What it draws can only be learned by drawing.
+        target = id(call.args[0]) if op.mutated and op.overwrites else None
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, DeferredTensor):
+                return leaf
+            if id(leaf) == target:
+                return torch.empty_strided(window.shape, window.stride, dtype=window.dtype)
+            return values(leaf)
+
+        with self._generators.drawing(generator):
+            args, kwargs = tree_map(real, (call.args, call.kwargs))
+            call.func(*args, **kwargs)
+        return point, None
+
+    def _run(self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+        """Run an operator on tensors that are real."""
+        generator = kwargs.get("generator") or torch.default_generator
+        if op.is_random and generator.device.type == "cpu":
+            with self._generators.drawing(generator):
+                return func(*args, **kwargs)
+        before = torch.default_generator.get_state()
+        result = func(*args, **kwargs)
+        self._generators.check_untouched(before)
+        return result
+
+    def _early(
+        self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
+    ) -> Any:
+        """Run an operator on the values of its arguments, and record its results."""
+        reals: dict[int, Tensor] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, DeferredTensor):
+                return leaf
+            if id(leaf) not in reals:
+                reals[id(leaf)] = values(leaf)
+            return reals[id(leaf)]
+
+        real_args, real_kwargs = tree_map(real, (args, kwargs))
+        result = self._run(op, func, real_args, real_kwargs)
+        by_real: dict[int, Tensor] = {}
+        for tensor in mutated:
+            if isinstance(tensor, DeferredTensor):
+                by_real[id(reals[id(tensor)])] = tensor
+                self._set(tensor, reals[id(tensor)])
+            else:
+                by_real[id(tensor)] = tensor
+
+        def outside(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) in by_real:
+                return by_real.get(id(leaf), leaf)
+            if leaf.layout is torch.strided and not leaf.is_quantized:
+                return self.defer(leaf)
+            self._warn(
+                f"the result of {op.name} is not deferred, {leaf.layout} tensors of {leaf.dtype} "
+                "cannot be"
+            )
+            return leaf
+
+        return tree_map(outside, result)
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{message} ({line_of()})", DeferredWarning, stacklevel=2)
+
+    def _set(self, tensor: DeferredTensor, value: Tensor) -> None:
+        """Record that ``tensor`` now has the values of ``value``."""
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise CannotDefer(
+                f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} changed in place to "
+                f"shape {tuple(value.shape)} and {value.dtype}"
+            )
+        target = tensor.deferral.source()
+        copy = torch.ops.aten.copy_.default
+        Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
+
+
+def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
+    """Return the tensors that an operator writes to."""
+    arguments = [
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name in op.mutated
+    ]
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
+    """Make a tensor another view of its storage, in place."""
+    tensor: DeferredTensor = args[0]
+    if schema(func).overload_name == "source_Tensor":  # set_
+        assign_data(tensor, args[1])
+        return tensor
+    if op.name not in _GEOMETRY_CHANGES:
+        raise CannotDefer(f"{op.name} gives a tensor another storage in place")
+    deferral = tensor.deferral
+    meta = deferral.meta.detach()
+    func(meta, *args[1:], **kwargs)
+    assign_data(tensor, DeferredTensor(meta, deferral.history, deferral.recorder))
+    return tensor
+
+
+def _scalar(tensor: DeferredTensor) -> Any:
+    """Return the value of a tensor of one element."""
+    source = tensor.deferral.source()
+    known = certain(source)
+    if known is not None:
+        return known
+    last = source.history.entries[source.version - 1].write if source.version else None
+    if last is not None and last.func is torch.ops.aten.any.default:
+        asked = last.args[0]
+        if isinstance(asked, Source) and asked.window.dtype is torch.bool:
+            return any_true(asked)
+    return read_part(source).item()
+
+
+def values(tensor: DeferredTensor) -> Tensor:
+    """Return the values of ``tensor``, in memory of their own."""
+    return replay([tensor.deferral.source()])[0]
+
+
+def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
+    """Return the device of an operator's results."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    # A tensor without dims follows the others.
+    return max(deferred, key=Tensor.dim).device if deferred else _CPU
+
+
+def _on_meta(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+    """Return the results of an operator on the meta device, None if it cannot run there."""
+
+    def meta(leaf: Any) -> Any:
+        if isinstance(leaf, DeferredTensor):
+            return leaf.deferral.meta
+        return leaf.to(_META) if isinstance(leaf, Tensor) else leaf
+
+    try:
+        meta_args, meta_kwargs = tree_map(meta, (args, kwargs))
+        if op.has_device:
+            meta_kwargs = {**meta_kwargs, "device": _META}
+        if "pin_memory" in kwargs:
+            meta_kwargs["pin_memory"] = None
+        if "generator" in kwargs:
+            meta_kwargs["generator"] = None
+        results = func(*meta_args, **meta_kwargs)
+    except _NO_META:
+        return None
+    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+    is_plain = all(
+        leaf.layout is torch.strided and not leaf.is_conj() and not leaf.is_neg()
+        for leaf in tensors
+    )
+    return results if tensors and is_plain else None
+
+
+def _is_deferred(leaf: Any) -> bool:
+    return isinstance(leaf, DeferredTensor)
+
+
+def _deferred_leaves(tree: Any) -> list[Source]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Source)]
+
+
+def _freeze(leaf: Any) -> Any:
+    """Return an argument as it is now, whatever is written to it later."""
+    if isinstance(leaf, DeferredTensor):
+        return leaf.deferral.source()
+    return _private_copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _private_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

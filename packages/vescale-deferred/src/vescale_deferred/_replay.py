@@ -1,0 +1,129 @@
+"""What is in a storage after its recorded writes? All of it, by running them.
+
+Only the writes run on which the result depends, in the order of their recording, each on arguments
+with the geometry they had, and each random one with a generator put to its place. So every kernel
+does what it would have done, to the bit, whatever else is or is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._history import History, Source, Write
+from ._operators import operator
+from ._streams import Point
+from ._torch_private import plainly, tree_leaves, tree_map
+
+_Storages = dict[History, torch.UntypedStorage]
+
+
+def replay(sources: Sequence[Source]) -> list[Tensor]:
+    """Return the tensors that ``sources`` stand for; those of one history share a storage.
+
+    The default generator is left as it is. Memory is that of the results and of the temporaries
+    of one write at a time.
+    """
+    writes = _needed(sources)
+    last_use = {history: write.index for write in writes for history in write.histories()}
+    kept = {source.history for source in sources}
+    storages: _Storages = {}
+    state = torch.default_generator.get_state()
+    try:
+        with plainly():
+            for write in writes:
+                _run(write, storages)
+                for history in write.histories():
+                    if history not in kept and last_use[history] == write.index:
+                        storages.pop(history, None)
+            return [source.window.on(_storage(source.history, storages)) for source in sources]
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def _needed(sources: Iterable[Source]) -> list[Write]:
+    """Return the writes that the content of ``sources`` depends on, in order."""
+    writes: dict[int, Write] = {}
+    expanded: dict[History, tuple[int, int]] = {}
+    pending = list(sources)
+    while pending:
+        source = pending.pop()
+        history, end = source.history, source.version
+        begin = history.last_cover(end)
+        done = expanded.get(history, (0, 0))
+        if done[0] <= begin and end <= done[1]:
+            continue
+        expanded[history] = (begin, end)
+        for entry in history.entries[begin:end]:
+            write = entry.write
+            if write.index not in writes:
+                writes[write.index] = write
+                pending.extend(write.reads())
+    return [writes[index] for index in sorted(writes)]
+
+
+def _storage(history: History, storages: _Storages) -> torch.UntypedStorage:
+    if history not in storages:
+        storages[history] = torch.UntypedStorage(history.nbytes, device=history.device)
+    return storages[history]
+
+
+def _run(write: Write, storages: _Storages) -> None:
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Source):
+            return leaf.window.on(_storage(leaf.history, storages))
+        return leaf
+
+    args, kwargs = tree_map(real, (write.args, write.kwargs))
+    results = args if write.func is None else tree_leaves(call(write, args, kwargs))
+    if not write.outputs:
+        return
+    for out, result in zip(write.outputs, results, strict=True):
+        if out is not None:
+            _keep(out, result, storages, is_constant=write.func is None)
+
+
+def call(write: Write, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the operator of ``write`` on real arguments, under the conditions of its recording."""
+    assert write.func is not None
+    default_dtype = torch.get_default_dtype()
+    if write.default_dtype is not default_dtype:
+        torch.set_default_dtype(write.default_dtype)
+    try:
+        if write.point is None:
+            return write.func(*args, **kwargs)
+        return _draw(write, write.point, args, kwargs)
+    finally:
+        if write.default_dtype is not default_dtype:
+            torch.set_default_dtype(default_dtype)
+
+
+def _draw(write: Write, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    assert write.func is not None
+    generator = torch.default_generator
+    if operator(write.func).has_generator:
+        generator = torch.Generator()
+        kwargs = {**kwargs, "generator": generator}
+    generator.set_state(point.state())
+    result = write.func(*args, **kwargs)
+    if write.draws is not None:
+        point.stream.arrived(point.num_draws + write.draws.num_draws, generator.get_state())
+    return result
+
+
+def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:
+    """Make ``result`` the content of a history that begins with it."""
+    storage = result.untyped_storage()
+    is_same = (
+        storage.nbytes() == out.history.nbytes
+        and tuple(result.stride()) == out.window.stride
+        and result.storage_offset() == out.window.offset
+        and result.device == out.history.device
+    )
+    if is_same and not is_constant:
+        storages[out.history] = storage
+    else:
+        out.window.on(_storage(out.history, storages)).copy_(result)

@@ -1,0 +1,221 @@
+"""Where is a CPU generator, and what is its state at any other place of its stream?
+
+A :class:`Stream` is the infinite sequence of 32-bit words a generator draws from one state on; a
+:class:`Point` is a place in it. Points are cheap; the state of a point is computed when somebody
+draws there, by discarding draws or by jumping, whichever is less work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ._mersenne import NUM_WORDS, advance, sequence_numel
+
+# torch.Generator.get_state(), 5056 bytes: u64 seed; i32 left, seeded; u64 next, words[624];
+# then what the serial normal distribution keeps: the second value of its last pair.
+_LEFT = slice(8, 12)
+_NEXT = slice(16, 24)
+_WORDS = slice(24, 24 + 8 * NUM_WORDS)
+_SPARE = slice(_WORDS.stop, None)
+_SPARE_IS_VALID = slice(_WORDS.stop + 24, _WORDS.stop + 28)
+
+# Draws that take about as long as a jump; see [Note: cost of a jump] in _mersenne.py. Discarding
+# runs at 0.4 G draws/s; a jump takes 3 ms, and 3 ms more if its distance is a new one.
+_JUMP_BEYOND_NUM_DRAWS = 2_000_000
+_DISCARD_NUMEL = 1 << 16
+
+
+class Stream:
+    """The words a CPU generator draws after ``state``.
+
+    Args:
+        state: What ``torch.Generator.get_state()`` returns; copied.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self._origin = state.clone()
+        left = int(state[_LEFT].view(torch.int32))
+        self._num_left_in_block = left - 1
+        self._base: tuple[int, Tensor] | None = None
+        self._latest: tuple[int, Tensor] = (0, self._origin)
+
+    def state(self, num_draws: int) -> Tensor:
+        """Return a generator state that draws what comes after ``num_draws`` draws.
+
+        The state has no spare normal, and its words may be cut into blocks differently from
+        those of a generator that came here by drawing.
+        """
+        if num_draws <= self._num_left_in_block:
+            return _without_spare(_discard(self._origin, num_draws))
+        start, source = self._latest
+        if not self._base_draws() <= start <= num_draws:
+            start, source = self._start()
+        state = _move(source, num_draws - start)
+        self._latest = (num_draws, state)
+        return state
+
+    def arrived(self, num_draws: int, state: Tensor) -> None:
+        """Remember that a generator at ``num_draws`` is in ``state``; later reads start there."""
+        if num_draws > self._num_left_in_block:
+            self._latest = (num_draws, _without_spare(state))
+
+    def ordinary_state(self, num_draws: int) -> Tensor:
+        """Return, byte for byte, the state of a generator that drew ``num_draws`` draws."""
+        if num_draws <= self._num_left_in_block:
+            return _without_spare(_discard(self._origin, num_draws))
+        start, source = self._start()
+        whole, rest = divmod(num_draws - start, NUM_WORDS)
+        return _discard(_move(source, whole * NUM_WORDS), rest)
+
+    def _base_draws(self) -> int:
+        return self._num_left_in_block + 1
+
+    def _start(self) -> tuple[int, Tensor]:
+        """Return the first draw of the first block whose words all follow the recurrence."""
+        if self._base is None:
+            state = _discard(self._origin, self._base_draws())
+            self._base = (self._base_draws(), _without_spare(state))
+        return self._base
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A place in a stream, and the spare normal a generator has there.
+
+    Attributes:
+        stream: The words.
+        num_draws: How many words have been drawn.
+        spare: The place where the pair of serial normals was drawn whose second value is still
+            to be handed out; or that value as a generator state holds it; or None.
+    """
+
+    stream: Stream
+    num_draws: int = 0
+    spare: Point | Tensor | None = None
+
+    @classmethod
+    def of(cls, state: Tensor) -> Point:
+        """Return the place where a generator in ``state`` is."""
+        spare = state[_SPARE].clone() if _has_spare(state) else None
+        return cls(Stream(state), 0, spare)
+
+    def after(self, num_draws: int) -> Point:
+        """Return the place ``num_draws`` words further, with the same spare."""
+        return replace(self, num_draws=self.num_draws + num_draws)
+
+    def state(self) -> Tensor:
+        """Return a generator state that draws what a generator here draws."""
+        return self._with_spare(self.stream.state(self.num_draws))
+
+    def ordinary_state(self) -> Tensor:
+        """Return, byte for byte, the state of a generator that came here by drawing."""
+        return self._with_spare(self.stream.ordinary_state(self.num_draws))
+
+    def _with_spare(self, state: Tensor) -> Tensor:
+        if self.spare is None:
+            return state
+        state = state.clone()
+        spare = self.spare
+        state[_SPARE] = spare.spare_after_pair() if isinstance(spare, Point) else spare
+        return state
+
+    def spare_after_pair(self) -> Tensor:
+        """Return the spare that drawing a pair of normals here leaves."""
+        generator = torch.Generator()
+        generator.set_state(self.stream.state(self.num_draws))
+        torch.empty(1, dtype=torch.float64).normal_(generator=generator)
+        return generator.get_state()[_SPARE]
+
+
+def draws_between(before: Tensor, after: Tensor) -> int:
+    """Return how many words lie between two states, both of one block or of neighbours."""
+
+    def place(state: Tensor) -> int:
+        left = int(state[_LEFT].view(torch.int32))
+        return NUM_WORDS - left + 1
+
+    moved = place(after) - place(before)
+    same_block = torch.equal(before[_WORDS], after[_WORDS])
+    return moved if same_block else moved + NUM_WORDS
+
+
+def _has_spare(state: Tensor) -> bool:
+    return bool(state[_SPARE_IS_VALID].view(torch.int32))
+
+
+def _without_spare(state: Tensor) -> Tensor:
+    state = state.clone()
+    state[_SPARE] = 0
+    return state
+
+
+def _move(state: Tensor, distance: int) -> Tensor:
+    return (_discard if distance <= _JUMP_BEYOND_NUM_DRAWS else _jump)(state, distance)
+
+
+def _discard(state: Tensor, num_draws: int) -> Tensor:
+    """Return the state after drawing ``num_draws`` words for nothing, in cache-sized pieces."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    scratch = torch.empty(min(num_draws, _DISCARD_NUMEL), dtype=torch.uint8)
+    while num_draws:
+        piece = scratch[:num_draws]
+        piece.random_(generator=generator)  # one word an element
+        num_draws -= len(piece)
+    return generator.get_state()
+
+
+def _jump(state: Tensor, distance: int) -> Tensor:
+    """Return the state after ``distance`` draws, the words moved as one frame."""
+    generator = torch.Generator()
+    generator.set_state(_at_end_of_block(state))
+    blocks = [state[_WORDS].view(torch.int64).to(torch.int32)]
+    scratch = torch.empty(NUM_WORDS, dtype=torch.uint8)
+    for _ in range(sequence_numel() // NUM_WORDS - 1):
+        scratch.random_(generator=generator)
+        blocks.append(generator.get_state()[_WORDS].view(torch.int64).to(torch.int32))
+    words = advance(torch.cat(blocks), distance)
+    state = state.clone()
+    state[_WORDS] = (words.to(torch.int64) & 0xFFFFFFFF).view(torch.uint8)
+    return state
+
+
+def _at_end_of_block(state: Tensor) -> Tensor:
+    state = state.clone()
+    state[_LEFT].view(torch.int32).fill_(1)
+    state[_NEXT].view(torch.int64).fill_(NUM_WORDS)
+    return state
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether a tensor looks like the state of a CPU generator."""
+    return (
+        tensor.dtype is torch.uint8
+        and tensor.shape == torch.default_generator.get_state().shape
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+    )
+
+
+# No seed leads to these: the words of a seeded generator are all different.
+_MARKER_WORDS = 600
+
+
+def marker_state(state: Tensor, value: int) -> Tensor:
+    """Return a state that draws nonsense and tells ``value``, with the seed of ``state``."""
+    state = _at_end_of_block(_without_spare(state))
+    words = state[_WORDS].view(torch.int64)
+    words[:_MARKER_WORDS] = 0x5EED
+    words[_MARKER_WORDS:] = value
+    return state
+
+
+def marker_value(state: Tensor) -> int | None:
+    """Return the value of a marker, None for an ordinary state."""
+    words = state[_WORDS].view(torch.int64)
+    if words[0] != 0x5EED or not bool((words[:_MARKER_WORDS] == 0x5EED).all()):
+        return None
+    return int(words[-1])

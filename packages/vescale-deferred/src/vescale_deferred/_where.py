@@ -1,0 +1,24 @@
+"""Which line of a person's code are we in?"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+_OURS = str(Path(__file__).parent)
+_TORCHS = str(Path(sys.modules["torch"].__file__ or "").parent)
+
+
+def line_of(error: BaseException | None = None) -> str:
+    """Return file and line of the innermost frame that is neither ours nor torch's.
+
+    Args:
+        error: Where it was raised; None for here.
+    """
+    if error is None:
+        stack = traceback.extract_stack()
+    else:
+        stack = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in stack if not f.filename.startswith((_OURS, _TORCHS))] or list(stack)
+    return f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -1,0 +1,63 @@
+"""Which elements of a storage is a tensor? Integers only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A strided view of a storage, in elements of ``dtype``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Window:
+        """Return the window that ``tensor`` is on its storage."""
+        return cls(
+            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements are all different and leave no gap."""
+        expected = 1
+        dims = sorted(zip(self.stride, self.shape, strict=True))
+        for stride, size in dims:
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without a gap."""
+        expected = 1
+        for stride, size in zip(reversed(self.stride), reversed(self.shape), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether the window is all of a storage of ``nbytes``."""
+        return self.is_dense and self.numel * self.dtype.itemsize == nbytes
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor that is this window on ``storage``."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)

@@ -1,0 +1,80 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_deferred import deferred_init, is_deferred, materialize, read
+
+Check = Callable[[Callable[[], nn.Module]], Any]
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _assert_same(got: Tensor, expected: Tensor, name: str) -> None:
+    assert got.dtype == expected.dtype, name
+    assert got.stride() == expected.stride(), name
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num()), name
+
+
+@pytest.fixture
+def same_as_ordinary() -> Check:
+    """Construct ordinarily and deferred under one seed; compare everything there is."""
+
+    def check(factory: Callable[[], nn.Module]) -> Any:
+        torch.manual_seed(17)
+        torch.empty(5).normal_()  # leaves the generator in a block, with a spare normal
+        start = torch.get_rng_state()
+        ordinary = factory()
+        end = torch.get_rng_state()
+
+        torch.set_rng_state(start)
+        deferred = deferred_init(factory)
+        assert torch.equal(torch.get_rng_state(), end)
+        assert is_deferred(deferred)
+
+        expected = _tensors(ordinary)
+        # Any order must do, so take one that nobody would: backwards, before the rest.
+        for name, tensor in reversed(list(_tensors(deferred).items())):
+            assert tensor.requires_grad == expected[name].requires_grad, name
+            _assert_same(read(tensor), expected[name].detach(), name)
+
+        assert materialize(deferred) is deferred
+        assert not is_deferred(deferred)
+        assert torch.equal(torch.get_rng_state(), end)
+        got = _tensors(deferred)
+        assert list(got) == list(expected)
+        assert list(deferred.state_dict()) == list(ordinary.state_dict())
+        for name, tensor in got.items():
+            assert type(tensor) is type(expected[name]), name
+            assert tensor.requires_grad == expected[name].requires_grad, name
+            _assert_same(tensor.detach(), expected[name].detach(), name)
+        assert _ties(got) == _ties(expected)
+        assert _aliases(got) == _aliases(expected)
+        return deferred
+
+    return check
+
+
+def _ties(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
+    return _groups(tensors, id)
+
+
+def _aliases(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Return the names of the tensors on each storage that has several."""
+    return _groups(tensors, lambda tensor: tensor.untyped_storage().data_ptr())
+
+
+def _groups(tensors: dict[str, Tensor], key: Callable[[Tensor], int]) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            groups.setdefault(key(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]

@@ -1,0 +1,416 @@
+"""What people write in constructors, against ordinary construction."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from vescale_deferred import DeferredWarning, deferred_init, is_deferred, materialize
+
+Check = Callable[[Callable[[], nn.Module]], Any]
+
+
+def _holder(**tensors: Tensor) -> Any:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            module.register_parameter(name, nn.Parameter(tensor))
+        else:
+            module.register_buffer(name, tensor)
+    return module
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        nn.init.orthogonal_,
+        nn.init.kaiming_normal_,
+        nn.init.xavier_uniform_,
+        nn.init.eye_,
+        lambda w: nn.init.sparse_(w, 0.3),
+        lambda w: nn.init.trunc_normal_(w, std=0.02),
+        lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, -1.0, 1.5),
+        lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, 1.0, 3.0),
+        lambda w: nn.init.constant_(w, 0.3),
+        lambda w: w.data.exponential_(),
+        lambda w: w.data.bernoulli_(0.3),
+        lambda w: w.data.copy_(torch.linspace(0, 1, w.numel()).view_as(w)),
+        lambda w: w.data.normal_().mul_(0.5).clamp_(-0.5, 0.5),
+    ],
+)
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20), (3, 2)])
+def test_initialisers_give_their_ordinary_values(
+    init: Callable[[Tensor], object], shape: tuple[int, int], same_as_ordinary: Check
+):
+    def factory() -> Any:
+        module = _holder(w=torch.empty(shape), after=torch.rand(3))
+        init(module.w)
+        nn.init.uniform_(module.after)
+        return module
+
+    same_as_ordinary(factory)
+
+
+def test_dirac_gives_its_ordinary_values(same_as_ordinary: Check):
+    same_as_ordinary(lambda: _holder(w=nn.init.dirac_(torch.empty(8, 8, 3))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_layers_of_any_dtype_have_their_ordinary_values(
+    dtype: torch.dtype, same_as_ordinary: Check
+):
+    same_as_ordinary(
+        lambda: nn.Sequential(
+            nn.Linear(9, 7, dtype=dtype), nn.Embedding(20, 3, padding_idx=1, dtype=dtype)
+        )
+    )
+
+
+def test_the_default_dtype_of_the_time_is_used(same_as_ordinary: Check):
+    def factory() -> Any:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return _holder(a=torch.rand(20), b=torch.arange(5) / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    same_as_ordinary(factory)
+
+
+def test_values_that_python_asks_for_are_exact(same_as_ordinary: Check):
+    def factory() -> Any:
+        size = int(torch.randint(3, 9, ()))
+        scale = torch.rand(4).tolist()[2]
+        array = torch.rand(3).numpy()
+        module = _holder(
+            a=torch.full((size,), scale),
+            b=torch.from_numpy(array * 2),
+            c=torch.rand(size) if torch.randn(4).sum() > 0 else torch.randn(size),
+            d=torch.rand(9)[torch.rand(9) > 0.5],
+        )
+        module.drop = [x.item() for x in torch.linspace(0, 0.1, 5)]
+        assert f"{torch.ones(()):.1f}" == "1.0"
+        return module
+
+    module = same_as_ordinary(factory)
+    assert module.drop == [x.item() for x in torch.linspace(0, 0.1, 5)]
+
+
+def test_seeding_and_forking_inside_a_constructor_is_followed(same_as_ordinary: Check):
+    def factory() -> Any:
+        a = torch.rand(4)
+        torch.manual_seed(9)
+        b = torch.randn(3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(8)
+            c = torch.rand(5)
+        state = torch.get_rng_state()
+        d = torch.randn(5)
+        torch.set_rng_state(state)
+        return _holder(a=a, b=b, c=c, d=d, e=torch.randn(5), f=torch.rand(20))
+
+    same_as_ordinary(factory)
+
+
+def test_explicit_generators_are_followed_and_left_in_their_ordinary_state(
+    same_as_ordinary: Check,
+):
+    ends: list[Tensor] = []
+    generator = torch.Generator()
+
+    def factory() -> Any:
+        generator.manual_seed(4)
+        module = _holder(
+            a=torch.rand(4, generator=generator),
+            b=torch.randn(40, generator=generator),
+            c=torch.rand(3),
+            d=torch.empty(5).normal_(generator=generator),
+            e=torch.randperm(9, generator=generator),
+        )
+        return module
+
+    factory()
+    ends.append(generator.get_state())
+    deferred_init(factory)
+    ends.append(generator.get_state())
+    assert torch.equal(*ends)
+    same_as_ordinary(factory)
+
+
+def test_random_operators_whose_draws_are_not_known_are_exact(same_as_ordinary: Check):
+    same_as_ordinary(
+        lambda: _holder(
+            a=torch.randperm(10),
+            b=torch.multinomial(torch.rand(10), 3),
+            c=torch.bernoulli(torch.rand(5)),
+            d=torch.empty(40).exponential_(),
+            e=torch.normal(torch.rand(40), torch.ones(40)),
+            f=torch.view_as_real(torch.randn(9, dtype=torch.complex64)),
+            g=nn.functional.dropout(torch.ones(20)),
+            h=torch.poisson(torch.rand(4) * 5),
+            i=torch.randn(5),
+        )
+    )
+
+
+def test_parameters_that_view_one_base_still_do(same_as_ordinary: Check):
+    def factory() -> Any:
+        base = torch.rand(10, 4)
+        return _holder(a=base[:5], b=base[5:], c=base, d=base.t(), other=torch.rand(3))
+
+    same_as_ordinary(factory)
+
+
+def test_tied_and_copied_modules_have_their_ordinary_values(same_as_ordinary: Check):
+    def factory() -> Any:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight = first.weight
+        copied = copy.deepcopy(nn.Sequential(first, second))
+        first.weight.data.mul_(2)
+        return nn.Sequential(first, second, copied)
+
+    same_as_ordinary(factory)
+
+
+def test_conversions_and_loading_inside_a_constructor_have_their_ordinary_values(
+    same_as_ordinary: Check,
+):
+    def factory() -> Any:
+        a, b, c = (nn.Linear(3, 3) for _ in range(3))
+        a.weight.data = torch.zeros(3, 3)
+        a.bias.data.copy_(b.weight[0])
+        c.load_state_dict(a.state_dict())
+        b.requires_grad_(False)
+        halves = nn.Linear(4, 4).half()
+        return nn.Sequential(a, b, c, halves, nn.Linear(2, 2).to(torch.float64))
+
+    same_as_ordinary(factory)
+
+
+def test_buffers_computed_from_values_have_their_ordinary_values(same_as_ordinary: Check):
+    def factory() -> Any:
+        module = nn.Module()
+        positions = torch.arange(10.0).outer(1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+        table = torch.zeros(10, 8)
+        table[:, 0::2], table[:, 1::2] = positions.sin(), positions.cos()
+        module.register_buffer("table", table, persistent=False)
+        module.register_buffer("mask", torch.ones(5, 5).tril().bool())
+        module.register_buffer("found", torch.rand(6).gt(0.5).nonzero())
+        module.register_buffer("kinds", torch.unique(torch.randint(0, 4, (9,))))
+        module.register_buffer("singular", torch.linalg.svd(torch.rand(4, 4)).S)
+        module.register_buffer("float8", torch.rand(4, 4).to(torch.float8_e4m3fn).float())
+        module.register_buffer("nothing", None)
+        return module
+
+    module = same_as_ordinary(factory)
+    assert "table" not in module.state_dict()
+
+
+def test_parametrizations_have_their_ordinary_values(same_as_ordinary: Check):
+    same_as_ordinary(
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(8, 9)),
+            parametrizations.orthogonal(nn.Linear(8, 9)),
+            parametrizations.spectral_norm(nn.Linear(8, 9)),
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_norms_by_hooks_have_their_ordinary_values(same_as_ordinary: Check):
+    same_as_ordinary(
+        lambda: nn.Sequential(
+            nn.utils.weight_norm(nn.Linear(3, 4)), nn.utils.spectral_norm(nn.Linear(3, 4))
+        )
+    )
+
+
+def test_real_tensors_meet_deferred_ones(same_as_ordinary: Check):
+    def factory() -> Any:
+        real = torch.tensor([1.0, 2.0, 3.0])
+        real.copy_(torch.rand(3))
+        array = np.arange(3, dtype=np.float32)
+        mixed = torch.zeros(3) + torch.from_numpy(array)
+        array[:] = 7
+        drawn = torch.tensor([1.0, 2.0]).normal_()
+        return _holder(a=real, b=mixed, c=drawn, d=torch.rand(3))
+
+    same_as_ordinary(factory)
+
+
+def test_operators_may_write_through_views_and_out_arguments(same_as_ordinary: Check):
+    def factory() -> Any:
+        a = torch.rand(6, 4)
+        a[1:3, ::2].normal_()
+        a.view(-1)[5] = 3.0
+        a[a > 0.8] = 0.0
+        b = torch.empty(4)
+        torch.add(a[0], a[1], out=b)
+        a.copy_(a)
+        c = torch.empty(3, 5).t_()
+        c.uniform_()
+        return _holder(a=a, b=b, c=c)
+
+    same_as_ordinary(factory)
+
+
+def test_plain_attributes_become_real_and_stay_the_same_objects():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+            self.plain = torch.rand(4)
+            self.nested: list[Any] = [self.weight, {"key": (self.plain, 1)}]
+
+    torch.manual_seed(0)
+    expected = Net()
+    torch.manual_seed(0)
+    module = deferred_init(Net)
+    assert is_deferred(module.plain)
+    materialize(module)
+    assert torch.equal(module.plain, expected.plain)
+    assert module.nested[0] is module.weight
+    assert module.nested[1]["key"][0] is module.plain
+
+
+def test_what_cannot_be_deferred_is_constructed_for_real_and_says_why():
+    def factory() -> Any:
+        random.random()
+        w = torch.rand(4)
+        w.resize_(2, 2)
+        return _holder(w=w)
+
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = factory()
+    end, python_end = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    with pytest.warns(DeferredWarning, match=r"for real.*aten::resize_.*test_constructors.py"):
+        module = deferred_init(factory)
+    assert torch.equal(module.w, expected.w)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert random.getstate() == python_end
+
+
+def test_sparse_tensors_stay_real_and_say_so():
+    def factory() -> Any:
+        module = nn.Linear(3, 3)
+        module.register_buffer("sparse", torch.rand(3, 3).to_sparse())
+        return module
+
+    torch.manual_seed(0)
+    expected = factory()
+    end = torch.get_rng_state()
+    torch.manual_seed(0)
+    with pytest.warns(DeferredWarning, match="sparse.*test_constructors.py"):
+        module = deferred_init(factory)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert is_deferred(module.weight)
+    assert not is_deferred(module.sparse)
+    assert torch.equal(module.sparse.to_dense(), expected.sparse.to_dense())
+
+
+def test_an_error_of_the_constructor_is_raised_and_the_generator_is_as_usual():
+    def factory() -> Any:
+        torch.rand(3)
+        raise ValueError("mine")
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="mine"):
+        deferred_init(factory)
+    end = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_constructed_modules_are_returned_as_they_are():
+    module = nn.Linear(2, 2)
+    assert deferred_init(module) is module
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="constructed already"):
+        deferred_init(nn.Linear(2, 2), 3)
+    with pytest.raises(TypeError, match="module class"):
+        deferred_init(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"return a torch.nn.Module, got 3"):
+        deferred_init(lambda: 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_deferring_inside_a_deferred_constructor_works():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.inner = deferred_init(nn.Linear, 3, 3)
+            self.last = nn.Linear(3, 3)
+
+    torch.manual_seed(2)
+    expected = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    end = torch.get_rng_state()
+    torch.manual_seed(2)
+    module = materialize(deferred_init(Outer))
+    assert torch.equal(torch.get_rng_state(), end)
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+def test_a_generator_state_kept_by_a_module_is_the_ordinary_one():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(700))
+            self.state = torch.get_rng_state()
+
+    torch.manual_seed(2)
+    expected = Net()
+    torch.manual_seed(2)
+    assert torch.equal(deferred_init(Net).state, expected.state)
+
+
+def test_legacy_constructors_are_recorded(same_as_ordinary: Check):
+    same_as_ordinary(
+        lambda: _holder(a=torch.Tensor(3, 4).uniform_(), b=torch.FloatTensor(5).normal_())
+    )
+
+
+def test_the_generator_is_in_its_ordinary_state_even_if_it_drew_after_a_jump():
+    def factory() -> Any:
+        module = nn.Linear(2000, 2000)
+        module.register_buffer("order", torch.randperm(5))
+        return module
+
+    torch.manual_seed(2)
+    expected = factory()
+    end = torch.get_rng_state()
+    torch.manual_seed(2)
+    module = deferred_init(factory)
+    assert torch.equal(torch.get_rng_state(), end)
+    assert torch.equal(materialize(module).order, expected.order)
+
+
+def test_operators_on_lists_of_tensors_are_recorded(same_as_ordinary: Check):
+    def factory() -> Any:
+        a, b = torch.rand(3), torch.rand(4)
+        torch.ops.aten._foreach_mul_.Scalar([a, b], 2.0)
+        return _holder(a=a, b=b, c=torch.ops.aten._foreach_add.Scalar([a, b], 1.0)[1])
+
+    same_as_ordinary(factory)
+
+
+def test_attributes_that_hold_each_other_are_searched_once():
+    def factory() -> Any:
+        module: Any = nn.Linear(2, 2)
+        module.cycle = [module.weight]
+        module.cycle.append(module.cycle)
+        return module
+
+    module = materialize(deferred_init(factory))
+    assert module.cycle[0] is module.weight
