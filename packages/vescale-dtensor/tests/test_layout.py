@@ -1,4 +1,5 @@
 import math
+import pickle
 from itertools import product
 
 import pytest
@@ -145,3 +146,8 @@ def test_equal_placements_are_equal_and_hash_alike() -> None:
     assert RaggedShard((0,), 2, (1, 0)) == RaggedShard((0,), 2, (1, 0))
     assert RaggedShard((0,), 2, (1, 0)) != RaggedShard((0,), 2, (0, 1))
     assert len({InterleavedShard(0, 3), InterleavedShard(0, 3), InterleavedShard(1, 3)}) == 2
+
+
+def test_placements_survive_pickle() -> None:
+    for placement in (RaggedShard((0,), 2, (1, 0)), InterleavedShard(1, 3)):
+        assert pickle.loads(pickle.dumps(placement)) == placement

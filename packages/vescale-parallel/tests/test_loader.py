@@ -34,7 +34,7 @@ def _rows(constraints: dict[str, Any], epochs: int = 1) -> list[list[int]]:
 def one_device(epochs: int = 1) -> list[list[int]]:
     batches: list[list[int]] = []
     for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(3 + epoch)
+        generator = torch.Generator().manual_seed(3 + 1_000_003 * epoch)
         order = torch.randperm(COUNT, generator=generator).tolist()
         batches += [order[i : i + 4] for i in range(0, COUNT - 3, 4)]
     return batches

@@ -54,9 +54,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an aten operator of which at least one argument is a DTensor."""
     if func in _NORMS:
         return _norm(func, args, kwargs)
-    if func is aten.copy_.default and not isinstance(args[0], DTensor):
-        return args[0].copy_(gather(args[1]))
-    if func.name().startswith("aten::_foreach_"):
+    if _writes_plain_tensor(func, args, kwargs):
+        return _gathered(func, args, kwargs)
+    if _is_foreach_elementwise(func):
         lists = [arg for arg in args if isinstance(arg, list | tuple)]
         aligned = all(_share_layout(position) for position in zip(*lists, strict=True))
         return (_local_lists if aligned else _gathered)(func, args, kwargs)
@@ -69,6 +69,36 @@ def _is_elementwise(func: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return func in _LOCAL or torch.Tag.pointwise in func.tags
+
+
+def _is_foreach_elementwise(func: Any) -> bool:
+    prefix, _, name = func.name().partition("_foreach_")
+    if prefix != "aten::":
+        return False
+    name = name.partition(".")[0].rstrip("_")
+    if name in ("norm", "max", "powsum"):
+        return False
+    packet = getattr(aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return name in ("copy", "zero") or any(torch.Tag.pointwise in o.tags for o in overloads)
+
+
+def _writes_plain_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator writes into an argument that is whole on every rank."""
+    return any(
+        isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+        for written in _written(func, args, kwargs)
+        for tensor in pytree.tree_leaves(written)
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes into."""
+    found: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
 
 
 def _tensors(tree: object) -> list[Tensor]:
@@ -106,7 +136,7 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local_args, local_kwargs = pytree.tree_map(lambda x: _localize(x, like), (args, kwargs))
     result = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
-        return args[0]
+        return _written(func, args, kwargs)[0]
 
     def rewrap(leaf: Any) -> Any:
         return wrap(leaf, like.device_mesh, like.placements, like.shape)
@@ -163,7 +193,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(tensor, DTensor):
             part = distribute_tensor(full[id(tensor)], tensor.device_mesh, tensor.placements)
             tensor._local_tensor.copy_(part._local_tensor)
-    return args[0] if result is not None else None
+    return _written(func, args, kwargs)[0] if result is not None else None
 
 
 _warned: set[Any] = set()
@@ -183,16 +213,17 @@ def _warn(func: Any, gathered: Iterable[Tensor]) -> None:
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the p-norm of each distributed tensor as a plain scalar on every rank."""
-    tensors_arg, order_arg, dims_arg, *_ = (*args, None, None)
-    order_arg = kwargs.get("ord", kwargs.get("p", order_arg))
-    order = 2.0 if order_arg is None else float(order_arg)
-    dims = kwargs.get("dim", dims_arg)
+    given = {
+        a.name: value for a, value in zip(func._schema.arguments, args, strict=False)
+    } | kwargs
     many = func is aten._foreach_norm.Scalar
-    tensors: Sequence[Tensor] = tensors_arg if many else [tensors_arg]
-    if (dims is not None and not many) or order <= 0:
+    order_given = given.get("ord", given.get("p"))
+    order = 2.0 if order_given is None else float(order_given)
+    if given.get("dim") is not None or given.get("keepdim") or order <= 0:
         return _gathered(func, args, kwargs)
+    tensors: Sequence[Tensor] = given["self"] if many else [given["self"]]
     norms = whole_norms(tensors, order)
-    dtype = kwargs.get("dtype")
+    dtype = given.get("dtype")
     results = [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
     return results if many else results[0]
 

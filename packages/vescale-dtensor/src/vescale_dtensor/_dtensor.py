@@ -73,6 +73,19 @@ class DTensor(torch_dtensor.DTensor):
             )
         return wrap(local_tensor, device_mesh, tuple(placements), torch.Size(shape))
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute
+        """The tensor without autograd. Assigning to it is refused: torch would ignore it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise TypeError(
+            "cannot replace the data of a distributed tensor; write into it, "
+            "tensor.copy_(values) under torch.no_grad(). Convert a model's dtype or device "
+            "before it is parallelized"
+        )
+
     def local_boxes(self) -> tuple[LocalBox, ...]:
         """Return the boxes of the global tensor that this rank holds."""
         mesh = self.device_mesh

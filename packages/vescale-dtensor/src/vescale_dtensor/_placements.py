@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
@@ -57,6 +57,9 @@ class RaggedShard(Placement):
 
     __str__ = __repr__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.dims, self.granularity, self.local_units)
+
     def _key(self) -> tuple[object, ...]:
         return (self.dims, self.granularity, self.local_units)
 
@@ -90,6 +93,9 @@ class InterleavedShard(Placement):
         return f"InterleavedShard(dim={self.dim}, parts={self.parts})"
 
     __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InterleavedShard, (self.dim, self.parts)
 
     def _key(self) -> tuple[int, int]:
         return (self.dim, self.parts)

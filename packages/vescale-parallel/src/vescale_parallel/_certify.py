@@ -4,18 +4,65 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from vescale_dtensor import Box, local_boxes
+from vescale_dtensor import InterleavedShard, local_boxes
 
 from ._linear_kinds import features, linear_kind
-from ._sharding_plan import parse_placement
+from ._sharding_plan import Resolved, generalize, parse_placement, placement_text
 
 # Larger modules are not run: the certificate holds two copies of their weights in float64.
 MAX_NUMEL = 2**26
+
+
+def contradicted_module(model: nn.Module, resolved: Resolved, size: int) -> str | None:
+    """Return a module that a hand-written plan shards wrongly, if running one shows it.
+
+    Only pairs of linears within one module that can be called on one tensor are run, one of
+    each kind; other parts of a plan are taken as they are written.
+    """
+    seen: set[tuple[object, str]] = set()
+    for fqn, module in model.named_modules():
+        key = (type(module), generalize(fqn))
+        linears = {n: c for n, c in module.named_children() if linear_kind(c) is not None}
+        if len(linears) < 2 or key in seen:
+            continue
+        seen.add(key)
+        own = _own_plan(resolved, fqn, linears)
+        *_, row = linears
+        kind = linear_kind(linears[row])
+        assert kind is not None
+        if len(own) < 2 or own.get(f"{row}.weight") != f"Shard({kind.in_dim})":
+            continue
+        outer = features(linears[row], kind)[1]
+        runs_alone = _proven(module, {f"{row}.weight": f"Shard({kind.in_dim})"}, row, 1, outer)
+        marked = {name for name in own if name.endswith("<grad>")}
+        proven = _proven(
+            module, {n: t for n, t in own.items() if n not in marked}, row, size, outer
+        )
+        if runs_alone is not None and (proven is None or set(proven) != set(own)):
+            return fqn or type(model).__name__
+    return None
+
+
+def _own_plan(resolved: Resolved, fqn: str, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the part of a plan that is about one module, with names relative to it."""
+    prefix = f"{fqn}." if fqn else ""
+    if any(f"{prefix}{name}" in {*resolved.inputs, *resolved.outputs} for name in linears):
+        return {}
+    own = {
+        f"{name}.weight": placement_text(resolved.parameters[f"{prefix}{name}.weight"])
+        for name in linears
+        if f"{prefix}{name}.weight" in resolved.parameters
+    }
+    own |= {f"<attr:{name}>": "Shard(0)" for owner, name in resolved.attributes if owner == fqn}
+    grads = [name.removeprefix(prefix) for name in resolved.grads if name.startswith(prefix)]
+    return own | {f"{name}.<grad>": "Partial()" for name in grads}
 
 
 def certified_region(
@@ -25,7 +72,8 @@ def certified_region(
 
     The last linear becomes row-wise, the others column-wise (fused projections in equal
     parts), and integers that count heads or features are divided where that is needed. Every
-    variant is run on random weights, rank by rank, and its sum compared with the whole.
+    variant is run on random weights, rank by rank, forward and backward: the sum of outputs,
+    the gradient of the input and that of every parameter must be those of the whole.
 
     Args:
         module: A module that can be called on one tensor (batch, sequence, features).
@@ -57,8 +105,9 @@ def certified_region(
             plan[f"{name}.weight"] = f"Shard({kind.out_dim})"
     for attributes in _divisible_attributes(module, inner, size):
         variant = plan | {f"<attr:{name}>": "Shard(0)" for name in attributes}
-        if _holds(module, variant, row, size, outer):
-            return variant
+        proven = _proven(module, variant, row, size, outer)
+        if proven is not None:
+            return proven
     return {}
 
 
@@ -74,27 +123,112 @@ def _divisible_attributes(module: nn.Module, inner: int, size: int) -> list[tupl
     return list(dict.fromkeys([(), heads, widths, (*heads, *widths)]))
 
 
-def _holds(module: nn.Module, plan: Mapping[str, str], row: str, size: int, outer: int) -> bool:
-    """Run the module whole and rank by rank, and compare."""
+def _proven(
+    module: nn.Module, plan: Mapping[str, str], row: str, size: int, outer: int
+) -> dict[str, str] | None:
+    """Run the module whole and rank by rank; return the plan, completed, if they agree.
+
+    What is completed are the marks of whole parameters whose gradients ranks must add up.
+    """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
             whole = _random_copy(module)
             x_BSF = torch.randn(2, 3, outer, dtype=torch.float64)
-            with torch.no_grad():
-                expected = whole(x_BSF)
-                parts = [_rank_copy(whole, plan, row, size, rank)(x_BSF) for rank in range(size)]
+            cotangent_BSF = torch.randn(2, 3, outer, dtype=torch.float64)
+            expected = _run(whole, (), x_BSF, cotangent_BSF)
+            columns = [n.removesuffix(".weight") for n in plan if n.endswith(".weight")]
+            columns.remove(row)
+            runs = [
+                _run(_rank_copy(whole, plan, row, size, rank), columns, x_BSF, cotangent_BSF)
+                for rank in range(size)
+            ]
         # Arbitrary user code: whatever it raises only means that this variant is not proven.
         except Exception:
-            return False
-    if not isinstance(expected, Tensor) or any(not isinstance(part, Tensor) for part in parts):
-        return False
+            return None
     bias = whole.get_submodule(row)._parameters.get("bias")
-    total = torch.stack(parts).sum(0)
+    total = torch.stack([run.output for run in runs]).sum(0)
     if bias is not None:
-        total = total + bias
-    return total.shape == expected.shape and torch.allclose(total, expected, rtol=1e-9, atol=1e-9)
+        total = total + bias.detach()
+    shared = torch.stack([run.column_grad for run in runs]).sum(0)
+    agrees = _close(total, expected.output) and all(
+        _close(shared + run.other_grad, expected.other_grad) for run in runs
+    )
+    return _with_partial_grads(whole, plan, row, expected, runs) if agrees else None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One forward and backward pass.
+
+    Attributes:
+        output: What the module returned.
+        column_grad: Gradient of the input through column-wise linears, which ranks add up.
+        other_grad: Gradient of the input by all other ways.
+        grads: Gradient of every parameter, by name.
+    """
+
+    output: Tensor
+    column_grad: Tensor
+    other_grad: Tensor
+    grads: dict[str, Tensor]
+
+
+def _run(module: nn.Module, columns: Sequence[str], x: Tensor, cotangent: Tensor) -> _Run:
+    x = x.clone().requires_grad_()
+    arriving: list[Tensor] = []
+
+    def apart(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if args[0] is not x:
+            raise ValueError("a column-wise linear reads something other than the input")
+        arriving.append(x.detach().clone().requires_grad_())
+        return (arriving[-1], *args[1:])
+
+    for name in columns:
+        module.get_submodule(name).register_forward_pre_hook(apart)
+    output: Tensor = module(x)
+    output.backward(cotangent)
+    zero = torch.zeros_like(x)
+    through = [each.grad for each in arriving if each.grad is not None]
+    return _Run(
+        output.detach(),
+        torch.stack([zero, *through]).sum(0),
+        zero if x.grad is None else x.grad,
+        {n: zero if p.grad is None else p.grad for n, p in module.named_parameters()},
+    )
+
+
+def _with_partial_grads(
+    whole: nn.Module,
+    plan: Mapping[str, str],
+    row: str,
+    expected: _Run,
+    runs: Sequence[_Run],
+) -> dict[str, str] | None:
+    """Return the plan with ``<grad>`` marks, None if a parameter's gradient cannot be had."""
+    completed = dict(plan)
+    for name in dict(whole.named_parameters()):
+        owner = name.rpartition(".")[0]
+        text = plan.get(f"{owner}.weight")
+        # The row-wise linear's bias is added after the sum, outside of what ranks run.
+        if name == f"{row}.bias":
+            continue
+        found = [run.grads[name] for run in runs]
+        if text is not None:
+            text = text if name.endswith(".weight") else _bias_placement(text)
+            parts = [_part(expected.grads[name], text, len(runs), r) for r in range(len(runs))]
+            if not all(map(_close, found, parts)):
+                return None
+        elif not all(_close(grad, expected.grads[name]) for grad in found):
+            if not _close(torch.stack(found).sum(0), expected.grads[name]):
+                return None
+            completed[f"{name}.<grad>"] = "Partial()"
+    return completed
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def _random_copy(module: nn.Module) -> nn.Module:
@@ -138,8 +272,13 @@ def _bias_placement(weight_placement: str) -> str:
 
 
 def _cut(owner: nn.Module, name: str, text: str, size: int, rank: int) -> None:
-    tensor = owner.get_parameter(name).data
-    boxes = local_boxes(tensor.shape, (size,), (rank,), (parse_placement(text),))
-    dim = parse_placement(text).dim  # pyright: ignore[reportAttributeAccessIssue]: a shard
-    pieces = [tensor[Box(held.box.offset, held.box.shape).slices] for held in boxes]
-    owner._parameters[name] = nn.Parameter(torch.cat(pieces, dim).contiguous())
+    part = _part(owner.get_parameter(name).data, text, size, rank)
+    owner._parameters[name] = nn.Parameter(part)
+
+
+def _part(tensor: Tensor, text: str, size: int, rank: int) -> Tensor:
+    """Return what one rank holds of a tensor."""
+    placement = parse_placement(text)
+    assert isinstance(placement, Shard | InterleavedShard)
+    boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
+    return torch.cat([tensor[held.box.slices] for held in boxes], placement.dim).clone()

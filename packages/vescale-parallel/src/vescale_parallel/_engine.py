@@ -68,6 +68,9 @@ class Engine:
         # Under a pipeline all gradients of a step are summed first and reduced once.
         self._eager_units = plan.data_parallel.zero_stage >= 2 and not pipelined
         self._frees = plan.data_parallel.zero_stage == 3
+        # Such blocks show their plain parameters only while they run: outside of that they
+        # may be freed, or a gradient for them may come after they were reduced.
+        self._guarded = self._frees or self._eager_units
         for module, unit in blocks:
             self._add_hooks(module, unit)
 
@@ -90,6 +93,7 @@ class Engine:
                 self._show_faces()
                 if self._frees and not torch.is_grad_enabled():
                     self._root.free()
+                    self._check_mixed_up()
 
     def _call_directly(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,9 +118,6 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         size = self._plan.pipeline_parallel.size
-        for slot in self._slots:
-            if slot.compute is not None:
-                slot.compute.grad = None
         lend(self._slots, self._mesh, size)
         train = torch.is_grad_enabled()
         with self._own_random_stream():
@@ -125,9 +126,20 @@ class Engine:
             return output
         give_back(self._slots, self._mesh, size)
         # The gradients exist already; backward() of the loss hands them out.
+        grads: dict[Slot, Tensor | None] = {}
+        for slot in self._slots:
+            if slot.compute is not None:
+                grads[slot], slot.compute.grad = slot.compute.grad, None
+
+        def finish(scale: Tensor) -> None:
+            for slot, grad in grads.items():
+                assert slot.compute is not None
+                slot.compute.grad = grad
+            self._finish(scale)
+
         anchor = torch.zeros((), requires_grad=True)
         return pytree.tree_map(
-            lambda x: _HandOut.apply(anchor, x, self._finish) if is_loss(x) else x, output
+            lambda x: _HandOut.apply(anchor, x, finish) if is_loss(x) else x, output
         )
 
     def _watched(self, output: Any) -> Any:
@@ -142,6 +154,8 @@ class Engine:
         if not self._in_backward:
             self._in_backward = True
             self._show_compute()
+            if self._root.is_freed:
+                self._root.gather()
             call_after_backward(self._end_backward)
 
     def _forget_failed_backward(self) -> None:
@@ -150,9 +164,9 @@ class Engine:
             return
         self._in_backward = False
         self._open.clear()
-        for slot in self._slots:
-            if slot.compute is not None:
-                slot.compute.grad = None
+        self._show_faces()
+        for unit in (self._root, *self._units):
+            unit.forget()
 
     def _end_backward(self) -> None:
         with announced_failures():
@@ -167,6 +181,7 @@ class Engine:
         self._num_backwards += 1
         self._root.reduce()
         self._show_faces()
+        self._check_mixed_up()
         reduced: dict[Slot, Tensor] = {}
         for unit in (self._root, *self._units):
             reduced |= unit.take()
@@ -190,14 +205,16 @@ class Engine:
 
     def _add_hooks(self, module: nn.Module, unit: Unit) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""
-        if not (self._frees or self._eager_units):
+        if not self._guarded:
             return
 
         def before_forward(_: nn.Module, args: Any) -> None:
             if self._frees:
                 unit.gather()
+            unit.show_compute()
 
         def after_forward(_: nn.Module, args: Any, output: Any) -> None:
+            unit.show_faces()
             if self._frees:
                 unit.free()
             entered: set[int] = set()
@@ -212,22 +229,43 @@ class Engine:
                     leaf.register_hook(before_backward)
 
         module.register_forward_pre_hook(before_forward, prepend=True)
-        module.register_forward_hook(after_forward)
+        # Also when forward raises: the model must not be left with freed parameters.
+        module.register_forward_hook(after_forward, always_call=True)
 
     def _enter_backward_of(self, unit: Unit) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
         for done in self._open:
             if self._eager_units:
                 done.reduce()
+            done.show_faces()
             if self._frees:
                 done.free()
         self._open = [unit]
         if self._frees:
             unit.gather()
+        unit.show_compute()
 
     def _show_compute(self) -> None:
+        guarded = {slot for unit in self._units for slot in unit.slots} if self._guarded else set()
         for slot in self._slots:
-            slot.show_compute()
+            slot.check_in_place()
+        for slot in self._slots:
+            if slot not in guarded:
+                slot.show_compute()
+
+    def _check_mixed_up(self) -> None:
+        """Raise if ranks ran different blocks while they exchanged parameters.
+
+        Raises:
+            ValueError: On the ranks that noticed.
+        """
+        flags = [unit.take_mixed_up() for unit in (self._root, *self._units)]
+        if any(bool(flag) for flag in flags if flag is not None):
+            raise ValueError(
+                "data-parallel ranks ran different blocks of the model at the same time, so "
+                "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
+                "depend on this rank's data. Use data_parallel.zero_stage 1"
+            )
 
     def _show_faces(self) -> None:
         for slot in self._slots:

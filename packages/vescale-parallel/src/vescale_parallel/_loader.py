@@ -14,6 +14,9 @@ from ._mesh import axis_rank, axis_size
 from ._plan import ParallelPlan
 from ._torch_private import pytree
 
+# So that the epochs of one seed are not those of the next.
+_EPOCH_SEEDS = 1_000_003
+
 
 class ParallelLoader:
     """Iterates over one epoch of this rank's rows of the global batches.
@@ -75,10 +78,9 @@ class ParallelLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Go on where the last batch or the loaded state left off, to the end of the epoch."""
-        batches = [
-            self._indices(start)
-            for start in range(self._taken, len(self) * self._size, self._size)
-        ]
+        order = self._order()
+        starts = range(self._taken, len(self) * self._size, self._size)
+        batches = [order[start : start + self._size][self._rows] for start in starts]
         for batch in DataLoader(self._dataset, batch_sampler=batches):
             # Counted before the batch is handed out: a state saved after its step is past it.
             self._taken += self._size
@@ -106,11 +108,8 @@ class ParallelLoader:
             )
         self._epoch, self._taken = state_dict["epoch"], samples
 
-    def _indices(self, start: int) -> list[int]:
-        return self._order()[start : start + self._size][self._rows]
-
     def _order(self) -> list[int]:
         if not self._batch.shuffle:
             return list(range(self._count))
-        generator = torch.Generator().manual_seed(self._batch.seed + self._epoch)
+        generator = torch.Generator().manual_seed(self._batch.seed + _EPOCH_SEEDS * self._epoch)
         return torch.randperm(self._count, generator=generator).tolist()

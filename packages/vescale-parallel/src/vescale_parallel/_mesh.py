@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._plan import ParallelPlan
+from ._torch_private import set_timeout
 
 # Longer than any step; a collective that takes as long is a bug or a dead rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -53,7 +54,10 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     Every rank must call this.
     """
     axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
-    return init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for name in axes:
+        set_timeout(mesh.get_group(name))
+    return mesh
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -141,12 +142,14 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
             "the optimizer holds a tensor that is no parameter of the parallelized model; "
             "build it in optimizer_fn from the model it is given"
         )
-    elementwise = any(base.__name__ in _ELEMENTWISE for base in type(optimizer).__mro__)
+    step = inspect.unwrap(type(optimizer).step)
+    owner = step.__qualname__.partition(".")[0]
+    elementwise = owner in _ELEMENTWISE and step.__module__.startswith("torch.optim.")
     cut = [names[face] for face in held if any(map(is_sharded, cast(DTensor, face).placements))]
     if cut and not elementwise:
         raise ValueError(
-            f"{type(optimizer).__name__} is not known to update every element on its own, but "
-            f"ranks hold only parts of {len(cut)} parameters ({cut[0]!r}, ...); use one of "
+            f"{type(optimizer).__name__}.step is not known to update every element on its own, "
+            f"but ranks hold only parts of {len(cut)} parameters ({cut[0]!r}, ...); use one of "
             f"{sorted(_ELEMENTWISE)} or a plan that shards no parameter"
         )
     cls = type(optimizer)
@@ -154,7 +157,7 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         cls.__name__, (ParallelOptimizer, cls), {"__module__": cls.__module__}
     )
     assert isinstance(optimizer, ParallelOptimizer)
-    optimizer._vescale_names = {face: names[face] for face in held}
+    optimizer._vescale_names = names
     return optimizer
 
 

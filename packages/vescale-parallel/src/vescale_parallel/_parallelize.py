@@ -14,8 +14,9 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import Box, DTensor, local_boxes, local_shape
+from vescale_dtensor import Box, DTensor, announced_failures, local_boxes, local_shape
 
+from ._certify import contradicted_module
 from ._engine import Engine, ParallelModule
 from ._loader import ParallelLoader
 from ._mesh import (
@@ -35,7 +36,8 @@ from ._sharding_plan import Resolved, resolve
 from ._slots import Slot, placements_of, shard_dim_of
 from ._stage_map import StageMap, stage_map
 from ._stages import Staging, stage_module
-from ._structure import block_stacks, check_signature, model_signature
+from ._stand_ins import stand_in
+from ._structure import block_stacks, check_signature, described_values, model_signature
 from ._tensor_parallel import complete_placements, install
 from ._units import Unit
 
@@ -77,19 +79,38 @@ def parallelize(
 
     Raises:
         ValueError: If the plan does not fit the world size or the model, or ranks were given
-            different plans or models. Nothing has been changed then.
+            different plans or models. Nothing has been changed then, unless it is about what
+            ``optimizer_fn`` returned.
         TypeError: If an argument is of the wrong kind.
     """
-    _check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
     start_process_group()
-    plan.check_world_size(dist.get_world_size())
-    check_signature(plan, model)
-    _check_supported(plan, model)
-    check_agreement(plan=str(plan), model=repr(model_signature(model)))
+    with announced_failures():
+        _check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
+        check_agreement(
+            plan=plan.to_json(),
+            model=repr(model_signature(model)),
+            arguments=repr([x is None for x in (optimizer_fn, lr_scheduler_fn, dataset)]),
+            **described_values(model),
+        )
+        plan.check_world_size(dist.get_world_size())
+        check_signature(plan, model)
+        _check_supported(plan, model)
+        return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
+
+
+def _carry_out(
+    plan: ParallelPlan,
+    model: nn.Module,
+    optimizer_fn: Callable[[nn.Module], Optimizer] | None,
+    lr_scheduler_fn: Callable[[Optimizer], Any] | None,
+    dataset: Any | None,
+    read: Read,
+) -> Any:
     resolved = _resolve_sharding(plan, model)
-    tp = complete_placements(resolved, model)
+    tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
     mesh = build_mesh(plan)
+    loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:
         _stage_modules(plan, model, stages, staging)
@@ -102,16 +123,14 @@ def parallelize(
     cls = type(model)
     model.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     object.__setattr__(model, "_vescale_engine", engine)
-    return _train_parts(plan, model, mesh, optimizer_fn, lr_scheduler_fn, dataset)
+    return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
 
 def _train_parts(
-    plan: ParallelPlan,
     model: nn.Module,
-    mesh: DeviceMesh,
     optimizer_fn: Callable[[nn.Module], Optimizer] | None,
     lr_scheduler_fn: Callable[[Optimizer], Any] | None,
-    dataset: Any | None,
+    loader: ParallelLoader | None,
 ) -> Any:
     parts: list[Any] = [model]
     if optimizer_fn is not None:
@@ -119,8 +138,8 @@ def _train_parts(
         parts.append(optimizer)
         if lr_scheduler_fn is not None:
             parts.append(lr_scheduler_fn(optimizer))
-    if dataset is not None:
-        parts.append(ParallelLoader(plan, dataset, mesh))
+    if loader is not None:
+        parts.append(loader)
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
@@ -131,6 +150,11 @@ def _check_arguments(
         raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"{hooked[0]!r} has a post-accumulate-grad hook; register it after parallelize"
+        )
     if isinstance(model, ParallelModule):
         raise ValueError(f"{type(model).__name__} is parallelized already")
     for name, value in (("optimizer_fn", optimizer_fn), ("lr_scheduler_fn", lr_scheduler_fn)):
@@ -171,7 +195,15 @@ def _resolve_sharding(plan: ParallelPlan, model: nn.Module) -> Resolved:
     sharding = dict(section.sharding_plan)
     if not sharding and section.sharding_policy != "manual":
         sharding = tensor_parallel_plan(model, section.sharding_policy, section.size)
-    return resolve(sharding if section.size > 1 else {}, model)
+    resolved = resolve(sharding if section.size > 1 else {}, model)
+    if section.sharding_policy == "manual" and section.size > 1:
+        wrong = contradicted_module(model, resolved, section.size)
+        if wrong is not None:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
+                "rank by rank on random weights, its output or gradients differ"
+            )
+    return resolved
 
 
 def _stage_modules(
@@ -212,9 +244,12 @@ def _make_slots(
     slots: list[Slot] = []
     for key, fqns in names.items():
         placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
-        if len(set(placed.values())) > 1:
-            raise ValueError(f"tied parameters {fqns} have different placements {placed}")
-        grads = {resolved.grads[fqn] for fqn in fqns if fqn in resolved.grads}
+        if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqns} are one tied parameter and need one "
+                f"placement each, all equal, got {placed}"
+            )
+        partial = [fqn for fqn in fqns if fqn in resolved.grads]
         slot = _make_slot(
             plan,
             mesh,
@@ -222,13 +257,12 @@ def _make_slots(
             fqns=tuple(fqns),
             sites=tuple(_site(model, fqn) for fqn in fqns),
             tp=next(iter(placed.values()), Replicate()),
-            partial_over_tp=bool(grads),
+            partial_over_tp=bool(partial),
             stages=stages.stages_of(fqns) if stages is not None else (0,),
             read=read,
         )
-        if slot.compute is None and stages is not None and any(map(stages.is_around, fqns)):
-            zero = torch.zeros((), dtype=slot.local.dtype, device=slot.local.device)
-            slot.stand_in = nn.Parameter(zero.expand(slot.face.shape))
+        if slot.compute is None:
+            slot.stand_in = stand_in(slot.face.shape, slot.face.dtype, slot.face.device)
         slot.show_face()
         slots.append(slot)
     return slots
@@ -254,6 +288,11 @@ def _make_slot(
     face = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
+    # What people hang on a parameter, decay flags and gradient hooks for example, stays on it.
+    for name, value in vars(parameter).items():
+        setattr(face, name, value)
+    for hook in (parameter._backward_hooks or {}).values():
+        face.register_hook(hook)
     compute = None
     if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
         dtype = torch_dtype(plan.precision.param) if local.is_floating_point() else None
@@ -331,7 +370,8 @@ def _make_engine(
         members.setdefault(where.pop() if len(where) == 1 else None, []).append(slot)
 
     def unit(index: int | None) -> Unit:
-        return Unit(members[index], mesh, param_dtype, reduce_dtype)
+        number = 0 if index is None else index + 1
+        return Unit(members[index], mesh, param_dtype, reduce_dtype, number)
 
     owned = [index for index in range(len(blocks)) if index in members]
     block_units = [(model.get_submodule(blocks[index]), unit(index)) for index in owned]

@@ -18,9 +18,11 @@ from ._mesh import axis_rank
 from ._plan import ParallelPlan
 from ._schedules import Action, actions_of, forward_actions
 from ._stages import StageDone, StageRun, Staging
-from ._torch_private import pytree
+from ._stand_ins import StandIn
+from ._torch_private import group_timeout, pytree
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
 
 
 @dataclass(eq=False)
@@ -55,6 +57,9 @@ class Pipeline:
         default_factory=list[tuple[dist.Work, Tensor]]
     )
 
+    _headers: dict[object, tuple[torch.Size, torch.dtype]] = field(
+        default_factory=dict[object, tuple[torch.Size, torch.dtype]]
+    )
     _checked_loss: bool = False
 
     def __post_init__(self) -> None:
@@ -119,26 +124,29 @@ class Pipeline:
         received: list[Tensor] = []
 
         def receive(like: Tensor) -> Tensor:
-            activation = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            self._receive(activation, action.stage - 1, action)
+            activation = self._receive_activation(action, signature, like.device)
             received.append(activation.requires_grad_(torch.is_grad_enabled()))
             # A new tensor, so that a block may write to its input in place.
             return activation.view_as(activation) if torch.is_grad_enabled() else activation
 
         stage = action.stage
+        signature = _signature(part)
         last = stage == len(self.starts) - 1
         end = self.num_blocks if last else self.starts[stage + 1]
         self.staging.run = StageRun(stage, self.starts[stage], end, last, receive)
+        # The first stage needs none: what it does not own comes later.
+        StandIn.usable = stage > 0
         means = TokenMeans(self._num_parts, lambda index, _: counts[index])
         try:
             with means:
                 output = forward(*part[0], **part[1])
         except StageDone as done:
             activation = done.activation
-            self._send(activation.detach(), stage + 1, action)
+            self._send_activation(activation.detach(), action, signature)
             return _Pass(received[0] if received else None, activation)
         finally:
             self.staging.run = None
+            StandIn.usable = True
         if not last:
             raise ValueError("the module returned before it called all of its blocks")
         if torch.is_grad_enabled() and not self._checked_loss:
@@ -186,11 +194,40 @@ class Pipeline:
                 done.output.shape, dtype=done.output.dtype, device=done.output.device
             )
             self._receive(grad, stage + 1, action)
-            torch.autograd.backward(done.output, grad)
+            # A stage whose parameters are all frozen has nothing to differentiate.
+            if done.output.requires_grad:
+                torch.autograd.backward(done.output, grad)
         if stage > 0:
             assert done.received is not None
-            assert done.received.grad is not None
-            self._send(done.received.grad, stage - 1, action)
+            grad = done.received.grad
+            self._send(
+                torch.zeros_like(done.received) if grad is None else grad, stage - 1, action
+            )
+
+    def _send_activation(self, activation: Tensor, action: Action, signature: object) -> None:
+        """Send an activation, the first time with its shape and dtype."""
+        key = (action.stage, signature)
+        if key not in self._headers:
+            self._headers[key] = (activation.shape, activation.dtype)
+            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
+            header[0], header[1] = _DTYPES.index(activation.dtype), activation.ndim
+            header[2 : 2 + activation.ndim] = torch.tensor(activation.shape)
+            self._send(header.to(activation.device), action.stage + 1, action)
+        self._send(activation, action.stage + 1, action)
+
+    def _receive_activation(
+        self, action: Action, signature: object, device: torch.device
+    ) -> Tensor:
+        key = (action.stage - 1, signature)
+        if key not in self._headers:
+            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=device)
+            self._receive(header, action.stage - 1, action)
+            dtype, ndim, *sizes = header.tolist()
+            self._headers[key] = (torch.Size(sizes[:ndim]), _DTYPES[dtype])
+        shape, dtype = self._headers[key]
+        activation = torch.empty(shape, dtype=dtype, device=device)
+        self._receive(activation, action.stage - 1, action)
+        return activation
 
     def _send(self, tensor: Tensor, stage: int, action: Action) -> None:
         tensor = tensor.contiguous()
@@ -240,6 +277,17 @@ class Pipeline:
             dist.broadcast(record, group=group, group_src=last)
         loss = record[0].to(_DTYPES[int(record[1])])
         return _with_loss(_broadcast_structure(outputs, group, last), loss)
+
+
+def _signature(part: tuple[Any, Any]) -> object:
+    """Return what the shape and dtype of activations can depend on, the same on all stages."""
+    tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    ]
+    shapes = tuple((t.shape, t.dtype) for t in tensors)
+    return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())
 
 
 def split_batch(
@@ -315,7 +363,7 @@ def _twin_groups(mesh: DeviceMesh) -> dist.ProcessGroup:
     rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
     mine: dist.ProcessGroup | None = None
     for ranks in rows.tolist():
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=group_timeout())
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
             mine = group

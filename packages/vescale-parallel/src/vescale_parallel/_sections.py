@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 
 def check_choices(prefix: str, section: object) -> None:
@@ -36,6 +35,22 @@ def _check_size(name: str, size: object) -> None:
         raise ValueError(f"expected {name} to be a positive integer, got {size!r}")
 
 
+class FrozenMapping(dict[str, str]):
+    """A dict that cannot be changed, and so can be hashed."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a plan cannot be changed; use dataclasses.replace or with_constraints")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # pyright: ignore[reportAssignmentType]: refused
+    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]: refused
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]: dict has none
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenMapping, (dict(self),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
     """Which tensors are cut inside one layer.
@@ -61,7 +76,7 @@ class TensorParallel:
     def __post_init__(self) -> None:
         check_choices("tensor_parallel.", self)
         _check_size("tensor_parallel.size", self.size)
-        object.__setattr__(self, "sharding_plan", MappingProxyType(dict(self.sharding_plan)))
+        object.__setattr__(self, "sharding_plan", FrozenMapping(self.sharding_plan))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from vescale_dtensor import InterleavedShard
 
 _SHARD = re.compile(r"Shard\((\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
+# What a mark can say; its opposite is said by leaving it out.
+_ONLY = {"in": "Replicate()", "out": "Replicate()", "grad": "Partial()", "attr": "Shard(0)"}
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
 
 
@@ -34,6 +36,19 @@ def parse_placement(text: str) -> Placement:
         "expected 'Shard(d)', 'InterleavedShard(d, parts)', 'Replicate()' or 'Partial()', "
         f"got {text!r}"
     )
+
+
+def placement_text(placement: Placement) -> str:
+    """Return what :func:`parse_placement` reads."""
+    match placement:
+        case Shard():
+            return f"Shard({placement.dim})"
+        case InterleavedShard():
+            return f"InterleavedShard({placement.dim}, {placement.parts})"
+        case Partial():
+            return "Partial()"
+        case _:
+            return "Replicate()"
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,11 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
             parameters |= dict.fromkeys(_matches(pattern, pattern, parameter_fqns), placement)
             continue
         base, kind, attribute = mark[1], mark[2], mark[3]
+        if kind in _ONLY and text != _ONLY[kind]:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
+                f"only placement that <{kind}> can have, got {text!r}"
+            )
         if kind == "attr":
             owners = _matches(pattern, base, module_fqns)
             attributes |= {(fqn, attribute) for fqn in owners}

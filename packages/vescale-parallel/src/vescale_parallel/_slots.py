@@ -23,8 +23,7 @@ class Slot:
         compute: The plain parameter that forward and backward use on this rank; None on
             stages that do not use it. Without data-parallel sharding it shares the face's
             storage.
-        stand_in: On other stages, what forward finds in its place if it belongs to a module
-            around the blocks: memory-free zeros, never used for a result.
+        stand_in: What forward finds in its place on stages that do not use it.
         shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
         partial_over_tp: Whether tensor-parallel ranks hold addends of its gradient.
         stages: Pipeline stages that use it; the first one owns it, others borrow it.
@@ -37,7 +36,7 @@ class Slot:
     shard_dim: int | None
     partial_over_tp: bool
     stages: tuple[int, ...]
-    stand_in: nn.Parameter | None = None
+    stand_in: Tensor | None = None
 
     @property
     def distributed(self) -> DTensor:
@@ -55,6 +54,19 @@ class Slot:
         """Whether the compute parameter is the face's own storage."""
         return self.compute is not None and self.compute.data_ptr() == self.local.data_ptr()
 
+    def check_in_place(self) -> None:
+        """Raise if somebody hung another parameter in this one's place.
+
+        Raises:
+            ValueError: With the name of the parameter.
+        """
+        for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
+            if module._parameters.get(name) is not self.face:
+                raise ValueError(
+                    f"{fqn!r} was replaced after parallelize, which cannot take effect; change "
+                    "values in place: load_state_dict without assign=True, or copy_ under no_grad"
+                )
+
     def show_face(self) -> None:
         """Hang the public parameter on the modules."""
         for module, name in self.sites:
@@ -67,7 +79,7 @@ class Slot:
         plain = self.compute if self.compute is not None else self.stand_in
         if plain is not None:
             for module, name in self.sites:
-                module._parameters[name] = plain
+                module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: stands in for a Parameter
 
 
 def shard_dim_of(shape: torch.Size, tp: Placement) -> int | None:

@@ -44,10 +44,6 @@ class StageMap:
             stages |= set(self._stages_of_name(fqn))
         return tuple(sorted(stages))
 
-    def is_around(self, fqn: str) -> bool:
-        """Whether a parameter is held by a module that contains the blocks."""
-        return not any(fqn.startswith(f"{name}.") for name in (*self.blocks, *self.outside))
-
     def _stages_of_name(self, fqn: str) -> tuple[int, ...]:
         for index, block in enumerate(self.blocks):
             if fqn.startswith(f"{block}."):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._stand_ins import StandIn, stand_in
 from ._torch_private import pytree
 
 
@@ -45,6 +46,7 @@ class StageRun:
         receive: Returns the activation from the stage before, given a tensor of its shape.
         owns_outside: Whether modules outside the blocks may run on their stage.
         blocks_called: Number of blocks called so far.
+        last_output: What the block before returned, if it stood in.
     """
 
     stage: int
@@ -54,6 +56,7 @@ class StageRun:
     receive: Callable[[Tensor], Tensor]
     owns_outside: bool = True
     blocks_called: int = 0
+    last_output: StandIn | None = None
 
     @classmethod
     def counting(cls, num_blocks: int) -> StageRun:
@@ -103,9 +106,15 @@ class StagedModule(nn.Module):
                 f"but {role.fqn!r} was call number {expected}"
             )
         if not run.first_block <= role.index < run.end_block:
-            return _stand_in(role, args, kwargs)
-        if role.index == run.first_block and run.stage > 0:
-            args, kwargs = _with_received(role, run, args, kwargs)
+            output = _stand_in(role, args, kwargs)
+            run.last_output = _first_floating(output)
+            return output
+        if role.index == run.first_block:
+            if run.stage > 0:
+                args, kwargs = _with_received(role, run, args, kwargs)
+            # Whatever stands in now is not needed any more; using it would be a mistake.
+            StandIn.usable = False
+        _refuse_stand_ins(role, args, kwargs)
         output = super().__call__(*args, **kwargs)
         if role.index == run.end_block - 1 and not run.is_last:
             raise StageDone(_activation(role, output))
@@ -180,8 +189,7 @@ def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         role.staging.outlines[key] = outline
 
     def zeros(leaf: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
-        return zero.requires_grad_(zero.is_floating_point())
+        return stand_in(leaf.shape, leaf.dtype, device)
 
     return pytree.tree_map_only(Tensor, zeros, outline)
 
@@ -206,17 +214,32 @@ def _with_received(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the stand-in among a block's arguments by the activation of the stage before."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    floating = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-    if torch.is_grad_enabled():
-        tainted = [i for i in floating if leaves[i].requires_grad]
-        if tainted != floating[:1]:
-            raise ValueError(
-                f"pipeline parallelism sends one activation between stages, the first "
-                f"floating-point argument of a block, but {len(tainted)} arguments of "
-                f"{role.fqn!r} depend on parameters"
-            )
-    leaves[floating[0]] = run.receive(leaves[floating[0]])
+    expected = run.last_output
+    places = [index for index, leaf in enumerate(leaves) if leaf is expected]
+    if expected is None or not places:
+        raise ValueError(
+            f"pipeline parallelism passes the output of one block to the next, but {role.fqn!r} "
+            "is not called with what the block before it returned; move what happens between "
+            "the blocks into a block, or cut elsewhere (pipeline_parallel.split_points)"
+        )
+    received = run.receive(expected)
+    for index in places:
+        leaves[index] = received
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _refuse_stand_ins(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    if any(isinstance(leaf, StandIn) for leaf in leaves):
+        raise ValueError(
+            f"pipeline parallelism passes one activation from block to block, but {role.fqn!r} "
+            "is called with another tensor that depends on parameters of another stage"
+        )
+
+
+def _first_floating(output: Any) -> StandIn | None:
+    leaves = pytree.tree_leaves(output)
+    return next((x for x in leaves if isinstance(x, StandIn) and x.dtype.is_floating_point), None)
 
 
 def _activation(role: _Role, output: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ._plan import ModelSignature, ParallelPlan
@@ -21,6 +22,30 @@ def model_signature(model: nn.Module) -> ModelSignature:
         num_parameters=len(table),
         numel=sum(parameter.numel() for parameter in model.parameters()),
         digest=hashlib.sha256(repr(table).encode()).hexdigest()[:16],
+    )
+
+
+def described_values(model: nn.Module) -> dict[str, str]:
+    """Return what must agree between ranks for them to hold one and the same model.
+
+    Returns:
+        ``parameter_values``: a sum of every tensor that exists; ``random_state``: of the
+        default generator, from which deferred tensors get their values and forward its seeds.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sums = [(fqn, float(_sum(tensor))) for fqn, tensor in tensors if type(tensor) in _REAL]
+    state = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:16]
+    return {"parameter_values": repr(sums), "random_state": state}
+
+
+_REAL = (torch.Tensor, nn.Parameter)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        return torch.zeros(())
+    return (
+        tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64).abs()
     )
 
 

@@ -20,11 +20,12 @@ from ._linear_kinds import LinearKind, linear_kind
 from ._sharding_plan import Resolved
 
 
-def complete_placements(resolved: Resolved, model: nn.Module) -> dict[str, Placement]:
+def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
     """Return the placement of every sharded parameter, biases of column-wise linears included.
 
     Raises:
-        ValueError: If a sharded parameter does not belong to a layer that can be sharded so.
+        ValueError: If a sharded parameter does not belong to a layer that can be sharded so,
+            or its dim does not divide into the ranks.
     """
     placements = dict(resolved.parameters)
     for fqn, placement in resolved.parameters.items():
@@ -33,6 +34,7 @@ def complete_placements(resolved: Resolved, model: nn.Module) -> dict[str, Place
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)
         kind = linear_kind(owner)
+        _check_divides(fqn, model.get_parameter(fqn).shape, placement, size)
         if name == "weight" and isinstance(owner, nn.Embedding) and placement == Shard(0):
             if owner.max_norm is not None:
                 raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
@@ -49,6 +51,24 @@ def complete_placements(resolved: Resolved, model: nn.Module) -> dict[str, Place
                 Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
             )
     return placements
+
+
+def _check_divides(
+    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int
+) -> None:
+    unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
+    if not 0 <= placement.dim < len(shape):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
+            f"{placement.dim} to cut"
+        )
+    length = shape[placement.dim]
+    if length % unit:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
+            f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
+            f"{length // unit * unit or unit} and {(length // unit + 1) * unit}"
+        )
 
 
 def install(

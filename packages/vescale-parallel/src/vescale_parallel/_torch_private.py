@@ -6,11 +6,16 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+import torch
 
 # Tensors with shapes and no memory; without them a model could only be observed by running it.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 # The nested structures that modules take and return; torch has no public name for it.
 from torch.utils import _pytree as pytree
@@ -18,7 +23,15 @@ from torch.utils import _pytree as pytree
 # Documented, though its module has an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "call_after_backward", "pytree"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "call_after_backward",
+    "group_timeout",
+    "pytree",
+    "set_timeout",
+]
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -28,3 +41,18 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def group_timeout() -> timedelta:
+    """Return how long a collective of the default group waits.
+
+    Groups made later, a mesh's among them, otherwise wait for torch's own half hour.
+    """
+    group: Any = _get_default_group()
+    device = "cuda" if "cuda" in str(group._device_types) else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def set_timeout(group: ProcessGroup) -> None:
+    """Give a group the timeout of the default group."""
+    _set_pg_timeout(group_timeout(), group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,49 @@ class Unit:
         mesh: The plan's mesh.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
+        number: Tells units apart; ranks that mix them up are found by :attr:`mixed_up`.
     """
 
     slots: Sequence[Slot]
     mesh: DeviceMesh
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    number: int
+    _mixed_up: Tensor | None = None
     _pending: dict[Slot, Tensor] = field(default_factory=dict["Slot", Tensor])
     _used: set[Slot] = field(default_factory=set["Slot"])
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether :meth:`free` took the memory of a parameter that computes."""
+        return any(
+            slot.compute is not None
+            and slot.compute.numel() > 0
+            and slot.compute.untyped_storage().size() == 0
+            for slot in self.slots
+        )
+
+    def show_compute(self) -> None:
+        """Hang the plain parameters on the modules."""
+        for slot in self.slots:
+            slot.show_compute()
+
+    def show_faces(self) -> None:
+        """Hang the public parameters on the modules."""
+        for slot in self.slots:
+            slot.show_face()
+
+    def forget(self) -> None:
+        """Drop gradients that a failed backward pass left."""
+        self._pending, self._used = {}, set()
+        for slot in self.slots:
+            if slot.compute is not None:
+                slot.compute.grad = None
+
+    def take_mixed_up(self) -> Tensor | None:
+        """Return whether a collective met another unit's since the last call, if it ran."""
+        mixed_up, self._mixed_up = self._mixed_up, None
+        return mixed_up
 
     def gather(self) -> None:
         """Fill the compute parameters from the faces. Every dp_shard rank must call this."""
@@ -84,6 +120,15 @@ class Unit:
         used, self._used = self._used, set()
         return used
 
+    def _tag(self, like: Tensor) -> Tensor:
+        # Small enough to be exact in any dtype, and so is its sum over ranks.
+        return torch.tensor([self.number % 16 + 1], dtype=like.dtype, device=like.device)
+
+    def _check_tags(self, differ: Tensor) -> None:
+        # Looked at once a step, with other flags: a look here would wait for the device.
+        seen = differ.any()
+        self._mixed_up = seen if self._mixed_up is None else self._mixed_up | seen
+
     def _take_grad(self, slot: Slot) -> Tensor:
         assert slot.compute is not None
         grad, slot.compute.grad = slot.compute.grad, None
@@ -116,9 +161,10 @@ class Unit:
             return
         ranks = axis_size(self.mesh, "dp_shard")
         dtype = _compute_data(slots[0]).dtype
-        flat = torch.cat([_padded(slot.local.to(dtype), _chunk(slot, ranks)) for slot in slots])
-        rows = all_gather(flat, group)  # (ranks, numel)
-        start = 0
+        parts = [_padded(slot.local.to(dtype), _chunk(slot, ranks)) for slot in slots]
+        rows = all_gather(torch.cat([self._tag(parts[0]), *parts]), group)  # (ranks, numel)
+        self._check_tags(rows[:, 0] != rows[0, 0])
+        start = 1
         for slot in slots:
             chunk = _chunk(slot, ranks)
             parts = rows[:, start : start + chunk.numel()].unflatten(1, chunk)
@@ -137,8 +183,10 @@ class Unit:
             ],
             dim=1,
         )
-        own = reduce_scatter(rows, group)
-        start = 0
+        tag = self._tag(rows)
+        own = reduce_scatter(torch.cat([tag.expand(ranks, 1), rows], dim=1), group)
+        self._check_tags(own[:1] != tag * ranks)
+        start = 1
         for slot in slots:
             chunk = _chunk(slot, ranks)
             part = own[start : start + chunk.numel()].view(chunk)
@@ -212,15 +260,19 @@ def _unflatten(flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor]) -
 
 
 def accumulate(slot: Slot, grad: Tensor, scale: Tensor | None) -> None:
-    """Add a reduced gradient to the face's ``.grad``."""
+    """Add a reduced gradient to the face's ``.grad``, as autograd does, hooks included."""
     if scale is not None:
         grad = grad * scale.to(grad.dtype)
-    if slot.face.grad is None:
-        face = slot.distributed
-        slot.face.grad = DTensor.from_local(
-            grad.contiguous(), face.device_mesh, face.placements, shape=face.shape
-        )
+    face: Any = slot.face
+    total: Any = DTensor.from_local(
+        grad.contiguous(), face.device_mesh, face.placements, shape=face.shape
+    )
+    for hook in (face._backward_hooks or {}).values():
+        changed = hook(total)
+        total = total if changed is None else changed
+    if face.grad is None:
+        face.grad = total
     else:
-        held = slot.face.grad
-        assert isinstance(held, DTensor)
-        held._local_tensor.add_(grad)
+        face.grad.add_(total)
+    for hook in (face._post_accumulate_grad_hooks or {}).values():
+        hook(face)

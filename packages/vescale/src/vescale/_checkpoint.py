@@ -22,8 +22,8 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
             and loaders (anything with ``state_dict()``); tensors; plain values.
 
     Raises:
-        vescale.CheckpointError: If it could not be written on some rank.
-        TypeError: If a value is of a kind that checkpoints do not hold.
+        vescale.CheckpointError: If it could not be written on some rank, ranks disagree, or
+            a value is of a kind that checkpoints do not hold.
     """
     vescale_ckpt.save(path, _plans_as_text(state))
 

@@ -1,0 +1,175 @@
+"""Fill a sharded model from safetensors files that somebody else has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._boxes import part_of
+from ._dtypes import DTYPES
+from ._files import StoredTensor
+from ._group import Step, current_ranks
+from ._load import check_targets
+from ._match import Matched, match
+from ._read import Reader
+from ._record import Record, StoredFile, is_file_name
+from ._threads import in_threads
+from ._tree import Json
+from .exceptions import CheckpointError, CorruptCheckpointError
+
+# As in the safetensors library.
+_MAX_HEADER_NBYTES = 100_000_000
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> None:
+    r"""Read HuggingFace safetensors files into a module, sharded or not.
+
+    Every rank of the default process group must call this. Parameters and buffers are filled in
+    place, each rank reading the bytes of its own shards, and converted if their dtype is another
+    than the files'. These files have no checksums: what is damaged within a tensor is not noticed.
+
+    Args:
+        path: A safetensors file, or a directory with ``model.safetensors`` or with
+            ``model.safetensors.index.json`` and the files named there.
+        model: What to fill.
+        rename: Regular expressions for whole names in the files, and what to call such a tensor
+            here (``\1`` stands for the first group). The first that matches counts.
+        strict: Whether names that only the files or only ``model`` has are an error. A tensor
+            that is missing in the files but tied to one that is there is never an error.
+
+    Raises:
+        CorruptCheckpointError: If the files are incomplete or make no sense.
+        MismatchError: If names or shapes do not fit.
+    """
+    ranks = current_ranks()
+    with Step(ranks):
+        reader = _open(Path(os.path.abspath(path)), rename or {})
+    with reader, torch.no_grad():
+        with Step(ranks):
+            state = model.state_dict()
+            state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            try:
+                matched = match(state, reader.record, ranks.rank, strict=False, cast=True)
+                _forgive_ties(matched, state, ranks.rank)
+                matched.complain(strict=strict)
+            except CheckpointError as error:
+                raise type(error)(f"cannot load {reader.path}:\n{error}") from error
+            pieces = reader.pieces(matched.targets)
+            check_targets(pieces)
+        with Step(ranks):
+            in_threads(reader.fill, pieces)
+
+
+def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
+    filled = {part.identity for part, _ in matched.targets} - {None}
+    matched.missing = [
+        key for key in matched.missing if part_of(key, state[key], rank).identity not in filled
+    ]
+
+
+def _open(path: Path, rename: Mapping[str, str]) -> Reader:
+    directory = path if path.is_dir() else path.parent
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    tree: dict[str, Json] = {}
+    for file, names in _files(path).items():
+        if not is_file_name(file):
+            raise CorruptCheckpointError(f"{path}: {file!r} is no file name of a checkpoint")
+        stored = _read_header(directory / file)
+        files[file] = StoredFile(nbytes=(directory / file).stat().st_size, checksums=())
+        lacking = sorted((names or set()) - stored.keys())
+        if lacking:
+            raise CorruptCheckpointError(f"{directory / file} lacks tensor {lacking[0]!r}")
+        for name, tensor in stored.items():
+            key = _renamed(name, rename)
+            if key in tensors:
+                raise CheckpointError(f"{path} has two tensors that are called {key!r} here")
+            tensors[key] = tensor
+            tree[key] = {"$tensor": key}
+    record = Record(block_nbytes=1, files=files, tensors=tensors, aliases={}, tree=tree)
+    return Reader(directory, record, follow_links=True)
+
+
+def _files(path: Path) -> dict[str, set[str] | None]:
+    """Return the files to read, and the tensors that each must have."""
+    if path.is_file():
+        return {path.name: None}
+    if (path / _SINGLE).exists():
+        return {_SINGLE: None}
+    if not (path / _INDEX).exists():
+        raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX} in {path}")
+    try:
+        weights = json.loads((path / _INDEX).read_bytes())["weight_map"]
+        files: dict[str, set[str] | None] = {}
+        for name, file in weights.items():
+            names = files.setdefault(str(file), set())
+            assert names is not None
+            names.add(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path / _INDEX} makes no sense: {error!r}") from error
+    return files
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> str:
+    for pattern, template in rename.items():
+        if found := re.fullmatch(pattern, name):
+            return found.expand(template)
+    return name
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, checked against the file's length."""
+    try:
+        nbytes = file.stat().st_size
+        with open(file, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(nbytes - 8, _MAX_HEADER_NBYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {nbytes}")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: _stored_tensor(file.name, name, entry, 8 + length, nbytes)
+            for name, entry in header.items()
+        }
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{file} is missing") from error
+    except (
+        struct.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise CorruptCheckpointError(f"{file} is no whole safetensors file: {error}") from error
+
+
+def _stored_tensor(
+    file: str, name: str, entry: Mapping[str, Any], start: int, nbytes: int
+) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
+    shape: tuple[Any, ...] = tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+        raise ValueError(f"tensor {name!r} has shape {shape} at {first} to {last}")
+    tensor = StoredTensor(
+        file=file, name=name, dtype=entry["dtype"], shape=shape, offset=start + first
+    )
+    if tensor.nbytes != last - first or start + last > nbytes:
+        raise ValueError(f"tensor {name!r} of shape {shape} does not fit into {first} to {last}")
+    return tensor

@@ -1,0 +1,38 @@
+"""Several requests to the disk at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# While one thread compares checksums the other keeps the disk busy.
+_NUM_THREADS = 2
+
+
+def in_threads(work: Callable[[T], object], items: Iterable[T]) -> None:
+    """Call ``work`` on every item, a few at a time; stop at and raise the first error."""
+    remaining = iter(items)
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def run() -> None:
+        while not failed.is_set():
+            with lock:
+                try:
+                    item = next(remaining)
+                except StopIteration:
+                    return
+            try:
+                work(item)
+            except BaseException:
+                failed.set()
+                raise
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="vescale-ckpt-read") as pool:
+        running = [pool.submit(run) for _ in range(_NUM_THREADS)]
+    for future in running:
+        future.result()

@@ -1,0 +1,97 @@
+"""Look at a committed checkpoint without loading it: what is in it, and is all of it sound?"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ._read import Blocks, Reader
+from ._record import Record
+from .exceptions import CheckpointError, CorruptCheckpointError
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    num_threads: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Read every byte of a checkpoint and return what is wrong with it, nothing if all is well.
+
+    Args:
+        path: The checkpoint's directory.
+        num_threads: How many blocks to read at the same time.
+        progress: Called with the number of blocks done and to do.
+    """
+    try:
+        with Reader(Path(path)) as reader:
+            return [*_wrong_blocks(reader, num_threads, progress), *_wrong_headers(reader)]
+    except OSError as error:
+        return [f"cannot read {path}: {error}"]
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _wrong_blocks(
+    reader: Reader, num_threads: int, progress: Callable[[int, int], None]
+) -> Iterator[str]:
+    blocks = [
+        Blocks(name, block, block + 1)
+        for name, file in reader.record.files.items()
+        for block in range(len(file.checksums))
+    ]
+
+    def check(item: Blocks) -> str | None:
+        try:
+            reader.check_blocks(item)
+        except CorruptCheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done, complaint in enumerate(pool.map(check, blocks), start=1):
+            progress(done, len(blocks))
+            if complaint is not None:
+                yield complaint
+
+
+def _wrong_headers(reader: Reader) -> Iterator[str]:
+    """Yield where a file's own header tells another story than the commit record."""
+    for name in reader.record.files:
+        if name.endswith(".safetensors"):
+            stored = _header(reader, name)
+            expected = _expected_header(reader.record, name)
+            for key in sorted(stored.keys() ^ expected.keys()):
+                yield f"{reader.path / name}: tensor {key!r} is not in both header and record"
+            for key in sorted(stored.keys() & expected.keys()):
+                if stored[key] != expected[key]:
+                    yield (
+                        f"{reader.path / name}: tensor {key!r} is {stored[key]} in the header, "
+                        f"{expected[key]} in the record"
+                    )
+
+
+def _header(reader: Reader, name: str) -> dict[str, Any]:
+    try:
+        (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
+        header = json.loads(reader.content(name, 8, nbytes))
+        header.pop("__metadata__", None)
+        return {
+            key: [entry["dtype"], entry["shape"], entry["data_offsets"][0] + 8 + nbytes]
+            for key, entry in header.items()
+        }
+    except (struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return {}
+
+
+def _expected_header(record: Record, name: str) -> dict[str, Any]:
+    return {
+        tensor.name: [tensor.dtype, list(tensor.shape), tensor.offset]
+        for tensor in record.tensors.values()
+        if tensor.file == name
+    }

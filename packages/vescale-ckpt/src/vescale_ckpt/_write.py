@@ -1,0 +1,179 @@
+"""One rank writes its byte ranges into the files that all ranks share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ._boxes import Part
+from ._crc import PartialSums
+from ._files import FilePlan
+from ._group import Ranks
+from ._runs import Runs, runs_of
+from ._slabs import MIN_RUN_NBYTES, Scratch, page_shares, write_slabs
+from ._stream import Buffers, FileWriter
+from ._tensor_bytes import packed_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box in this rank's memory, and which of its packed bytes go where."""
+
+    file: str
+    runs: Runs
+    source: torch.Tensor
+    first: int
+    last: int
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the first byte goes."""
+        return next(self.runs.locate(self.first, 1))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a rank has to do to get the tensors into the files.
+
+    Attributes:
+        own: Tensors of which it writes its own boxes.
+        shared: Tensors that every rank holds all of; each writes its share of their bytes.
+        exchanged: Tensors whose bytes are exchanged first; the same keys on every rank.
+    """
+
+    own: Mapping[str, Part]
+    shared: Mapping[str, Part]
+    exchanged: Mapping[str, Part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a rank has written of one file: how much, and a register for each block."""
+
+    nbytes: int
+    blocks: dict[int, int]
+
+
+def create_files(directory: Path, plan: FilePlan) -> None:
+    """Create the files in full length, so that a full disk is found before anything else."""
+    for name, file in plan.files.items():
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if file.nbytes:
+                os.posix_fallocate(descriptor, 0, file.nbytes)
+        finally:
+            os.close(descriptor)
+
+
+def write_files(
+    directory: Path, plan: FilePlan, work: Work, *, ranks: Ranks, block_nbytes: int
+) -> dict[str, Written]:
+    """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
+
+    Args:
+        directory: Where the files are.
+        plan: Where each tensor lies.
+        work: What this rank has to write. Rank 0 writes the files' heads, too.
+        ranks: All ranks.
+        block_nbytes: Length of the blocks that have a checksum each.
+
+    Returns:
+        What was written, by file.
+    """
+    sums = {name: PartialSums(file.nbytes, block_nbytes) for name, file in plan.files.items()}
+    with Buffers() as buffers:
+        failure = _write_exchanged(directory, plan, work, sums, buffers, ranks)
+        if failure is not None:
+            raise failure
+        pieces = _by_file(_pieces(plan, work, ranks))
+        for name, file in plan.files.items():
+            if name not in pieces and ranks.rank != 0:
+                continue
+            with FileWriter(directory / name, sums[name], buffers) as writer:
+                if ranks.rank == 0:
+                    writer.write(0, memoryview(file.head))
+                for piece in sorted(pieces.get(name, []), key=lambda p: p.offset):
+                    _write_piece(writer, piece)
+                writer.finish()
+    return {
+        name: Written(nbytes=partial.written_nbytes, blocks=partial.folded())
+        for name, partial in sums.items()
+        if partial.written_nbytes
+    }
+
+
+def _write_exchanged(
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    sums: Mapping[str, PartialSums],
+    buffers: Buffers,
+    ranks: Ranks,
+) -> Exception | None:
+    """Write slabs; see [Note: slabs]. Takes part in every exchange whatever goes wrong."""
+    failure: Exception | None = None
+    scratch = Scratch()
+    by_file: dict[str, list[str]] = {}
+    for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
+        by_file.setdefault(plan.tensors[key].file, []).append(key)
+    for name in sorted(by_file):
+        with ExitStack() as stack:
+            writer: FileWriter | None = None
+            try:
+                writer = stack.enter_context(FileWriter(directory / name, sums[name], buffers))
+            except Exception as error:
+                failure = failure or error
+            for key in by_file[name]:
+                usable = writer if failure is None else None
+                error = write_slabs(usable, plan.tensors[key], work.exchanged[key], ranks, scratch)
+                failure = failure or error
+            try:
+                if writer is not None:
+                    writer.finish()
+            except Exception as error:
+                failure = failure or error
+    return failure
+
+
+def _by_file(pieces: Iterable[_Piece]) -> dict[str, list[_Piece]]:
+    result: dict[str, list[_Piece]] = {}
+    for piece in pieces:
+        result.setdefault(piece.file, []).append(piece)
+    return result
+
+
+def _pieces(plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
+    for key, part in work.own.items():
+        for held in part.boxes:
+            if held.box.numel:
+                stored = plan.tensors[key]
+                runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
+                source = part.local[held.local_slices]
+                yield _Piece(stored.file, runs, source, 0, runs.total_nbytes)
+    for key, part in work.shared.items():
+        stored = plan.tensors[key]
+        start, stop = page_shares(stored, ranks.size)[ranks.rank]
+        if start < stop:
+            runs = Runs(np.array([stored.offset]), stored.nbytes)
+            lower, upper = start - stored.offset, stop - stored.offset
+            yield _Piece(stored.file, runs, part.local, lower, upper)
+
+
+def _write_piece(writer: FileWriter, piece: _Piece) -> None:
+    runs = piece.runs
+    scattered = len(runs.offsets) > 1 and runs.nbytes < MIN_RUN_NBYTES
+    # The page cache is better at putting short runs together than the disk.
+    write = writer.write_through_cache if scattered else writer.write
+    start = 0
+    for chunk in packed_chunks(piece.source):
+        first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+        if first < last:
+            for offset, lower, upper in runs.locate(start + first, last - first):
+                write(offset, chunk[first + lower : first + upper])
+        start += len(chunk)

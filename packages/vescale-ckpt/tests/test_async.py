@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import vescale_ckpt
+from vescale_ckpt import AsyncSaver, CheckpointError
+from vescale_dtensor import distribute_tensor
+from vescale_testing import World
+
+
+def test_what_changes_after_save_returned_is_not_saved(tmp_path: Path) -> None:
+    weight = torch.ones(100_000)
+    state: dict[str, Any] = {"a": {"w": weight, "tied": weight, "t": weight.view(100, 1000).t()}}
+    state["values"] = [1]
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "ckpt", state)
+        weight.zero_()
+        state["values"].append(2)
+    target: dict[str, Any] = {
+        "a": {
+            "w": torch.zeros(100_000),
+            "tied": torch.zeros(100_000),
+            "t": torch.zeros(1000, 100),
+        },
+        "values": None,
+    }
+    loaded = vescale_ckpt.load(tmp_path / "ckpt", target)
+    assert loaded["values"] == [1]
+    assert all(bool((tensor == 1).all()) for tensor in target["a"].values())
+
+
+def test_an_error_surfaces_at_the_next_call_and_not_again(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "ckpt", {"x": object()})
+        with pytest.raises(CheckpointError, match="in the background failed: cannot store 'x'"):
+            saver.save(tmp_path / "ckpt", {"x": 1})
+        saver.save(tmp_path / "ckpt", {"x": 2})
+    assert vescale_ckpt.load(tmp_path / "ckpt", {"x": 0}) == {"x": 2}
+
+
+def test_an_error_surfaces_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is no directory"), AsyncSaver() as saver:
+        saver.save(tmp_path / "file", {"x": 1})
+
+
+def save_while_training(path: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    errors: list[str] = []
+    with AsyncSaver() as saver:
+        for step in range(5):
+            full = torch.full((300, 7), float(step))
+            state = {
+                "rows": distribute_tensor(full, mesh, (Shard(0),)),
+                "copies": distribute_tensor(full, mesh, (Replicate(),)),
+                "plain": full,
+                "step": step if step != 2 or dist.get_rank() == 0 else -1,
+            }
+            try:
+                saver.save(path, state)
+            except CheckpointError as error:
+                errors.append(str(error))
+                saver.save(path, state)
+            full.fill_(-1)
+            for _ in range(20):
+                dist.all_reduce(torch.ones(1000))
+    return errors
+
+
+def test_training_collectives_and_a_save_in_the_background_do_not_meet(
+    world4: World, tmp_path: Path
+) -> None:
+    for errors in world4.run(save_while_training, str(tmp_path / "ckpt")):
+        assert len(errors) == 1
+        assert "'step': -1 on ranks 1, 2, 3; 2 on rank 0" in errors[0]
+    full = torch.full((300, 7), 4.0)
+    target = {key: torch.zeros(300, 7) for key in ("rows", "copies", "plain")}
+    assert vescale_ckpt.load(tmp_path / "ckpt", {**target, "step": 0})["step"] == 4
+    assert all(torch.equal(tensor, full) for tensor in target.values())

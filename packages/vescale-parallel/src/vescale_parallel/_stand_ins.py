@@ -1,0 +1,64 @@
+"""Tensors that stand in for what another pipeline stage computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What may be asked of a stand-in at any time: all of it is known without its values.
+_SHAPE_QUESTIONS = {
+    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]: a C descriptor
+    Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+}
+
+
+class StandIn(Tensor):
+    """Zeros without memory, of the shape of a tensor that this stage does not have.
+
+    What is computed from a stand-in is one too. Code before a stage's first own block may
+    compute with them, since all that it leaves to the block is replaced or refused. From
+    then on any use is an error: it would put zeros into a result.
+
+    Attributes:
+        usable: Whether computing with stand-ins is allowed now; of the whole process, since
+            one model runs at a time.
+    """
+
+    usable: bool = True
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not cls.usable and func not in _SHAPE_QUESTIONS:
+            raise ValueError(
+                f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
+                "computes. A stage passes one activation on, from block to block; what it is "
+                "computed from before the blocks, weights of other stages included, cannot be "
+                "used after or between them. Use another parallelism for this model"
+            )
+        return super().__torch_function__(func, types, tuple(args), dict(kwargs or {}))  # pyright: ignore[reportArgumentType]: types is a collection
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
+    """Return a stand-in of a shape."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn)
