@@ -19,7 +19,7 @@ from ._mesh import axis_group, axis_rank, axis_size
 from ._pipeline import Pipeline, is_loss
 from ._plan import ParallelPlan
 from ._slots import Slot
-from ._torch_private import call_after_backward, pytree
+from ._torch_private import call_after_backward, is_in_backward, pytree
 from ._units import Unit, accumulate
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
@@ -79,6 +79,11 @@ class Engine:
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
         with announced_failures():
+            if is_in_backward():
+                raise RuntimeError(
+                    "a parallelized model was called inside a backward pass, as checkpointing "
+                    "all of it does; checkpoint its blocks instead (recompute='full')"
+                )
             self._forget_failed_backward()
             self._show_compute()
             self._root.gather()

@@ -29,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "call_after_backward",
     "group_timeout",
+    "is_in_backward",
     "pytree",
     "set_timeout",
 ]
@@ -56,3 +57,8 @@ def group_timeout() -> timedelta:
 def set_timeout(group: ProcessGroup) -> None:
     """Give a group the timeout of the default group."""
     _set_pg_timeout(group_timeout(), group)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1
