@@ -125,7 +125,7 @@ for unit_session in UNIT_SESSIONS:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test all packages together, on several CPU ranks."""
-    install_everything(session)
+    install_everything(session, "rich", "matplotlib")
     session.run("pytest", "integration_tests", *session.posargs)
 
 
@@ -165,7 +165,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """Run the tests that take minutes, of all packages."""
-    install_everything(session)
+    install_everything(session, "rich", "matplotlib")
     session.run("pytest", "-m", "nightly", "packages", "integration_tests", *session.posargs)
 
 

@@ -145,7 +145,8 @@ class ParallelPlan:
         return _build(cls, record, "")
 
     def __str__(self) -> str:
-        lines = [f"plan for {self.world_size} ranks" + (f", {self.model}" if self.model else "")]
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"plan for {ranks}" + (f", {self.model}" if self.model else "")]
         for name, value in self.dotted().items():
             lines.append(f"  {name}: {json.dumps(value, default=dict)}")
         if self.estimate:
