@@ -243,12 +243,16 @@ def _first_floating(output: Any) -> StandIn | None:
 
 
 def _activation(role: _Role, output: Any) -> Tensor:
-    floating = [
-        x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()
-    ]
-    if not floating or any(x.requires_grad for x in floating[1:]):
+    """Return what goes to the next stage: the tensor that the next stage expects there.
+
+    Other tensors that a block returns stand in on later stages, which raises if one is used.
+    """
+    leaves = pytree.tree_leaves(output)
+    floating = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+    activation = next(floating, None)
+    if activation is None:
         raise ValueError(
-            f"pipeline parallelism sends one activation between stages, but {role.fqn!r} "
-            f"returns {len(floating)} floating-point tensors"
+            f"pipeline parallelism sends a block's output to the next stage, but {role.fqn!r} "
+            "returns no floating-point tensor"
         )
-    return floating[0]
+    return activation
