@@ -4,13 +4,14 @@ from ._constraints import (
     check_constraints as check_constraints,
     with_constraints as with_constraints,
 )
+from ._distribute import read_real as read_real
 from ._loader import ParallelLoader as ParallelLoader
 from ._observe import (
     Observation as Observation,
     ObservationError as ObservationError,
     observe as observe,
 )
-from ._parallelize import parallelize as parallelize, read_real as read_real
+from ._parallelize import parallelize as parallelize
 from ._plan import (
     Estimate as Estimate,
     ModelSignature as ModelSignature,

@@ -6,47 +6,37 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import Box, DTensor, announced_failures, local_boxes, local_shape
+from vescale_dtensor import announced_failures
 
 from ._certify import contradicted_module
+from ._checks import check_arguments, check_supported
+from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
 from ._engine import Engine, ParallelModule
 from ._loader import ParallelLoader
 from ._mesh import (
     axis_group,
     axis_rank,
-    axis_size,
     build_mesh,
     check_agreement,
     start_process_group,
-    this_device,
 )
 from ._optimizer import parallelize_optimizer
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import tensor_parallel_plan
 from ._sharding_plan import Resolved, resolve
-from ._slots import Slot, placements_of, shard_dim_of
+from ._slots import Slot
 from ._stage_map import StageMap, stage_map
 from ._stages import Staging, stage_module
-from ._stand_ins import stand_in
 from ._structure import block_stacks, check_signature, described_values, model_signature
 from ._tensor_parallel import complete_placements, install
 from ._units import Unit
-
-Read = Callable[[Tensor, Box], Tensor]
-
-
-def read_real(tensor: Tensor, box: Box) -> Tensor:
-    """Return a box of a tensor that exists."""
-    return tensor.detach()[box.slices]
 
 
 def parallelize(
@@ -85,7 +75,7 @@ def parallelize(
     """
     start_process_group()
     with announced_failures():
-        _check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
+        check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
         check_agreement(
             plan=plan.to_json(),
             model=repr(model_signature(model)),
@@ -94,7 +84,7 @@ def parallelize(
         )
         plan.check_world_size(dist.get_world_size())
         check_signature(plan, model)
-        _check_supported(plan, model)
+        check_supported(plan, model)
         return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
 
 
@@ -115,8 +105,8 @@ def _carry_out(
     if stages is not None:
         _stage_modules(plan, model, stages, staging)
     group = axis_group(mesh, "tp")
-    slots = _make_slots(plan, model, mesh, tp, resolved, stages, read)
-    _move_buffers(model, read)
+    slots = make_slots(plan, model, mesh, tp, resolved, stages, read)
+    move_buffers(model, read)
     if group is not None:
         install(model, resolved, tp, group)
     engine = _make_engine(plan, model, mesh, slots, stages, staging)
@@ -141,53 +131,6 @@ def _train_parts(
     if loader is not None:
         parts.append(loader)
     return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def _check_arguments(
-    plan: object, model: object, optimizer_fn: object, lr_scheduler_fn: object
-) -> None:
-    if not isinstance(plan, ParallelPlan):
-        raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
-    hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
-    if hooked:
-        raise ValueError(
-            f"{hooked[0]!r} has a post-accumulate-grad hook; register it after parallelize"
-        )
-    if isinstance(model, ParallelModule):
-        raise ValueError(f"{type(model).__name__} is parallelized already")
-    for name, value in (("optimizer_fn", optimizer_fn), ("lr_scheduler_fn", lr_scheduler_fn)):
-        if value is not None and (isinstance(value, Optimizer) or not callable(value)):
-            raise TypeError(f"expected {name} to be a function, got {type(value).__name__}")
-    if lr_scheduler_fn is not None and optimizer_fn is None:
-        raise ValueError("lr_scheduler_fn needs optimizer_fn, whose optimizer it schedules")
-
-
-def _check_supported(plan: ParallelPlan, model: nn.Module) -> None:
-    """Refuse what this version has no code for."""
-    asked = {
-        "context_parallel.size > 1": plan.context_parallel.size > 1,
-        "expert_parallel.size > 1": plan.expert_parallel.size > 1,
-        "tensor_parallel.sequence": plan.tensor_parallel.sequence,
-        "compile": plan.compile,
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            raise ValueError(f"{name} is not available in this version; leave it out of the plan")
-    parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
-    batch_norms = [
-        fqn
-        for fqn, module in model.named_modules()
-        if any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
-    ]
-    if parts > 1 and batch_norms:
-        raise ValueError(
-            f"{batch_norms[0]!r} normalizes over the batch, of which a rank sees only one of "
-            f"{parts} parts; use data_parallel.size 1 and one micro-batch, or another norm"
-        )
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ValueError("the model has lazy parameters; run it once before parallelizing it")
 
 
 def _resolve_sharding(plan: ParallelPlan, model: nn.Module) -> Resolved:
@@ -224,126 +167,6 @@ def _stage_modules(
             stages=owners,
             param_dtype=dtype,
         )
-
-
-def _make_slots(
-    plan: ParallelPlan,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    tp: dict[str, Placement],
-    resolved: Resolved,
-    stages: StageMap | None,
-    read: Read,
-) -> list[Slot]:
-    """Replace every parameter by its face, holding this rank's part only."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(fqn)
-        tensors[id(parameter)] = parameter
-    slots: list[Slot] = []
-    for key, fqns in names.items():
-        placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
-        if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqns} are one tied parameter and need one "
-                f"placement each, all equal, got {placed}"
-            )
-        partial = [fqn for fqn in fqns if fqn in resolved.grads]
-        slot = _make_slot(
-            plan,
-            mesh,
-            tensors[key],
-            fqns=tuple(fqns),
-            sites=tuple(_site(model, fqn) for fqn in fqns),
-            tp=next(iter(placed.values()), Replicate()),
-            partial_over_tp=bool(partial),
-            stages=stages.stages_of(fqns) if stages is not None else (0,),
-            read=read,
-        )
-        if slot.compute is None:
-            slot.stand_in = stand_in(slot.face.shape, slot.face.dtype, slot.face.device)
-        slot.show_face()
-        slots.append(slot)
-    return slots
-
-
-def _make_slot(
-    plan: ParallelPlan,
-    mesh: DeviceMesh,
-    parameter: nn.Parameter,
-    *,
-    fqns: tuple[str, ...],
-    sites: tuple[tuple[nn.Module, str], ...],
-    tp: Placement,
-    partial_over_tp: bool,
-    stages: tuple[int, ...],
-    read: Read,
-) -> Slot:
-    shape = parameter.shape
-    shard_dim = shard_dim_of(shape, tp) if axis_size(mesh, "dp_shard") > 1 else None
-    pp_size = plan.pipeline_parallel.size
-    placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=stages[0] % pp_size)
-    local = _read_local(parameter, mesh, placements, read)
-    face = nn.Parameter(
-        DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
-    )
-    # What people hang on a parameter, decay flags and gradient hooks for example, stays on it.
-    for name, value in vars(parameter).items():
-        setattr(face, name, value)
-    for hook in (parameter._backward_hooks or {}).values():
-        face.register_hook(hook)
-    compute = None
-    if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
-        dtype = torch_dtype(plan.precision.param) if local.is_floating_point() else None
-        compute = _make_compute(parameter, local, mesh, tp, dtype or local.dtype)
-    return Slot(fqns, sites, face, compute, shard_dim, partial_over_tp, stages)
-
-
-def _make_compute(
-    parameter: nn.Parameter, local: Tensor, mesh: DeviceMesh, tp: Placement, dtype: torch.dtype
-) -> nn.Parameter:
-    """Return the plain parameter of a stage: the face's storage if nothing else is needed."""
-    shape = local_shape(parameter.shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
-    if tuple(local.shape) == shape and local.dtype == dtype:
-        data = local
-    else:
-        data = torch.empty(shape, dtype=dtype, device=local.device)
-    return nn.Parameter(data, parameter.requires_grad)
-
-
-def _read_local(
-    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], read: Read
-) -> Tensor:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    shape = parameter.shape
-    local = torch.empty(
-        local_shape(shape, mesh.shape, coordinate, placements),
-        dtype=parameter.dtype,
-        device=this_device(),
-    )
-    for held in local_boxes(shape, mesh.shape, coordinate, placements):
-        local[held.local_slices] = read(parameter, held.box).to(local.device)
-    return local
-
-
-def _site(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    owner, _, name = fqn.rpartition(".")
-    return model.get_submodule(owner), name
-
-
-def _move_buffers(model: nn.Module, read: Read) -> None:
-    """Give every rank every buffer, on its device; shared ones stay shared."""
-    moved: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                whole = read(buffer, Box.whole(buffer.shape))
-                moved[id(buffer)] = whole.to(this_device())
-            module._buffers[name] = moved[id(buffer)]
 
 
 def _make_engine(
@@ -398,8 +221,3 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
 def _recompute(block: nn.Module) -> None:
     """Run a block's forward again in backward instead of keeping its activations."""
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a plan's precision name."""
-    return None if name is None else getattr(torch, name)

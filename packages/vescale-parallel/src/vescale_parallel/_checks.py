@@ -1,0 +1,56 @@
+"""What parallelize refuses before it changes anything."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ._engine import ParallelModule
+from ._plan import ParallelPlan
+
+
+def check_arguments(
+    plan: object, model: object, optimizer_fn: object, lr_scheduler_fn: object
+) -> None:
+    if not isinstance(plan, ParallelPlan):
+        raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"{hooked[0]!r} has a post-accumulate-grad hook; register it after parallelize"
+        )
+    if isinstance(model, ParallelModule):
+        raise ValueError(f"{type(model).__name__} is parallelized already")
+    for name, value in (("optimizer_fn", optimizer_fn), ("lr_scheduler_fn", lr_scheduler_fn)):
+        if value is not None and (isinstance(value, Optimizer) or not callable(value)):
+            raise TypeError(f"expected {name} to be a function, got {type(value).__name__}")
+    if lr_scheduler_fn is not None and optimizer_fn is None:
+        raise ValueError("lr_scheduler_fn needs optimizer_fn, whose optimizer it schedules")
+
+
+def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
+    """Refuse what this version has no code for."""
+    asked = {
+        "context_parallel.size > 1": plan.context_parallel.size > 1,
+        "expert_parallel.size > 1": plan.expert_parallel.size > 1,
+        "tensor_parallel.sequence": plan.tensor_parallel.sequence,
+        "compile": plan.compile,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise ValueError(f"{name} is not available in this version; leave it out of the plan")
+    parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
+    batch_norms = [
+        fqn
+        for fqn, module in model.named_modules()
+        if any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
+    ]
+    if parts > 1 and batch_norms:
+        raise ValueError(
+            f"{batch_norms[0]!r} normalizes over the batch, of which a rank sees only one of "
+            f"{parts} parts; use data_parallel.size 1 and one micro-batch, or another norm"
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ValueError("the model has lazy parameters; run it once before parallelizing it")
