@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard, local_boxes
 
+from ._copies import copied_without_hooks
 from ._linear_kinds import features, linear_kind
 from ._sharding_plan import Resolved, generalize, parse_placement, placement_text
 
@@ -233,13 +234,15 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 def _random_copy(module: nn.Module) -> nn.Module:
     """Copy a module with random float64 parameters, whatever its tensors are made of."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(
-            torch.randn(p.shape, dtype=torch.float64) / max(p.shape[-1:] or (1,)) ** 0.5
-        )
-        for p in module.parameters()
-    }
-    return copy.deepcopy(module, memo).eval()
+
+    def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        fan = max(parameter.shape[-1:] or (1,))
+        return nn.Parameter(torch.randn(parameter.shape, dtype=torch.float64) / fan**0.5)
+
+    def same_buffer(buffer: Tensor) -> Tensor:
+        return buffer.clone()
+
+    return copied_without_hooks(module, random_parameter, same_buffer).eval()
 
 
 def _rank_copy(

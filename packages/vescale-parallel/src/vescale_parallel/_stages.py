@@ -11,7 +11,6 @@ own block a stage that is not the last one leaves forward by :class:`StageDone`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._copies import copied_without_hooks
 from ._stand_ins import StandIn, stand_in
 from ._torch_private import pytree
 
@@ -166,14 +166,16 @@ def stage_module(
 
 def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
     """Copy a module without its tensors' memory."""
-    memo: dict[int, object] = {}
-    for parameter in module.parameters():
+
+    def empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
         dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
         empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(module, memo)
+        return nn.Parameter(empty, requires_grad=False)
+
+    def empty_buffer(buffer: Tensor) -> Tensor:
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+
+    return copied_without_hooks(module, empty_parameter, empty_buffer)
 
 
 def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
