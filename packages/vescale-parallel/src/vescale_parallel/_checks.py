@@ -16,6 +16,8 @@ def check_arguments(
         raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ValueError("the model has lazy parameters; run it once before parallelizing it")
     hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(
@@ -52,5 +54,3 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
             f"{batch_norms[0]!r} normalizes over the batch, of which a rank sees only one of "
             f"{parts} parts; use data_parallel.size 1 and one micro-batch, or another norm"
         )
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ValueError("the model has lazy parameters; run it once before parallelizing it")

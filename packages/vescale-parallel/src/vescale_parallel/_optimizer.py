@@ -20,6 +20,9 @@ _ELEMENTWISE = {
     "Rprop", "SGD",
 }  # fmt: skip
 
+# A count of steps: whole on every rank even if a parameter is a scalar, too.
+_COUNTER = "step"
+
 
 class ParallelOptimizer(Optimizer):
     """Mixed into the class of an optimizer that was built on a parallelized model.
@@ -89,7 +92,7 @@ class ParallelOptimizer(Optimizer):
         self.state = defaultdict(dict)
         for name, values in state_dict["state"].items():
             self.state[faces[name]] = {
-                key: _local_state(value, faces[name]) for key, value in values.items()
+                key: _local_state(key, value, faces[name]) for key, value in values.items()
             }
 
     def state_template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,13 +108,13 @@ class ParallelOptimizer(Optimizer):
             for path, tensor in saved.items():
                 if not path.startswith(prefix) or "." in path[len(prefix) :]:
                     continue
-                shape = torch.Size(tensor.shape)
+                name = path[len(prefix) :]
                 empty = (
                     torch.zeros_like(face.detach(), dtype=tensor.dtype)
-                    if shape == face.shape and shape
-                    else torch.zeros(shape, dtype=tensor.dtype)
+                    if torch.Size(tensor.shape) == face.shape and name != _COUNTER
+                    else torch.zeros(tensor.shape, dtype=tensor.dtype)
                 )
-                state.setdefault(fqn, {})[path[len(prefix) :]] = empty
+                state.setdefault(fqn, {})[name] = empty
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
@@ -178,20 +181,20 @@ def _localized(state: Mapping[str, Any]) -> dict[str, Any]:
 def _globalized(name: str, value: Any, face: nn.Parameter) -> Any:
     """Return a state tensor that has the parameter's local shape as a distributed tensor."""
     assert isinstance(face, DTensor)
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == "step":
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == _COUNTER:
         return value
     if value.shape != face._local_tensor.shape:
         return value
     return DTensor.from_local(value, face.device_mesh, face.placements, shape=face.shape)
 
 
-def _local_state(value: Any, face: nn.Parameter) -> Any:
+def _local_state(name: str, value: Any, face: nn.Parameter) -> Any:
     """Return a loaded state value as the step wants it."""
     assert isinstance(face, DTensor)
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
         return value._local_tensor.clone()
-    if value.ndim and value.shape == face.shape:
+    if value.shape == face.shape and name != _COUNTER:
         return distribute_tensor(value, face.device_mesh, face.placements)._local_tensor
     return value.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,7 @@ class Pipeline:
         self.staging.run = StageRun(stage, self.starts[stage], end, last, receive)
         # The first stage needs none: what it does not own comes later.
         StandIn.usable = stage > 0
-        means = TokenMeans(self._num_parts, lambda index, _: counts[index])
+        means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
         try:
             with means:
                 output = forward(*part[0], **part[1])
@@ -277,6 +278,15 @@ class Pipeline:
             dist.broadcast(record, group=group, group_src=last)
         loss = record[0].to(_DTYPES[int(record[1])])
         return _with_loss(_broadcast_structure(outputs, group, last), loss)
+
+
+def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
+    if index >= len(counts):
+        raise ValueError(
+            "the module computed a loss before it called all of its blocks, or more losses than "
+            "when its targets were counted; under pipeline parallelism the loss comes last"
+        )
+    return counts[index]
 
 
 def _signature(part: tuple[Any, Any]) -> object:

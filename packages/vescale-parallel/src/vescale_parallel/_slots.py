@@ -54,6 +54,13 @@ class Slot:
         """Whether the compute parameter is the face's own storage."""
         return self.compute is not None and self.compute.data_ptr() == self.local.data_ptr()
 
+    def __post_init__(self) -> None:
+        self._held = self._address()
+
+    def _address(self) -> tuple[object, ...]:
+        local = self.local
+        return local.data_ptr(), local.dtype, local.shape
+
     def check_in_place(self) -> None:
         """Raise if somebody hung another parameter in this one's place.
 
@@ -61,10 +68,12 @@ class Slot:
             ValueError: With the name of the parameter.
         """
         for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
-            if module._parameters.get(name) is not self.face:
+            found = module._parameters.get(name)
+            if found is not self.face or self._address() != self._held:
                 raise ValueError(
                     f"{fqn!r} was replaced after parallelize, which cannot take effect; change "
-                    "values in place: load_state_dict without assign=True, or copy_ under no_grad"
+                    "values in place (load_state_dict without assign=True, or copy_ under "
+                    "no_grad), and convert dtypes before parallelize"
                 )
 
     def show_face(self) -> None:
