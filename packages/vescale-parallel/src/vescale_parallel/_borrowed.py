@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
 
-from ._mesh import axis_rank
 from ._slots import Slot
 
 
@@ -25,16 +23,18 @@ def pipeline_ranks(slot: Slot, size: int) -> list[int]:
     return list(dict.fromkeys(stage % size for stage in slot.stages))
 
 
-def lend(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
-    """Send owners' weights to borrowers. Every rank of the ``pp`` axis must call this."""
+def lend(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+    """Send owners' weights to borrowers. Every rank of the pipeline's group must call this."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     for owner, borrower, slot in _loans(slots, size):
-        assert slot.compute is not None or axis_rank(mesh, "pp") not in (owner, borrower)
-        _move(slot.compute.data if slot.compute is not None else None, mesh, owner, borrower)
+        if rank in (owner, borrower):
+            assert slot.compute is not None
+            _move(slot.compute.data, group, owner, borrower)
 
 
-def give_back(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
-    """Add borrowers' gradients to owners'. Every rank of the ``pp`` axis must call this."""
-    rank = axis_rank(mesh, "pp")
+def give_back(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+    """Add borrowers' gradients to owners'. Every rank of the pipeline's group must call this."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     for owner, borrower, slot in _loans(slots, size):
         if rank not in (owner, borrower) or not slot.face.requires_grad:
             continue
@@ -42,11 +42,11 @@ def give_back(slots: Sequence[Slot], mesh: DeviceMesh, size: int) -> None:
         assert compute is not None
         grad = compute.grad if compute.grad is not None else torch.zeros_like(compute)
         if rank == borrower:
-            _move(grad, mesh, borrower, owner)
+            _move(grad, group, borrower, owner)
             compute.grad = None
         else:
             theirs = torch.empty_like(compute)
-            _move(theirs, mesh, borrower, owner)
+            _move(theirs, group, borrower, owner)
             compute.grad = grad.detach() + theirs
 
 
@@ -59,14 +59,9 @@ def _loans(slots: Sequence[Slot], size: int) -> list[tuple[int, int, Slot]]:
     return found
 
 
-def _move(tensor: Tensor | None, mesh: DeviceMesh, source: int, target: int) -> None:
-    rank = axis_rank(mesh, "pp")
-    if rank not in (source, target):
-        return
-    assert tensor is not None
-    group = mesh.get_group("pp")
+def _move(tensor: Tensor, group: dist.ProcessGroup, source: int, target: int) -> None:
     with named_failures():
-        if rank == source:
+        if dist.get_rank(group) == source:
             dist.send(tensor.detach().contiguous(), group=group, group_dst=target)
         else:
             dist.recv(tensor.detach(), group=group, group_src=source)

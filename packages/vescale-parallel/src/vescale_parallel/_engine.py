@@ -122,14 +122,13 @@ class Engine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        size = self._plan.pipeline_parallel.size
-        lend(self._slots, self._mesh, size)
+        lend(self._slots, pipeline.group_of("F"))
         train = torch.is_grad_enabled()
         with self._own_random_stream():
             output = pipeline.run(forward, args, kwargs, train=train)
         if not train:
             return output
-        give_back(self._slots, self._mesh, size)
+        give_back(self._slots, pipeline.group_of("B"))
         # The gradients exist already; backward() of the loss hands them out.
         grads: dict[Slot, Tensor | None] = {}
         for slot in self._slots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -64,10 +64,15 @@ class Pipeline:
     _checked_loss: bool = False
 
     def __post_init__(self) -> None:
-        self._groups["F"] = self.mesh.get_group("pp")
         # Gradients travel on a group of their own: on one, two neighbours that send to each
-        # other first would wait for each other.
-        self._groups["B"] = _twin_groups(self.mesh)
+        # other first would wait for each other. Neither is the mesh's own group, whose sends
+        # and receives wait for torch's half hour whatever the default group's timeout is.
+        self._groups["F"] = _pipeline_group(self.mesh)
+        self._groups["B"] = _pipeline_group(self.mesh)
+
+    def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
+        """Return the ranks of this pipeline, to send activations or gradients over."""
+        return self._groups[kind]
 
     def run(
         self,
@@ -367,8 +372,8 @@ def _with_loss(structure: Any, loss: Tensor) -> Any:
     return pytree.tree_map(lambda leaf: loss if leaf == _LOSS else leaf, structure)
 
 
-def _twin_groups(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a second process group over this rank's ``pp`` axis. Every rank must call this."""
+def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a new process group over this rank's ``pp`` axis. Every rank must call this."""
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
     mine: dist.ProcessGroup | None = None
