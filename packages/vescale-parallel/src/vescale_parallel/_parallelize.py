@@ -79,7 +79,8 @@ def parallelize(
         check_agreement(
             plan=plan.to_json(),
             model=repr(model_signature(model)),
-            arguments=repr([x is None for x in (optimizer_fn, lr_scheduler_fn, dataset)]),
+            arguments=f"optimizer_fn {optimizer_fn is not None}, lr_scheduler_fn "
+            f"{lr_scheduler_fn is not None}, dataset {dataset is not None}",
             **described_values(model),
         )
         plan.check_world_size(dist.get_world_size())

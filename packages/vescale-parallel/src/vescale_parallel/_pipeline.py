@@ -139,7 +139,8 @@ class Pipeline:
         signature = _signature(part)
         last = stage == len(self.starts) - 1
         end = self.num_blocks if last else self.starts[stage + 1]
-        self.staging.run = StageRun(stage, self.starts[stage], end, last, receive)
+        run = StageRun(stage, self.starts[stage], end, last, receive)
+        self.staging.run = run
         # The first stage needs none: what it does not own comes later.
         StandIn.usable = stage > 0
         means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
@@ -153,7 +154,7 @@ class Pipeline:
         finally:
             self.staging.run = None
             StandIn.usable = True
-        if not last:
+        if not last or run.blocks_called != self.num_blocks:
             raise ValueError("the module returned before it called all of its blocks")
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
