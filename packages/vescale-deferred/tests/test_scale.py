@@ -37,7 +37,6 @@ def _run(code: str) -> dict[str, float]:
 
 
 def _record_llama(**config: int) -> dict[str, float]:
-    pytest.importorskip("transformers")
     return _run(f"""
         import transformers
         transformers.logging.set_verbosity_error()

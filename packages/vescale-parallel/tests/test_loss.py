@@ -44,6 +44,7 @@ def test_parts_average_to_the_mean_over_all_tokens(name: str) -> None:
         with TokenMeans(3, lambda index, count: total):
             parts.append(LOSSES[name](x, y))
     loss = torch.stack(parts).mean()
+    # A dozen float64 terms, added in another order.
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
     (found,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(found, gradient, rtol=1e-13, atol=1e-16)
