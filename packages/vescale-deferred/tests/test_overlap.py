@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_deferred._overlap import NotSliceable, overlap, select
-from vescale_deferred._window import Window
+from vescale_dtensor.random import Window
 
 _STORAGE = torch.arange(240, dtype=torch.float32)
 

@@ -8,7 +8,8 @@ are far beyond it.
 
 from __future__ import annotations
 
-from ._draws import fill_of
+from vescale_dtensor.random import fill_of
+
 from ._history import Source, Write
 from ._operators import aten, operator
 

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Generator, Tensor
 
-from ._streams import Point, is_state, marker_state, marker_value
+from vescale_dtensor.random import Point, is_state
+
+from ._markers import marker_state, marker_value
 from .exceptions import CannotDefer, DeferredError
 
 
@@ -49,7 +51,7 @@ class Generators:
     @contextmanager
     def drawing(self, generator: Generator) -> Iterator[None]:
         """Let ``generator`` draw for real inside."""
-        generator.set_state(self.point(generator).ordinary_state())
+        generator.set_state(self.point(generator).state())
         yield
         self.move(generator, Point.of(generator.get_state()))
 
@@ -57,14 +59,14 @@ class Generators:
         """Leave every generator in the state that ordinary construction would have left."""
         for generator, _ in self._initial.values():
             if marker_value(generator.get_state()) is not None:
-                generator.set_state(self.point(generator).ordinary_state())
+                generator.set_state(self.point(generator).state())
 
     def real_state(self, tensor: Tensor) -> Tensor:
         """Return the state a generator had if ``tensor`` is one that the constructor kept."""
         if type(tensor) is not Tensor or not is_state(tensor):
             return tensor
         marker = marker_value(tensor)
-        return tensor if marker is None else self._points[marker].ordinary_state()
+        return tensor if marker is None else self._points[marker].state()
 
     def rewind(self) -> None:
         """Put every generator back to where it was before."""

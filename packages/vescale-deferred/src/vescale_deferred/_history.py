@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._draws import Draws
-from ._streams import Point
+from vescale_dtensor.random import Draws, Point, Window
+
 from ._torch_private import OpOverload, storage_key, tree_leaves
-from ._window import Window
 
 _next_index = itertools.count()
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vescale_dtensor import Box
+from vescale_dtensor.random import Window
 
 from ._read import read_part
 from ._replay import replay
 from ._tensor import DeferredTensor, copy_attributes
 from ._tensors_of import registered, replace_unregistered
-from ._window import Window
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ._window import Window
+from vescale_dtensor.random import Window
 
 
 class NotSliceable(Exception):

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor.random import RandomTensor, Window
+
 from ._history import Entry, History, Source, Write
 from ._operators import aten, operator
 from ._overlap import Factor, NotSliceable, Part, broadcast, overlap, select
-from ._random_part import RandomTensor
 from ._replay import call, replay
 from ._torch_private import plainly
-from ._window import Window
 
 # Temporaries are about this large, several at a time.
 _BAND_NUMEL = 1 << 22

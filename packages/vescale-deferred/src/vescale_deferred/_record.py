@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor.random import Draws, Point, Window, draws, fill_of
+
 from ._certain import certain
-from ._draws import Draws, draws, fill_of
 from ._generators import Generators
 from ._history import History, Source, Write
 from ._operators import Operator, aten, operator
 from ._read import any_true, read_part
 from ._replay import replay
-from ._streams import Point
 from ._tensor import DeferredTensor, Recorder, assign_data
 from ._torch_private import (
     OpOverload,
@@ -31,7 +31,6 @@ from ._torch_private import (
     tree_map,
 )
 from ._where import line_of
-from ._window import Window
 from .exceptions import CannotDefer, DeferredWarning
 
 _META = torch.device("meta")

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor.random import Point
+
 from ._history import History, Source, Write
 from ._operators import operator
-from ._streams import Point
 from ._torch_private import plainly, tree_leaves, tree_map
 
 _Storages = dict[History, torch.UntypedStorage]

@@ -14,9 +14,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from vescale_dtensor.random import Window
+
 from ._history import History, Source
 from ._torch_private import OpOverload, plainly, tree_leaves, without_torch_function, wrapper
-from ._window import Window
 from .exceptions import ReadError
 
 

@@ -11,12 +11,19 @@ class RaggedShard(Placement):
     """Consecutive units of a tensor dim, any number of them per rank, zero included.
 
     ZeRO gives every rank some rows of a parameter, and a pipeline stage is the extreme case:
-    one rank holds all rows and the others none.
+    one rank holds all rows and the others none. Several consecutive dims are cut as one, in C
+    order: ZeRO over flat parameters. The local tensor then has one dim in their place.
 
     Attributes:
-        dims: The tensor dims that are cut; ``(0,)`` is the only choice so far.
-        granularity: Indices of the dim in one unit; the last unit may be shorter.
+        dims: The tensor dims that are cut, one or several consecutive ones, ascending.
+        granularity: Indices of the (flattened) dim in one unit; the last unit may be shorter.
         local_units: Number of units of each rank of the mesh axis, in rank order.
+
+    Example:
+        >>> from vescale_dtensor import local_shape
+        >>> flat = RaggedShard((0, 1), granularity=5, local_units=(1, 3))
+        >>> local_shape((4, 5), mesh_shape=(2,), coordinate=(1,), placements=(flat,))
+        (15,)
     """
 
     __match_args__ = ("dims", "granularity", "local_units")
@@ -25,8 +32,9 @@ class RaggedShard(Placement):
         self, dims: tuple[int, ...], granularity: int, local_units: tuple[int, ...]
     ) -> None:
         super().__init__()
-        if dims != (0,):
-            raise ValueError(f"expected dims=(0,), the only dims supported, got {dims!r}")
+        dims = tuple(dims)
+        if not dims or dims[0] < 0 or dims != tuple(range(dims[0], dims[0] + len(dims))):
+            raise ValueError(f"expected consecutive dims, ascending, none negative, got {dims!r}")
         if granularity < 1:
             raise ValueError(f"expected a granularity of at least 1, got {granularity!r}")
         if not local_units or min(local_units) < 0 or not any(local_units):
@@ -40,7 +48,7 @@ class RaggedShard(Placement):
 
     @property
     def dim(self) -> int:
-        """The tensor dim that is cut."""
+        """The tensor dim that is cut, the first one of several."""
         return self.dims[0]
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +79,8 @@ class InterleavedShard(Placement):
 
     Attributes:
         dim: The tensor dim that is cut.
-        parts: Number of equal parts; ``parts * num_ranks`` must divide the dim.
+        parts: Number of equal parts; must divide the dim. Ranks get chunks of each as
+            ``torch.chunk`` cuts it.
     """
 
     __match_args__ = ("dim", "parts")

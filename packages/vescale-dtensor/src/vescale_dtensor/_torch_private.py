@@ -5,6 +5,16 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+# One overload of an operator: what __torch_dispatch__ is called with.
+from torch._ops import OpOverload as OpOverload
+
+# The mesh of an enclosing `with mesh:`; its public face is an argument that may be left out.
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
 # The store that init_process_group met in; torch has no public accessor. Without it a
 # broken collective cannot say which rank failed.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -16,6 +26,12 @@ from torch.distributed.tensor._dtensor_spec import (
     TensorMeta as TensorMeta,
 )
 
+# Nested sharding of one dim from the inside out; fully_shard over tensor parallelism makes it.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# A process group that moves nothing; DeviceMesh needs one when ranks are emulated.
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
 # Walks nested arguments as torch's own dispatch does; public since 2.13 only in C++.
 from torch.utils import _pytree as pytree
 
@@ -23,4 +39,77 @@ from torch.utils import _pytree as pytree
 # adds its own DTensor the same way. Without it clipping costs one collective per parameter.
 from torch.utils._foreach_utils import _foreach_supported_types as foreach_supported_types
 
-__all__ = ["DTensorSpec", "TensorMeta", "default_store", "foreach_supported_types", "pytree"]
+# Leaves fake and tracing modes: process groups are made of real tensors even when compiling.
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+# Runs operators on a wrapper itself, which has a shape but no elements.
+no_dispatch: Any = torch._C._DisableTorchDispatch
+
+# Makes a wrapper an alias of another in the eyes of C++; no element is touched.
+share_storage: Any = torch._functionalize_unsafe_set  # pyright: ignore[reportPrivateImportUsage]
+
+# The C++ constructor behind torch's DTensor. Its Python __init__ adds 2 us and does nothing.
+new_dtensor: Any = torch.Tensor._dtensor__new__  # pyright: ignore[reportAttributeAccessIssue]
+
+# A tensor without storage of its own that stands for others.
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_exclude_key: Any = torch._C._SetExcludeDispatchKeyGuard  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class seeing_lazy_bits:
+    """Let operators heed the lazy bits of ``conj()``, which torch ignores inside a dispatch.
+
+    torch excludes the key that resolves them when it enters ``__torch_dispatch__``; then even
+    ``x.conj() * 1`` is wrong there, and so is every operator that is made of such.
+    """
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+        self._guards = [_exclude_key(key, False) for key in keys]
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*problem)
+
+
+try:
+    # Since 2.13 a compiler sees a mesh as an opaque object and hands out stand-ins for it.
+    from torch._library.fake_class_registry import maybe_unwrap_fake_script_object
+except ImportError:  # remove with torch 2.12
+
+    def maybe_unwrap_fake_script_object(obj: Any) -> Any:
+        return obj
+
+
+def real_mesh(mesh: Any) -> DeviceMesh:
+    """Return the mesh that a compiler's stand-in stands for, or the mesh itself."""
+    return maybe_unwrap_fake_script_object(mesh)
+
+
+def default_mesh() -> DeviceMesh:
+    """Return the mesh of the enclosing ``with mesh:``."""
+    return _mesh_resources.get_current_mesh()
+
+
+__all__ = [
+    "DTensorSpec",
+    "FakeStore",
+    "OpOverload",
+    "StridedShard",
+    "TensorMeta",
+    "default_mesh",
+    "default_store",
+    "disable_current_modes",
+    "foreach_supported_types",
+    "make_wrapper",
+    "new_dtensor",
+    "no_dispatch",
+    "pytree",
+    "real_mesh",
+    "seeing_lazy_bits",
+    "share_storage",
+]

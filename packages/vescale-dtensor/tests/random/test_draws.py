@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vescale_deferred._draws import Fill, draws
-from vescale_deferred._streams import Point
-from vescale_deferred._window import Window
+from vescale_dtensor.random._draws import Fill, draws
+from vescale_dtensor.random._streams import Point
+from vescale_dtensor.random._window import Window
 
 _FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 _FILLS = [
@@ -26,7 +26,7 @@ def _check(fill: Fill, tensor: torch.Tensor, num_spares: int) -> None:
     found = draws(fill, Window.of(tensor), point)
     fill(tensor, generator)
     assert found is not None
-    assert torch.equal(found[1].ordinary_state(), generator.get_state())
+    assert torch.equal(found[1].state(), generator.get_state())
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 15, 16, 17, 31, 32, 100, 1000, 1001])

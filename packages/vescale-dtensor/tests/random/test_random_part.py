@@ -3,10 +3,10 @@
 import torch
 from hypothesis import given, settings, strategies as st
 
-from vescale_deferred._draws import Draws, Fill, draws
-from vescale_deferred._random_part import RandomTensor
-from vescale_deferred._streams import Point
-from vescale_deferred._window import Window
+from vescale_dtensor.random._draws import Draws, Fill, draws
+from vescale_dtensor.random._random_part import RandomTensor
+from vescale_dtensor.random._streams import Point
+from vescale_dtensor.random._window import Window
 
 _FILLS = (
     (Fill("normal_", (0.5, 2.0)), torch.float32),

@@ -7,12 +7,13 @@ draws there, by discarding draws or by jumping, whichever is less work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._mersenne import NUM_WORDS, advance, sequence_numel
+from ._mersenne import NUM_WORDS, advance, sequence_numel, untempered
 
 # torch.Generator.get_state(), 5056 bytes: u64 seed; i32 left, seeded; u64 next, words[624];
 # then what the serial normal distribution keeps: the second value of its last pair.
@@ -23,9 +24,9 @@ _SPARE = slice(_WORDS.stop, None)
 _SPARE_IS_VALID = slice(_WORDS.stop + 24, _WORDS.stop + 28)
 
 # Draws that take about as long as a jump; see [Note: cost of a jump] in _mersenne.py. Discarding
-# runs at 0.4 G draws/s; a jump takes 3 ms, and 3 ms more if its distance is a new one.
-_JUMP_BEYOND_NUM_DRAWS = 2_000_000
-_DISCARD_NUMEL = 1 << 16
+# runs at 0.6 G draws/s; a jump takes 2 ms, and 2 ms more if its distance is a new one.
+_JUMP_BEYOND_NUM_DRAWS = 1_500_000
+_DISCARD_NUMEL = 1 << 15
 
 
 class Stream:
@@ -43,10 +44,9 @@ class Stream:
         self._latest: tuple[int, Tensor] = (0, self._origin)
 
     def state(self, num_draws: int) -> Tensor:
-        """Return a generator state that draws what comes after ``num_draws`` draws.
+        """Return, byte for byte, the state of a generator that drew ``num_draws`` draws.
 
-        The state has no spare normal, and its words may be cut into blocks differently from
-        those of a generator that came here by drawing.
+        It has no spare normal.
         """
         if num_draws <= self._num_left_in_block:
             return _without_spare(_discard(self._origin, num_draws))
@@ -61,14 +61,6 @@ class Stream:
         """Remember that a generator at ``num_draws`` is in ``state``; later reads start there."""
         if num_draws > self._num_left_in_block:
             self._latest = (num_draws, _without_spare(state))
-
-    def ordinary_state(self, num_draws: int) -> Tensor:
-        """Return, byte for byte, the state of a generator that drew ``num_draws`` draws."""
-        if num_draws <= self._num_left_in_block:
-            return _without_spare(_discard(self._origin, num_draws))
-        start, source = self._start()
-        whole, rest = divmod(num_draws - start, NUM_WORDS)
-        return _discard(_move(source, whole * NUM_WORDS), rest)
 
     def _base_draws(self) -> int:
         return self._num_left_in_block + 1
@@ -107,14 +99,8 @@ class Point:
         return replace(self, num_draws=self.num_draws + num_draws)
 
     def state(self) -> Tensor:
-        """Return a generator state that draws what a generator here draws."""
-        return self._with_spare(self.stream.state(self.num_draws))
-
-    def ordinary_state(self) -> Tensor:
         """Return, byte for byte, the state of a generator that came here by drawing."""
-        return self._with_spare(self.stream.ordinary_state(self.num_draws))
-
-    def _with_spare(self, state: Tensor) -> Tensor:
+        state = self.stream.state(self.num_draws)
         if self.spare is None:
             return state
         state = state.clone()
@@ -153,18 +139,28 @@ def _without_spare(state: Tensor) -> Tensor:
 
 
 def _move(state: Tensor, distance: int) -> Tensor:
-    return (_discard if distance <= _JUMP_BEYOND_NUM_DRAWS else _jump)(state, distance)
+    if distance <= _JUMP_BEYOND_NUM_DRAWS:
+        return _discard(state, distance)
+    # Whole blocks, so that the words stay cut into blocks as drawing would have cut them.
+    rest = distance % NUM_WORDS
+    return _discard(_jump(state, distance - rest), rest)
+
+
+def discard(generator: torch.Generator, num_draws: int) -> None:
+    """Draw ``num_draws`` words for nothing, in cache-sized pieces."""
+    pairs = torch.empty(min(num_draws // 2, _DISCARD_NUMEL), dtype=torch.int64)
+    while num_draws > 1:
+        piece = pairs[: num_draws // 2]
+        piece.random_(generator=generator)  # two words an element
+        num_draws -= 2 * len(piece)
+    if num_draws:
+        torch.empty(1, dtype=torch.uint8).random_(generator=generator)  # one
 
 
 def _discard(state: Tensor, num_draws: int) -> Tensor:
-    """Return the state after drawing ``num_draws`` words for nothing, in cache-sized pieces."""
     generator = torch.Generator()
     generator.set_state(state)
-    scratch = torch.empty(min(num_draws, _DISCARD_NUMEL), dtype=torch.uint8)
-    while num_draws:
-        piece = scratch[:num_draws]
-        piece.random_(generator=generator)  # one word an element
-        num_draws -= len(piece)
+    discard(generator, num_draws)
     return generator.get_state()
 
 
@@ -172,14 +168,34 @@ def _jump(state: Tensor, distance: int) -> Tensor:
     """Return the state after ``distance`` draws, the words moved as one frame."""
     generator = torch.Generator()
     generator.set_state(_at_end_of_block(state))
-    blocks = [state[_WORDS].view(torch.int64).to(torch.int32)]
-    scratch = torch.empty(NUM_WORDS, dtype=torch.uint8)
+    blocks = [words_of(state).to(torch.int32)]
     for _ in range(sequence_numel() // NUM_WORDS - 1):
-        scratch.random_(generator=generator)
-        blocks.append(generator.get_state()[_WORDS].view(torch.int64).to(torch.int32))
+        discard(generator, NUM_WORDS)
+        blocks.append(words_of(generator.get_state()).to(torch.int32))
     words = advance(torch.cat(blocks), distance)
     state = state.clone()
-    state[_WORDS] = (words.to(torch.int64) & 0xFFFFFFFF).view(torch.uint8)
+    words_of(state).copy_(words.to(torch.int64) & 0xFFFFFFFF)
+    return state
+
+
+def words_of(state: Tensor) -> Tensor:
+    """Return a view of the 624 words in a state, as int64."""
+    return state[_WORDS].view(torch.int64)
+
+
+def state_after_words(words: Tensor, state: Tensor) -> Tensor:
+    """Return a state that draws what follows 624 words, with the seed of ``state``."""
+    state = _at_end_of_block(_without_spare(state))
+    words_of(state).copy_(words)
+    return state
+
+
+def state_before(words: Sequence[int]) -> Tensor:
+    """Return a state that draws ``words`` next, 623 at most, and then nonsense."""
+    state = _without_spare(torch.Generator().get_state())
+    state[_LEFT].view(torch.int32).fill_(NUM_WORDS)
+    state[_NEXT].view(torch.int64).fill_(1)
+    words_of(state)[1 : 1 + len(words)] = torch.tensor([untempered(word) for word in words])
     return state
 
 
@@ -198,24 +214,3 @@ def is_state(tensor: Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
     )
-
-
-# No seed leads to these: the words of a seeded generator are all different.
-_MARKER_WORDS = 600
-
-
-def marker_state(state: Tensor, value: int) -> Tensor:
-    """Return a state that draws nonsense and tells ``value``, with the seed of ``state``."""
-    state = _at_end_of_block(_without_spare(state))
-    words = state[_WORDS].view(torch.int64)
-    words[:_MARKER_WORDS] = 0x5EED
-    words[_MARKER_WORDS:] = value
-    return state
-
-
-def marker_value(state: Tensor) -> int | None:
-    """Return the value of a marker, None for an ordinary state."""
-    words = state[_WORDS].view(torch.int64)
-    if words[0] != 0x5EED or not bool((words[:_MARKER_WORDS] == 0x5EED).all()):
-        return None
-    return int(words[-1])

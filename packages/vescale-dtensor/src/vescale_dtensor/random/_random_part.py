@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from ._draws import BLOCK, Draws
-from ._streams import Point
+from ._draws import BLOCK, PAIR_NUM_DRAWS, Draws, Fill
+from ._runs import draw_window
+from ._streams import Point, discard
 from ._window import Window
 
-# Elements in between are drawn too, and dropped, if no more than these have to be held.
-_SCRATCH_NUMEL = 1 << 18
+_STRIDED_NUMEL = 1 << 14
 # Nearby places are reached by discarding draws.
 _NEAR_NUM_DRAWS = 1 << 16
 
@@ -42,36 +42,12 @@ class RandomTensor:
             window: In units of elements in drawing order, no stride being zero.
             out: Of the shape of ``window``.
         """
-        dims = [dim for dim, size in enumerate(window.shape) if size > 1]
-        dims.sort(key=lambda dim: window.stride[dim], reverse=True)
-        sizes = [window.shape[dim] for dim in dims]
-        target = out.as_strided(sizes, [out.stride(dim) for dim in dims], out.storage_offset())
-        self._draw_nested(window.offset, [window.stride[dim] for dim in dims], target)
-
-    def _draw_nested(self, offset: int, strides: list[int], out: Tensor) -> None:
-        """Draw elements whose dims go from wide strides to narrow ones."""
-        span = 1 + sum(
-            stride * (size - 1) for stride, size in zip(strides, out.shape, strict=True)
-        )
-        if span == out.numel() and out.is_contiguous():
-            self._draw_run(offset, out.view(-1))
-        elif span <= _SCRATCH_NUMEL:
-            scratch = torch.empty(span, dtype=out.dtype)
-            self._draw_run(offset, scratch)
-            out.copy_(scratch.as_strided(out.shape, strides))
-        else:
-            inner_span = span - strides[0] * (len(out) - 1)
-            step = 1 + max(0, _SCRATCH_NUMEL - inner_span) // strides[0]
-            for begin in range(0, len(out), step):
-                rows = out[begin : begin + step]
-                start = offset + begin * strides[0]
-                if len(rows) == 1:
-                    self._draw_nested(start, strides[1:], rows[0])
-                else:
-                    self._draw_nested(start, strides, rows)
+        draw_window(self._draw_run, window, out)
+        if self._num_draws >= 0:
+            self._point.stream.arrived(self._num_draws, self._generator.get_state())
 
     def _draw_run(self, start: int, out: Tensor) -> None:
-        """Draw the elements from ``start`` on; ``out`` is contiguous, 1D."""
+        """Draw the elements from ``start`` on into ``out``, contiguous, 1D."""
         if self._draws.tail is None:
             self._fill(start, out)
             return
@@ -117,6 +93,50 @@ class RandomTensor:
             if self._num_draws >= 0:
                 self._point.stream.arrived(self._num_draws, self._generator.get_state())
             self._generator.set_state(self._point.stream.state(num_draws))
-        elif distance:
-            torch.empty(distance, dtype=torch.uint8).random_(generator=self._generator)
+        else:
+            discard(self._generator, distance)
         self._num_draws = num_draws
+
+
+class PairedNormals:
+    """Numbers that one random method makes from normals, drawn one after the other in pairs.
+
+    The first of them may be the spare that the generator kept.
+
+    Args:
+        fill: What is drawn.
+        point: Where the generator was.
+    """
+
+    def __init__(self, fill: Fill, point: Point) -> None:
+        self._fill = fill
+        self._point = point
+
+    def draw(self, window: Window, out: Tensor) -> None:
+        """Put the elements at ``window`` into ``out``, as :class:`RandomTensor` does."""
+        draw_window(self._draw_run, window, out)
+
+    def _draw_run(self, start: int, out: Tensor) -> None:
+        """Draw the elements from ``start`` on into ``out``, contiguous, 1D."""
+        generator = Generator()
+        # Elements from here to the end of ``out`` that come from pairs, not from the old spare.
+        numel = len(out)
+        if start == 0:
+            num_draws = self._point.num_draws
+            generator.set_state(self._point.state())
+            numel -= self._point.spare is not None
+        else:
+            pair, is_second = divmod(start - (self._point.spare is not None), 2)
+            num_draws = self._point.num_draws + pair * PAIR_NUM_DRAWS
+            generator.set_state(self._point.stream.state(num_draws))
+            if is_second:
+                self._fill(out[:1].clone(), generator)
+                numel += 1
+        # Contiguous normals would be drawn in blocks.
+        strided = torch.empty(min(len(out), _STRIDED_NUMEL), 2, dtype=out.dtype)[:, 0]
+        for piece in out.split(_STRIDED_NUMEL):
+            drawn = strided[: len(piece)]
+            self._fill(drawn, generator)
+            piece.copy_(drawn)
+        num_draws += PAIR_NUM_DRAWS * -(-numel // 2)
+        self._point.stream.arrived(num_draws, generator.get_state())

@@ -53,6 +53,12 @@ class Window:
                 expected *= size
         return True
 
+    @property
+    def span(self) -> int:
+        """Number of elements from the first to the last, with the gaps in between."""
+        steps = zip(self.stride, self.shape, strict=True)
+        return 1 + sum(stride * (size - 1) for stride, size in steps) if self.numel else 0
+
     def covers(self, nbytes: int) -> bool:
         """Whether the window is all of a storage of ``nbytes``."""
         return self.is_dense and self.numel * self.dtype.itemsize == nbytes
