@@ -545,7 +545,8 @@ def _written(name: str) -> tuple[Tensor, Tensor]:
         case "foreach_max":
             return whole(aten._foreach_max([cut])[0]), full.max()
         case "foreach_norm":
-            return aten._foreach_norm([cut], 2.0, dtype=torch.float64)[0], full.double().norm()
+            (norm,) = aten._foreach_norm([cut], 2.0, dtype=torch.float64)
+            return whole(norm), full.double().norm()
         case "keepdim":
             return (
                 whole(torch.linalg.vector_norm(cut, keepdim=True)),

@@ -1,7 +1,9 @@
 """Distributed tensors against plain ones, on a 2x2 mesh of ranks."""
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed.tensor as torch_dtensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import (
     DTensor,
@@ -85,7 +87,9 @@ def _check_clipping() -> None:
         expected = torch.nn.utils.clip_grad_norm_(plain, 1.0, order)
         norm = torch.nn.utils.clip_grad_norm_(parts, 1.0, order)
         # float32 norms of plain tensors are themselves rounded.
-        torch.testing.assert_close(norm, expected)
+        assert isinstance(norm, DTensor)
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        assert f"{norm:.2f}" == f"{expected:.2f}"
         for p, q in zip(plain, parts, strict=True):
             assert isinstance(q.grad, DTensor)
             assert p.grad is not None
@@ -104,17 +108,17 @@ def _count_gathers() -> int:
     return max(counts, default=0)
 
 
-def test_norms_of_a_list_cost_one_collective_per_axis(world4: World) -> None:
-    assert world4.run(_count_gathers) == [2, 2, 2, 2]
+def test_norms_of_a_list_cost_one_collective(world4: World) -> None:
+    assert world4.run(_count_gathers) == [1, 1, 1, 1]
 
 
-def _check_optimizer() -> None:
+def _check_optimizer(foreach: bool) -> None:
     pairs = tensors_and_parts(mesh_2x2())
     plain = [nn.Parameter(x.clone()) for x, _ in pairs]
     parts = [nn.Parameter(x) for _, x in pairs]
     for optimizer, parameters in (
-        (torch.optim.AdamW(plain, lr=0.1), plain),
-        (torch.optim.AdamW(parts, lr=0.1), parts),
+        (torch.optim.AdamW(plain, lr=0.1, foreach=foreach), plain),
+        (torch.optim.AdamW(parts, lr=0.1, foreach=foreach), parts),
     ):
         for _ in range(3):
             for p in parameters:
@@ -125,8 +129,9 @@ def _check_optimizer() -> None:
         assert torch.equal(q.full_tensor(), p)
 
 
-def test_a_torch_optimizer_steps_as_on_plain_tensors(world4: World) -> None:
-    world4.run(_check_optimizer)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_torch_optimizer_steps_as_on_plain_tensors(world4: World, foreach: bool) -> None:
+    world4.run(_check_optimizer, foreach)
 
 
 READS: list[Callable[[Tensor], Tensor]] = [
@@ -142,7 +147,11 @@ def _check_reads() -> None:
     warnings.simplefilter("ignore", GatherWarning)
     for full, parts in tensors_and_parts(mesh_2x2()):
         for function in READS:
-            assert torch.equal(function(parts), function(full))
+            result = function(parts)
+            # A sum in another order differs in the last bits; the same elements do not.
+            torch.testing.assert_close(
+                result.full_tensor() if isinstance(result, DTensor) else result, function(full)
+            )
         assert (parts.sum() > 0).item() == (full.sum() > 0).item()
 
 
@@ -168,15 +177,72 @@ def test_what_writes_leaves_the_values_of_one_device(world4: World) -> None:
     world4.run(_check_writes)
 
 
-def _refused_views() -> None:
-    x = distribute_tensor(torch.ones(8, 6), mesh_2x2(), LAYOUTS[0][1])
-    for view in (lambda: x[2], lambda: x.view(-1), lambda: x.t(), lambda: x.narrow(0, 1, 2)):
-        with pytest.raises(NotImplementedError, match="a write through it would be lost"):
-            view()
+VIEW_WRITES: list[Callable[[Tensor], object]] = [
+    lambda x: x[2].zero_(),
+    lambda x: x.narrow(0, 1, 2).mul_(3),
+    lambda x: x.diagonal().fill_(7),
+    lambda x: x.diagonal()[2:].fill_(9),
+    lambda x: x.chunk(2, 1)[1].add_(1),
+    lambda x: x.split([3, 5])[0].mul_(2),
+    lambda x: x.view(-1)[5:9].fill_(3),
+    lambda x: x.t()[3].zero_(),
+    lambda x: x.unbind(0)[3].fill_(2),
+    lambda x: x[2, 3].fill_(1),
+    lambda x: x.__setitem__((0, 0), 5.0),
+    lambda x: x.__setitem__((slice(None), 0), 5.0),
+    lambda x: x[1:3].copy_(torch.ones(2, 6)),
+]
+VIEW_LAYOUTS: list[tuple[Placement, ...]] = [
+    (RaggedShard((0,), 8, (1, 0)), Shard(1)),
+    (RaggedShard((0,), 1, (1, 7)), Shard(1)),
+    (Shard(0), Shard(0)),
+    (Shard(1), Shard(0)),
+    (Replicate(), Partial()),
+]
 
 
-def test_views_are_refused_rather_than_lost(world4: World) -> None:
-    world4.run(_refused_views)
+def _check_view_writes() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    mesh = mesh_2x2()
+    for placements in VIEW_LAYOUTS:
+        for write in VIEW_WRITES:
+            full = torch.randn(8, 6)
+            parts = distribute_tensor(full, mesh, placements)
+            earlier, row = parts.diagonal(), parts[1]
+            write(full)
+            write(parts)
+            assert torch.equal(parts.full_tensor(), full)
+            assert torch.equal(earlier.full_tensor(), full.diagonal())  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
+            assert torch.equal(row.full_tensor(), full[1])  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
+
+
+def test_writes_through_views_reach_the_tensor_and_its_other_views(world4: World) -> None:
+    world4.run(_check_view_writes)
+
+
+def _check_gradients_through_view_writes() -> None:
+    warnings.simplefilter("ignore", GatherWarning)
+    mesh = mesh_2x2()
+
+    def loss(x: Tensor) -> Tensor:
+        y = x * 2
+        y[1:3] = y[1:3] * 3
+        y.diagonal().mul_(2)
+        y[2:].view(-1)[3:8].mul_(5)
+        return (y.relu() * x).sum()
+
+    for placements in VIEW_LAYOUTS:
+        full = torch.randn(8, 6, dtype=torch.float64).requires_grad_()
+        parts = distribute_tensor(full, mesh, placements)
+        loss(full).backward()
+        loss(parts).backward()
+        assert isinstance(parts.grad, DTensor)
+        assert full.grad is not None
+        assert torch.equal(parts.grad.full_tensor(), full.grad)
+
+
+def test_gradients_flow_through_writes_to_views(world4: World) -> None:
+    world4.run(_check_gradients_through_view_writes)
 
 
 def _check_autograd() -> None:
@@ -222,3 +288,26 @@ def _wrong_local_shape() -> None:
 
 def test_a_local_part_of_the_wrong_shape_is_refused(world4: World) -> None:
     world4.run(_wrong_local_shape)
+
+
+def _check_nothing_is_kept() -> None:
+    mesh = mesh_2x2()
+    for operate in (
+        lambda x: x.view(12, 4),
+        lambda x: x[:, 1:3],
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x @ x.t(),
+        lambda x: torch.softmax(x, 0),
+        lambda x: x.expand(2, 8, 6),
+        lambda x: x.mean(0),
+    ):
+        x = distribute_tensor(torch.randn(8, 6), mesh, (Shard(0), Shard(1)))
+        local = weakref.ref(x._local_tensor)
+        operate(x)
+        del x
+        gc.collect()
+        assert local() is None
+
+
+def test_what_is_remembered_of_a_call_keeps_no_tensor_alive(world4: World) -> None:
+    world4.run(_check_nothing_is_kept)

@@ -1,24 +1,59 @@
+import torch.distributed.tensor
+
 import vescale_dtensor
 
 
 def test_public_names_are_these() -> None:
     assert vescale_dtensor.__all__ == [
         "Box",
+        "CommCounter",
+        "Communication",
         "DTensor",
+        "EmulatedWorld",
+        "Explanation",
         "GatherWarning",
         "InterleavedShard",
         "LocalBox",
+        "Operation",
+        "Partial",
         "PeerError",
+        "Placement",
         "RaggedShard",
+        "RankTensor",
+        "Replicate",
+        "Shard",
+        "Unsupported",
         "all_gather",
         "all_reduce",
+        "all_to_all",
         "announced_failures",
+        "distribute_module",
         "distribute_tensor",
+        "empty",
+        "emulate",
+        "explain",
+        "full",
         "is_sharded",
+        "layout_text",
         "local_boxes",
         "local_shape",
+        "manual_seed",
         "named_failures",
+        "ones",
+        "rand",
+        "randn",
         "reduce_scatter",
+        "strict",
+        "visualize",
+        "zeros",
     ]
     for name in vescale_dtensor.__all__:
         assert hasattr(vescale_dtensor, name)
+
+
+def test_the_names_that_make_tensors_in_torch_are_here_too() -> None:
+    names = ["DTensor", "Partial", "Placement", "Replicate", "Shard", "distribute_module"]
+    names += ["distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
+    for name in names:
+        assert name in torch.distributed.tensor.__all__
+        assert name in vescale_dtensor.__all__

@@ -1,17 +1,47 @@
-"""Distributed tensors: where the elements are, and operators that never lie about them."""
+"""Distributed tensors: where the elements are, and operators that never lie about them.
 
+The names of ``torch.distributed.tensor`` are here with the same meaning: ``DTensor`` is a subclass
+of torch's, and ``distribute_tensor``, ``distribute_module``, ``zeros`` and the other factories
+make it. Placements are torch's own and those of this package.
+"""
+
+from torch.distributed.tensor import (
+    Partial as Partial,
+    Placement as Placement,
+    Replicate as Replicate,
+    Shard as Shard,
+)
+
+from ._calls import Unsupported as Unsupported
 from ._collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
+    all_to_all as all_to_all,
     reduce_scatter as reduce_scatter,
 )
-from ._dispatch import GatherWarning as GatherWarning
+from ._count import CommCounter as CommCounter
+from ._distribute_module import distribute_module as distribute_module
 from ._dtensor import DTensor as DTensor, distribute_tensor as distribute_tensor
+from ._explain import (
+    Explanation as Explanation,
+    Operation as Operation,
+    explain as explain,
+)
+from ._factories import (
+    empty as empty,
+    full as full,
+    manual_seed as manual_seed,
+    ones as ones,
+    rand as rand,
+    randn as randn,
+    zeros as zeros,
+)
 from ._failures import (
     PeerError as PeerError,
     announced_failures as announced_failures,
     named_failures as named_failures,
 )
+from ._fallback import GatherWarning as GatherWarning, strict as strict
 from ._layout import (
     Box as Box,
     LocalBox as LocalBox,
@@ -23,26 +53,58 @@ from ._placements import (
     RaggedShard as RaggedShard,
     is_sharded as is_sharded,
 )
+from ._ranks import (
+    EmulatedWorld as EmulatedWorld,
+    RankTensor as RankTensor,
+    emulate as emulate,
+)
 from ._register import register_rules, register_with_torch
+from ._transport import Communication as Communication
+from ._visualize import layout_text as layout_text, visualize as visualize
 
 __version__ = "0.1.0"
 __all__ = [
     "Box",
+    "CommCounter",
+    "Communication",
     "DTensor",
+    "EmulatedWorld",
+    "Explanation",
     "GatherWarning",
     "InterleavedShard",
     "LocalBox",
+    "Operation",
+    "Partial",
     "PeerError",
+    "Placement",
     "RaggedShard",
+    "RankTensor",
+    "Replicate",
+    "Shard",
+    "Unsupported",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "announced_failures",
+    "distribute_module",
     "distribute_tensor",
+    "empty",
+    "emulate",
+    "explain",
+    "full",
     "is_sharded",
+    "layout_text",
     "local_boxes",
     "local_shape",
+    "manual_seed",
     "named_failures",
+    "ones",
+    "rand",
+    "randn",
     "reduce_scatter",
+    "strict",
+    "visualize",
+    "zeros",
 ]
 
 register_rules()

@@ -1,111 +1,310 @@
-"""Collectives whose bits depend on the values and the ranks alone.
+"""Collectives that autograd knows, and whose bits depend on the values and the ranks alone.
 
-A reduction is an all-to-all followed by a sum in rank order: the bytes of a ring, and an
-order that no backend, message size or topology changes.
+[Note: gradients of collectives] The gradient of a tensor is that of the sum over ranks of
+every rank's loss. An all-reduce is then its own transpose; all-gather and reduce-scatter are
+each other's; an all-to-all sends back. So each backward pass is one of these functions again,
+and can be differentiated in turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._failures import named_failures
-
-# Renamed in torch 2.13, where the old name warns; remove the old one with torch 2.12.
-_all_gather_single: Callable[..., object] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
+from ._peers import Peers, Splits, gather, joined, parts_of, peers_of, shapes_of, swap
+from ._reduction import (
+    ReduceOp,
+    ReduceOrder,
+    Reduction,
+    all_reduce_parts,
+    reduce_scatter_parts,
 )
 
-
-def all_gather_flat(flat: Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> Tensor:
-    """Gather equal 1-D tensors over mesh axes. Every rank of ``mesh`` must call this.
-
-    Args:
-        flat: 1-D, the same numel on every rank.
-        mesh: The mesh whose axes are gathered over.
-        axes: Indices of mesh axes, ascending.
-
-    Returns:
-        One row per combination of coordinates along ``axes``, the last axis varying
-        fastest: (product of axis sizes, numel).
-    """
-    gathered = flat.contiguous()
-    for axis in reversed(axes):
-        group = mesh.get_group(axis)
-        parts = gathered.new_empty(mesh.size(axis) * gathered.numel())
-        with named_failures():
-            _all_gather_single(parts, gathered, group=group)
-        gathered = parts
-    return gathered.view(-1, flat.numel())
+Where = dist.ProcessGroup | DeviceMesh
+Axes = Sequence[int | str] | int | str | None
 
 
-def ordered_all_reduce(
-    value: Tensor,
-    mesh: DeviceMesh,
+def all_reduce(
+    tensor: Tensor,
+    where: Where,
     *,
-    combine: Callable[[Tensor, Tensor], Tensor] = torch.add,
+    axes: Axes = None,
+    op: ReduceOp = "sum",
+    order: ReduceOrder = "rank",
+    accumulate: torch.dtype | None = None,
 ) -> Tensor:
-    """Reduce a small tensor over a whole mesh, in rank order. Every rank must call this.
-
-    The bits of the result depend on the values and the mesh, not on the backend's
-    algorithm. Bytes grow with the mesh size; meant for scalars and norms.
-    """
-    rows = all_gather_flat(value.reshape(-1), mesh, range(mesh.ndim))
-    total = rows[0]
-    for row in rows[1:]:
-        total = combine(total, row)
-    return total.reshape(value.shape)
-
-
-def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather tensors of one shape, stacked in rank order. Every rank of ``group`` must call this.
-
-    Returns:
-        (group size, *local.shape).
-    """
-    ranks = dist.get_world_size(group)
-    flat = local.new_empty(ranks * local.numel())
-    with named_failures():
-        _all_gather_single(flat, local.contiguous().view(-1), group=group)
-    return flat.view(ranks, *local.shape)
-
-
-def reduce_scatter(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum row r of every rank onto rank r, in rank order. Every rank of ``group`` must call this.
-
-    Half precision accumulates in float32.
+    """Reduce tensors of one shape over ranks. Every rank of ``where`` must call this.
 
     Args:
-        rows: (group size, numel), row r meant for rank r.
-        group: The ranks that take part.
-
-    Returns:
-        The sum of this rank's rows: (numel,).
-    """
-    received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    with named_failures():
-        dist.all_to_all_single(received, rows.contiguous(), group=group)
-    wide = (
-        torch.promote_types(rows.dtype, torch.float32) if rows.is_floating_point() else rows.dtype
-    )
-    total = received[0].to(wide)
-    for row in received[1:]:
-        total = total + row
-    return total.to(rows.dtype)
-
-
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum tensors of one shape in rank order. Every rank of ``group`` must call this.
+        tensor: Of the same shape and dtype on every rank, and requiring grad on all or none.
+        where: A process group, or a mesh.
+        axes: Indices or names of axes of the mesh, ascending, None for all; several act as
+            one group, in one collective. Absent for a process group.
+        op: ``sum`` and ``avg`` have gradients.
+        order: ``rank`` reduces in rank order, to the same bits everywhere and always;
+            ``library`` leaves the order to the backend.
+        accumulate: The dtype in which ``rank`` adds up; None is float32 for half precision
+            and otherwise the dtype of the tensor.
 
     Returns:
         A new tensor, bit-equal on every rank.
+
+    Raises:
+        ValueError: Before any communication, if an argument does not fit the others.
+
+    Example:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from vescale_dtensor import emulate
+        >>> with emulate(4):
+        ...     mesh = init_device_mesh("cpu", (2, 2))
+        ...     all_reduce(torch.ones(2), mesh).of_rank(3)
+        tensor([4., 4.])
     """
-    ranks = dist.get_world_size(group)
-    numel = tensor.numel()
-    rows = tensor.new_zeros(ranks, -(-numel // ranks))
-    rows.view(-1)[:numel] = tensor.reshape(-1)
-    return all_gather(reduce_scatter(rows, group), group).view(-1)[:numel].view(tensor.shape)
+    how = Reduction(op=op, order=order, accumulate=accumulate)
+    how.check(tensor)
+    peers = peers_of(where, axes)
+    _check_equal_shapes(tensor, peers)
+    return _all_reduce(tensor, peers, how)
+
+
+def reduce_scatter(
+    rows: Tensor,
+    where: Where,
+    *,
+    axes: Axes = None,
+    op: ReduceOp = "sum",
+    order: ReduceOrder = "rank",
+    accumulate: torch.dtype | None = None,
+    sizes: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Reduce row r of every rank onto rank r. Every rank of ``where`` must call this.
+
+    Args:
+        rows: (ranks, *shape), row r meant for rank r; with ``sizes``, (sum of sizes, *shape).
+        where: A process group, or a mesh.
+        axes: As for :func:`all_reduce`.
+        op: As for :func:`all_reduce`.
+        order: As for :func:`all_reduce`.
+        accumulate: As for :func:`all_reduce`.
+        sizes: How many indices of dim 0 are meant for each rank; the same on every rank.
+
+    Returns:
+        What is meant for this rank: (*shape), or with ``sizes`` (own size, *shape).
+
+    Raises:
+        ValueError: Before any communication, if an argument does not fit the others.
+    """
+    how = Reduction(op=op, order=order, accumulate=accumulate)
+    how.check(rows)
+    peers = peers_of(where, axes)
+    splits = _splits(sizes, peers)
+    _check_dim_0(rows, splits, peers, "one row per rank" if sizes is None else "sizes")
+    reduced = _reduce_scatter(rows, splits, peers, how)
+    return reduced.squeeze(0) if sizes is None else reduced
+
+
+def all_gather(
+    tensor: Tensor,
+    where: Where,
+    *,
+    axes: Axes = None,
+    order: ReduceOrder = "rank",
+    sizes: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Give every rank the tensors of all, in rank order. Every rank of ``where`` must call this.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank; with ``sizes``, of the same shape
+            beyond dim 0. Requires grad on all ranks or none.
+        where: A process group, or a mesh.
+        axes: As for :func:`all_reduce`.
+        order: In which the backward pass sums gradients.
+        sizes: The length along dim 0 of every rank's tensor; the same on every rank.
+
+    Returns:
+        Stacked, (ranks, *shape); with ``sizes`` concatenated, (sum of sizes, *rest of shape).
+
+    Raises:
+        ValueError: Before any communication, if an argument does not fit the others.
+    """
+    how = Reduction(order=order)
+    peers = peers_of(where, axes)
+    splits = _splits(sizes, peers)
+    if sizes is None:
+        _check_equal_shapes(tensor, peers)
+        return _all_gather(tensor.unsqueeze(0), splits, peers, how)
+    _check_own_size(tensor, splits, peers)
+    return _all_gather(tensor, splits, peers, how)
+
+
+def all_to_all(
+    tensor: Tensor,
+    where: Where,
+    *,
+    axes: Axes = None,
+    input_splits: Sequence[int] | Tensor | None = None,
+    output_splits: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Send every rank its split of dim 0. Every rank of ``where`` must call this.
+
+    Args:
+        tensor: Any shape but a scalar's; beyond dim 0 the same on every rank. Requires grad on
+            all ranks or none.
+        where: A process group, or a mesh.
+        axes: As for :func:`all_reduce`.
+        input_splits: How many indices of dim 0 go to each rank; None for equal splits on all
+            ranks. A tensor of integers is read, which waits for its device; emulated ranks,
+            whose splits differ, need one.
+        output_splits: How many come from each rank; given exactly if ``input_splits`` are.
+
+    Returns:
+        What the ranks sent here, concatenated in rank order.
+
+    Raises:
+        ValueError: Before any communication, if the splits do not fit.
+    """
+    peers = peers_of(where, axes)
+    if (input_splits is None) != (output_splits is None):
+        raise ValueError(
+            "expected input_splits and output_splits, or neither, "
+            f"got {input_splits!r} and {output_splits!r}"
+        )
+    if input_splits is None:
+        _check_divisible(tensor, peers)
+        return _all_to_all(tensor, None, None, peers)
+    sent, received = _splits(input_splits, peers), _splits(output_splits, peers)
+    _check_dim_0(tensor, sent, peers, "input_splits")
+    _check_agreement(sent, received, peers)
+    return _all_to_all(tensor, sent, received, peers)
+
+
+def _splits(splits: Sequence[int] | Tensor | None, peers: Peers) -> Splits:
+    """Return one size per peer, for each rank in this process."""
+    if splits is None:
+        return ((1,) * peers.num_ranks,) * peers.num_here
+    if isinstance(splits, Tensor):
+        found = tuple(tuple(map(int, part.tolist())) for part in parts_of(splits, peers))
+    else:
+        found = (tuple(splits),) * peers.num_here
+    for sizes in found:
+        if len(sizes) != peers.num_ranks or min(sizes) < 0:
+            raise ValueError(
+                f"expected a size of at least 0 for each of {peers.num_ranks} ranks, got {sizes}"
+            )
+    return found
+
+
+def _check_equal_shapes(tensor: Tensor, peers: Peers) -> None:
+    shapes = {tuple(shape) for shape in shapes_of(tensor, peers)}
+    if len(shapes) > 1:
+        raise ValueError(f"expected one shape on all ranks, got {sorted(shapes)}")
+
+
+def _check_dim_0(tensor: Tensor, splits: Splits, peers: Peers, expected: str) -> None:
+    for shape, sizes in zip(shapes_of(tensor, peers), splits, strict=True):
+        if not shape or shape[0] != sum(sizes):
+            raise ValueError(
+                f"expected dim 0 to be {sum(sizes)} ({expected}: {sizes}), "
+                f"got shape {tuple(shape)}"
+            )
+
+
+def _check_own_size(tensor: Tensor, splits: Splits, peers: Peers) -> None:
+    for here, (shape, sizes) in enumerate(zip(shapes_of(tensor, peers), splits, strict=True)):
+        own = sizes[peers.place_of(here)]
+        if not shape or shape[0] != own:
+            raise ValueError(
+                f"expected dim 0 of this rank to be {own} (sizes: {sizes}), "
+                f"got shape {tuple(shape)}"
+            )
+
+
+def _check_divisible(tensor: Tensor, peers: Peers) -> None:
+    _check_equal_shapes(tensor, peers)
+    if not tensor.ndim or tensor.shape[0] % peers.num_ranks:
+        raise ValueError(
+            f"expected dim 0 to be a multiple of {peers.num_ranks}, the number of ranks, "
+            f"got shape {tuple(tensor.shape)}; pass splits"
+        )
+
+
+def _check_agreement(sent: Splits, received: Splits, peers: Peers) -> None:
+    """Compare what one rank in this process sends with what another expects."""
+    met = peers.met or ()
+    for rank, ranks in enumerate(met):
+        expected = tuple(sent[peer][met[peer].index(rank)] for peer in ranks)
+        if received[rank] != expected:
+            raise ValueError(
+                f"expected output_splits {expected} on rank {rank}, as ranks {ranks} send, "
+                f"got {received[rank]}"
+            )
+
+
+class _Linear(torch.autograd.Function):
+    """A collective, and its transpose for the way back."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        tensor: Tensor,
+        run: Callable[[Tensor], Tensor],
+        transposed: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.transposed = transposed
+        return run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.transposed(grad), None, None
+
+
+def _recorded(
+    tensor: Tensor, run: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Linear.apply(tensor, run, transposed)  # pyright: ignore[reportReturnType]: apply is untyped
+    return run(tensor)
+
+
+def _all_reduce(tensor: Tensor, peers: Peers, how: Reduction) -> Tensor:
+    return _recorded(
+        tensor,
+        lambda t: joined(all_reduce_parts(parts_of(t, peers), peers, how), peers),
+        lambda grad: _all_reduce(grad, peers, how),
+    )
+
+
+def _reduce_scatter(rows: Tensor, splits: Splits, peers: Peers, how: Reduction) -> Tensor:
+    def transposed(grad: Tensor) -> Tensor:
+        gathered = _all_gather(grad, splits, peers, replace(how, op="sum"))
+        return gathered / peers.num_ranks if how.op == "avg" else gathered
+
+    return _recorded(
+        rows,
+        lambda t: joined(reduce_scatter_parts(parts_of(t, peers), splits, peers, how), peers),
+        transposed,
+    )
+
+
+def _all_gather(tensor: Tensor, splits: Splits, peers: Peers, how: Reduction) -> Tensor:
+    return _recorded(
+        tensor,
+        lambda t: joined(gather(parts_of(t, peers), splits, peers), peers),
+        lambda grad: _reduce_scatter(grad, splits, peers, how),
+    )
+
+
+def _all_to_all(
+    tensor: Tensor, sent: Splits | None, received: Splits | None, peers: Peers
+) -> Tensor:
+    return _recorded(
+        tensor,
+        lambda t: joined(swap(parts_of(t, peers), sent, received, peers), peers),
+        lambda grad: _all_to_all(grad, received, sent, peers),
+    )

@@ -1,30 +1,42 @@
-"""The distributed tensor: torch's DTensor with placements that torch lacks."""
+"""The distributed tensor: torch's DTensor with placements and operators that torch lacks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any, ClassVar
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement
+from torch.distributed.tensor import Partial, Placement, Replicate
 
-from ._collectives import all_gather_flat
+from ._infer import infer_layout
 from ._layout import LocalBox, local_boxes, local_shape
 from ._placements import is_sharded
-from ._torch_private import DTensorSpec, TensorMeta
+from ._ranks import coordinate_of, is_emulated, per_rank
+from ._redistribute import redistribute_local
+from ._spec import (
+    Layout,
+    Placements,
+    layout,
+    layout_of_spec,
+    normalized,
+    placements_text,
+    replicated,
+    without_partial,
+)
+from ._torch_private import default_mesh, make_wrapper, new_dtensor, real_mesh
 
 
 class DTensor(torch_dtensor.DTensor):
-    """A tensor of global shape of which every rank holds the boxes its placements say.
+    """A tensor of global shape of which every rank holds the part its placements say.
 
-    Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators
-    either give the values one device would give or raise; see :mod:`vescale_dtensor` for
-    which run locally and which gather.
+    Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators give
+    the values one device would give, or raise; :mod:`vescale_dtensor` says how.
 
     Attributes:
         rules: Runs an operator; set by :func:`vescale_dtensor._register.register_rules`,
@@ -32,6 +44,8 @@ class DTensor(torch_dtensor.DTensor):
     """
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    # What this tensor is a view of, if it is one that had to be gathered; see _linked.py.
+    _link: Any = None
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]: torch leaves it untyped
@@ -44,34 +58,49 @@ class DTensor(torch_dtensor.DTensor):
         return cls.rules(func, args, kwargs or {})
 
     @staticmethod
-    def from_local(  # pyright: ignore[reportIncompatibleMethodOverride]: the global shape is required here
+    def from_local(  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's, without stride
         local_tensor: Tensor,
-        device_mesh: DeviceMesh,
-        placements: Sequence[Placement],
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
         *,
-        shape: Sequence[int],
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Wrap this rank's part of a global tensor. No communication, no copy, no autograd.
+        """Wrap this rank's part of a global tensor; gradients flow back into the part.
+
+        Without ``shape`` the ranks tell each other their local shapes, so every rank of the
+        mesh must call this. Parts that are not those of an even cut are taken in rank order,
+        and ``Shard`` becomes a :class:`RaggedShard` that says so.
 
         Args:
-            local_tensor: This rank's part, shaped as :func:`local_shape` says.
+            local_tensor: This rank's part.
             device_mesh: The mesh the tensor lives on.
-            placements: One per mesh axis, outermost first. ``Partial`` is refused.
-            shape: Global shape.
+            placements: One per mesh axis, outermost first; ``Replicate`` if not given.
+            run_check: Compare the values of ranks that are said to hold the same.
+            shape: Global shape. Nothing is sent then.
+            grad_placements: How the gradient is to be placed; as the tensor itself if not
+                given, with ``Replicate`` in place of ``Partial``.
 
         Raises:
-            ValueError: If the local shape does not fit the global shape and placements.
+            ValueError: If the local shapes fit no global tensor with these placements, or
+                ``run_check`` finds replicas that differ.
         """
-        if any(isinstance(placement, Partial) for placement in placements):
-            raise ValueError(f"expected no Partial placement, got {tuple(placements)}")
-        expected = local_shape(shape, device_mesh.shape, coordinate_of(device_mesh), placements)
-        if tuple(local_tensor.shape) != expected:
-            raise ValueError(
-                f"expected a local tensor of shape {expected} for global shape "
-                f"{tuple(shape)} and placements {tuple(placements)}, "
-                f"got {tuple(local_tensor.shape)}"
-            )
-        return wrap(local_tensor, device_mesh, tuple(placements), torch.Size(shape))
+        mesh = device_mesh or default_mesh()
+        # What moves elements would move them without the bits of conj().
+        local_tensor = local_tensor.resolve_conj().resolve_neg()
+        given = replicated(mesh) if placements is None else tuple(placements)
+        if shape is None:
+            shape, given = infer_layout(local_tensor, mesh, given)
+        given = normalized(given, len(shape))
+        _check_local_shape(local_tensor, mesh, given, shape)
+        made = layout(mesh, given, shape, None, local_tensor.dtype)
+        if run_check:
+            _check_replicas(local_tensor, made)
+        if not (torch.is_grad_enabled() and local_tensor.requires_grad):
+            return wrap(local_tensor.detach(), made)
+        wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
+        return cast(DTensor, _FromLocal.apply(local_tensor, made, wanted))
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute
@@ -94,43 +123,63 @@ class DTensor(torch_dtensor.DTensor):
     @property
     def is_first_replica(self) -> bool:
         """Whether no rank before this one, along replicated axes, holds the same elements."""
-        coordinate = coordinate_of(self.device_mesh)
-        return not any(
-            index
-            for index, placement in zip(coordinate, self.placements, strict=True)
-            if not is_sharded(placement)
-        )
+        return is_first_replica(coordinate_of(self.device_mesh), self.placements)
 
-    def to_local(self, **unsupported: Any) -> Tensor:
-        """Return this rank's part; gradients flow back into the distributed tensor."""
-        if unsupported:
-            raise TypeError(f"to_local takes no options here, got {sorted(unsupported)}")
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._local_tensor
-        return _ToLocal.apply(self)  # pyright: ignore[reportReturnType]: apply is untyped
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
+        """Return this rank's part; gradients flow back into the distributed tensor.
 
-    def full_tensor(self, **unsupported: Any) -> Tensor:
-        """Return the global tensor, on every rank. Every rank of the mesh must call this."""
-        if unsupported:
-            raise TypeError(f"full_tensor takes no options here, got {sorted(unsupported)}")
+        Args:
+            grad_placements: How to understand the gradients of the parts; as the tensor
+                itself if not given, with ``Replicate`` in place of ``Partial``.
+        """
+        settled = self._settled()
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return gather(self)
-        return _ToFull.apply(self)  # pyright: ignore[reportReturnType]: apply is untyped
+            return settled._local_tensor
+        return cast(Tensor, _ToLocal.apply(settled, _placements_or_none(self, grad_placements)))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
+        """Return the global tensor, on every rank. Every rank of the mesh must call this.
+
+        Args:
+            grad_placements: How to understand the gradients of the full tensors; whole on
+                every rank if not given.
+        """
+        settled = self._settled()
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return gather(settled)
+        return cast(Tensor, _ToFull.apply(settled, _placements_or_none(self, grad_placements)))
 
     def redistribute(  # pyright: ignore[reportIncompatibleMethodOverride]: fewer options than torch's
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
     ) -> DTensor:
-        """Return the same tensor under other placements. Every rank must call this.
+        """Return the same tensor under other placements. Every rank of the mesh must call this.
 
-        Gathers the tensor first; not differentiable.
+        Args:
+            device_mesh: Must be the tensor's own mesh, if given.
+            placements: One per mesh axis, outermost first.
+            async_op: Refused: the result is complete on return.
 
         Raises:
-            RuntimeError: If autograd would have to record it.
+            ValueError: If the mesh is another one.
         """
+        if async_op:
+            raise ValueError("expected async_op=False: redistribution completes before it returns")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(
+                f"expected the tensor's own mesh {self.device_mesh}, got {device_mesh}"
+            )
+        if placements is None:
+            raise ValueError("expected one placement per mesh axis, got None")
+        target = normalized(placements, self.ndim)
+        _check_count(target, self.device_mesh)
+        settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
-            raise RuntimeError("redistribute is not differentiable; call it under no_grad")
-        mesh = device_mesh or self.device_mesh
-        return distribute_tensor(gather(self), mesh, placements or self.placements)
+            return cast(DTensor, _Redistribute.apply(settled, target))
+        return moved(settled, target)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
@@ -138,107 +187,310 @@ class DTensor(torch_dtensor.DTensor):
             f"placements={self.placements}, local={self._local_tensor})"
         )
 
+    def __format__(self, spec: str) -> str:
+        """Format a scalar as the number it is on one device; every rank must call this."""
+        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
-            local = self._local_tensor.detach().clone()
-            copy = wrap(local, self.device_mesh, self.placements, self.shape)
+            copy = wrap(self._settled()._local_tensor.detach().clone(), layout_of(self))
             if isinstance(self, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy)
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
+    def tolist(self) -> Any:
+        """Return the global tensor as nested lists; every rank must call this."""
+        return self.full_tensor().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        made = layout_of(self)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        state = (made.mesh, made.placements, tuple(made.shape), made.stride)
+        local = self._settled()._local_tensor.detach()
+        return rebuild, (local, *state, self.requires_grad, is_parameter)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """Return what this rank writes to a torch.distributed.checkpoint checkpoint."""
+        # Here, because torch's checkpoint package takes half a second to import.
+        from ._dcp import dcp_write_items
+
+        return dcp_write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return the boxes this rank needs from a torch.distributed.checkpoint checkpoint."""
+        from ._dcp import dcp_chunks
+
+        return dcp_chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return the part of the local tensor that one of those boxes is."""
+        from ._dcp import dcp_shard
+
+        return dcp_shard(self, index)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        placements, meta, _, requires_grad = flatten_spec
+        local, mesh = inner_tensors["_local_tensor"], real_mesh(inner_tensors["device_mesh"])
+        # A compiler's sizes may be symbols; layouts are integers, so it specializes.
+        shape, stride = tuple(map(int, outer_size)), tuple(map(int, outer_stride))
+        made = layout(mesh, placements, shape, stride, meta.dtype)
+        return cast(DTensor, wrap(local, made).requires_grad_(requires_grad))
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what compiled programs on disk are found by: they name this rank's groups."""
+        made = layout_of(self)
+        groups = [group.group_name for group in made.mesh.get_all_groups()]
+        known = (made.placements, made.shape, made.stride, made.dtype, groups, self.requires_grad)
+        return hashlib.sha256(repr(known).encode()).hexdigest()
+
+    def _settled(self) -> DTensor:
+        """Bring a gathered view up to date with what it is a view of."""
+        if self._link is not None:
+            self._link.refresh(self)
+        return self
+
+
+def rebuild(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> DTensor:
+    """Make a tensor that was pickled."""
+    tensor = wrap(local, layout(mesh, placements, shape, stride, local.dtype))
+    made = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+    return cast(DTensor, made.requires_grad_(requires_grad))
+
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Cut this rank's part out of a full tensor that every rank already holds.
 
-    No communication: unlike torch's function of the same name, nothing is broadcast.
+    No communication: unlike torch's function of the same name, nothing is broadcast. The
+    result is a leaf of autograd that requires a gradient if ``tensor`` does.
 
     Args:
         tensor: The global tensor, equal on every rank.
         device_mesh: The mesh to distribute over.
-        placements: One per mesh axis, outermost first.
+        placements: One per mesh axis, outermost first; ``Replicate`` if not given. ``Partial``
+            leaves the value on the first rank and nothing on the others.
     """
-    coordinate = coordinate_of(device_mesh)
-    boxes = local_boxes(tensor.shape, device_mesh.shape, coordinate, placements)
-    shape = local_shape(tensor.shape, device_mesh.shape, coordinate, placements)
-    local = tensor.detach().new_empty(shape)
-    for held in boxes:
-        local[held.local_slices] = tensor.detach()[held.box.slices]
-    return DTensor.from_local(local, device_mesh, placements, shape=tensor.shape)
+    mesh = device_mesh or default_mesh()
+    given = replicated(mesh) if placements is None else normalized(placements, tensor.ndim)
+    _check_count(given, mesh)
+    full = per_rank(lambda _, whole: whole.clone(), mesh, tensor.detach())
+    local = redistribute_local(full, mesh, tensor.shape, replicated(mesh), given)
+    made = wrap(local, layout(mesh, given, tensor.shape, None, tensor.dtype))
+    return cast(DTensor, made.requires_grad_(tensor.requires_grad))
 
 
 def gather(tensor: DTensor) -> Tensor:
-    """Return the global tensor without autograd. Every rank of the mesh must call this."""
-    mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
-    axes = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
+    """Return a copy of the global tensor without autograd. All ranks of the mesh call this."""
     local = tensor._local_tensor.detach()
-    if not axes:
-        return local.clone()
-    own = coordinate_of(mesh)
-    coordinates = [
-        tuple(
-            dict(zip(axes, indices, strict=True)).get(axis, own[axis]) for axis in range(mesh.ndim)
-        )
-        for indices in product(*(range(mesh.size(axis)) for axis in axes))
-    ]
-    shapes = [local_shape(shape, mesh.shape, c, placements) for c in coordinates]
-    padded = local.new_empty(max(map(math.prod, shapes)))
-    padded[: local.numel()] = local.reshape(-1)
-    full = local.new_empty(shape)
-    rows = all_gather_flat(padded, mesh, axes)
-    for coordinate, part_shape, row in zip(coordinates, shapes, rows, strict=True):
-        part = row[: math.prod(part_shape)].view(part_shape)
-        for held in local_boxes(shape, mesh.shape, coordinate, placements):
-            full[held.box.slices] = part[held.local_slices] if shape else part
-    return full
+    full = redistribute_local(
+        local, tensor.device_mesh, tensor.shape, tensor.placements, replicated(tensor.device_mesh)
+    )
+    return full.clone() if full is local else full
 
 
-def wrap(
-    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
-    """Construct a DTensor without checks."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    meta = TensorMeta(shape, tuple(strides), local.dtype)
-    construct: Any = DTensor  # torch declares its constructor to return its own class
-    return construct(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A redistribution of a tensor."""
+
+    source: Layout
+    target: Layout
+
+    def __str__(self) -> str:
+        return f"{self.source} to {placements_text(self.target.placements)}"
 
 
-def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return this rank's coordinate on ``mesh``.
+_mover_listeners: list[Callable[[Move], None]] = []
 
-    Raises:
-        ValueError: If this rank is not part of the mesh.
+
+@contextmanager
+def moves_told(listener: Callable[[Move], None]) -> Iterator[None]:
+    """Call ``listener`` for every redistribution."""
+    _mover_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _mover_listeners.remove(listener)
+
+
+def moved(tensor: DTensor, placements: Placements) -> DTensor:
+    """Return ``tensor`` under other placements, without autograd; itself if they are the same."""
+    made = layout_of(tensor)
+    target = made.placed(placements)
+    if target is made:
+        return tensor
+    for listener in _mover_listeners:
+        listener(Move(made, target))
+    local = redistribute_local(
+        tensor._local_tensor, made.mesh, made.shape, made.placements, placements
+    )
+    return wrap(in_memory_order(local, made.stride), target)
+
+
+def in_memory_order(local: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return ``local`` with its dims in memory as ``stride`` has them."""
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    if order == list(range(len(stride))) or local.ndim != len(stride):
+        return local
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(inverse)
+
+
+def layout_of(tensor: torch_dtensor.DTensor) -> Layout:
+    """Return where the elements of ``tensor`` are."""
+    return layout_of_spec(tensor._spec)
+
+
+def wrap(local: Tensor, made: Layout, *, offset: int = 0) -> DTensor:
+    """Construct a DTensor without checks.
+
+    Args:
+        local: This rank's part.
+        made: Where the elements are.
+        offset: Where the tensor would begin in its storage on one device; autograd of writes
+            through views needs it.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not part of {mesh}")
-    return tuple(coordinate)
+    if not offset:
+        return new_dtensor(DTensor, local, made.spec, requires_grad=False)
+    tensor = make_wrapper(
+        DTensor,
+        made.shape,
+        strides=made.stride,
+        storage_offset=offset,
+        dtype=made.dtype,
+        device=local.device,
+        requires_grad=False,
+    )
+    tensor._spec, tensor._local_tensor = made.spec, local
+    return tensor
+
+
+def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Whether no earlier coordinate, along axes that do not shard, holds the same elements."""
+    return not any(
+        index
+        for index, placement in zip(coordinate, placements, strict=True)
+        if not is_sharded(placement)
+    )
+
+
+def _placements_or_none(
+    tensor: DTensor, placements: Sequence[Placement] | None
+) -> Placements | None:
+    return None if placements is None else normalized(placements, tensor.ndim)
+
+
+def _check_count(placements: Placements, mesh: DeviceMesh) -> None:
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"expected one placement per mesh axis ({mesh.ndim}), got {tuple(placements)}"
+        )
+
+
+def _check_local_shape(
+    local_tensor: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
+) -> None:
+    _check_count(placements, mesh)
+
+    def check(coordinate: tuple[int, ...], local: Tensor) -> None:
+        expected = local_shape(shape, mesh.shape, coordinate, placements)
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"expected a local tensor of shape {expected} for global shape "
+                f"{tuple(shape)} and placements {tuple(placements)} at {coordinate}, "
+                f"got {tuple(local.shape)}; parts of other sizes need a RaggedShard"
+            )
+
+    per_rank(check, mesh, local_tensor)
+
+
+def _check_replicas(local_tensor: Tensor, made: Layout) -> None:
+    whole = tuple(p if is_sharded(p) else Replicate() for p in made.placements)
+    first = tuple(Partial() if type(p) is Replicate else p for p in whole)
+
+    def keep(coordinate: tuple[int, ...], local: Tensor) -> Tensor:
+        kept = is_first_replica(coordinate, whole)
+        return local.detach().clone() if kept else torch.zeros_like(local)
+
+    kept = per_rank(keep, made.mesh, local_tensor)
+    expected = redistribute_local(kept, made.mesh, made.shape, first, whole)
+
+    def check(coordinate: tuple[int, ...], local: Tensor, of_first: Tensor) -> None:
+        if not torch.equal(local, of_first):
+            raise ValueError(f"the replica at {coordinate} differs from the first one")
+
+    if not made.is_partial:
+        per_rank(check, made.mesh, local_tensor.detach(), expected)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.placements = wanted or without_partial(made.placements)
+        return wrap(local.view_as(local), made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return moved(as_dtensor(grad), ctx.placements)._local_tensor, None, None
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.layout = (tensor.device_mesh, tensor.placements, tensor.shape)
+    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = layout_of(tensor)
+        ctx.layout = made.placed(wanted or without_partial(made.placements))
         local = tensor._local_tensor
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return wrap(grad, *ctx.layout)
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # torch's own formulas take the shape of the rank that is shown for that of all.
+        if is_emulated():
+            _check_local_shape(grad, ctx.layout.mesh, ctx.layout.placements, ctx.layout.shape)
+        return wrap(grad, ctx.layout), None
 
 
 class _ToFull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.layout = (tensor.device_mesh, tensor.placements)
+    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = layout_of(tensor)
+        ctx.target = without_partial(made.placements)
+        ctx.layout = made.placed(wanted or replicated(made.mesh))
         return gather(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return distribute_tensor(grad, *ctx.layout)
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return moved(wrap(grad.contiguous(), ctx.layout), ctx.target), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.placements = without_partial(tensor.placements)
+        result = moved(tensor, placements)
+        return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return moved(as_dtensor(grad), ctx.placements), None
+
+
+def as_dtensor(tensor: torch_dtensor.DTensor) -> DTensor:
+    """Return torch's DTensor as one of ours that shares its local tensor."""
+    if type(tensor) is DTensor:
+        return tensor
+    return wrap(tensor._local_tensor, layout_of_spec(tensor._spec))

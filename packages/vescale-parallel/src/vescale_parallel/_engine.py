@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather, announced_failures
+from vescale_dtensor import DTensor, all_gather, announced_failures
 
 from ._borrowed import give_back, lend
 from ._loss import AverageOverRanks, TokenMeans
@@ -109,6 +109,7 @@ class Engine:
         means = TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count))
         with means, self._own_random_stream():
             output = forward(*args, **kwargs)
+        _check_plain(output)
         self._check_loss(output, means)
         averaged = pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, self._mean) if is_loss(x) else x, output
@@ -320,6 +321,17 @@ class Engine:
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
             stacklevel=2,
+        )
+
+
+def _check_plain(output: Any) -> None:
+    """Refuse a result that mixes this rank's rows with parameters that all ranks hold parts of."""
+    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(output)):
+        raise ValueError(
+            "forward returned a distributed tensor, because it read parameters of a block outside "
+            "of the block's own forward, where ZeRO 2 and 3 keep them cut. Its plain tensors are "
+            "this rank's rows, so the two do not mix. Use ZeRO 1, or read what you need as "
+            "parameter.full_tensor()"
         )
 
 
