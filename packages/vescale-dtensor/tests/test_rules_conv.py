@@ -39,6 +39,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int,
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_are_those_of_one_device(name: str) -> None:
     function, values_shape, weight_shape, channels = CONVOLUTIONS[name]

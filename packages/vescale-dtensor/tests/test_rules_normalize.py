@@ -37,6 +37,7 @@ def test_softmax_is_that_of_one_device() -> None:
         check(lambda x, dim=dim: x.log_softmax(dim), values(6, 5, 8))
 
 
+@pytest.mark.slow
 def test_layer_norm_is_that_of_one_device() -> None:
     for shape, normalized in (((6, 5, 8), (8,)), ((6, 4, 5), (4, 5)), ((8,), (8,))):
         weight, bias = values(*normalized), values(*normalized)
@@ -68,6 +69,7 @@ def test_fused_rms_norm_is_that_of_one_device() -> None:
         torch.testing.assert_close(each.full_tensor().of_rank(3), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 6, 2, 3), (6, 6), (5, 6, 4)])
 def test_group_norm_is_that_of_one_device(shape: tuple[int, ...]) -> None:
     for groups in (1, 2, 6):
@@ -122,7 +124,9 @@ ALONG: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", ALONG)
 def test_operators_along_dims_are_those_of_one_device(name: str) -> None:
-    check(ALONG[name], values(6, 5, 8).detach(), exact=name != "trace")
+    # A trace is a sum over ranks. Fourier transforms round by how their memory is aligned.
+    exact = name not in ("trace", "fft", "rfft", "irfft")
+    check(ALONG[name], values(6, 5, 8).detach(), exact=exact)
     check(ALONG[name], values(6, 5, 8), gathers=True)
 
 

@@ -95,10 +95,13 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, names: list[str]) -> None:
             assert torch.equal(states[1], own_state), (name, placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(6, 8), (6, 4001)])
 def test_draws_are_those_of_one_device(shape: tuple[int, ...]) -> None:
+    # sparse_ draws for one column after the other.
+    names = [name for name in PROGRAMS if name != "sparse_" or shape[1] < 100]
     with emulate(4):
-        check(shape, torch.float32, list(PROGRAMS))
+        check(shape, torch.float32, names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

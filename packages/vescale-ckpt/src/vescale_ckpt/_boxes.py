@@ -11,11 +11,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+import vescale_dtensor
 from vescale_dtensor import Box, InterleavedShard, LocalBox, local_boxes
 
 from ._dtypes import NAMES
 from ._torch_private import StridedShard
 from .exceptions import CheckpointError
+
+# Before torch 2.13 veScale's is no subclass of torch's.
+_DISTRIBUTED = (DTensor, vescale_dtensor.DTensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +72,9 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
         CheckpointError: With ``key`` and what to do.
     """
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        local = tensor.to_local() if isinstance(tensor, _DISTRIBUTED) else tensor.detach()
     _check(key, local)
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, _DISTRIBUTED):
         return _part_of_dtensor(key, tensor, local)
     return Part(
         shape=tuple(tensor.shape),

@@ -8,12 +8,11 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._spec import Layout, layout, layout_of_spec, replicated
-from ._torch_private import OpOverload, pytree
+from ._torch_private import DISTRIBUTED, OpOverload, pytree
 
 
 class Unsupported(NotImplementedError):
@@ -40,7 +39,7 @@ class Call:
         self._leaves = leaves
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self.places]
-        sharded = [t for t in self.tensors if isinstance(t, torch_dtensor.DTensor)]
+        sharded = [t for t in self.tensors if isinstance(t, DISTRIBUTED)]
         self.mesh: DeviceMesh = layout_of_spec(sharded[0]._spec).mesh
         self.meshes = {layout_of_spec(t._spec).mesh for t in sharded}
         self.layouts = [layout_of(t, self.mesh) for t in self.tensors]
@@ -108,7 +107,7 @@ def _ghost(made: Layout) -> Tensor:
 
 def layout_of(tensor: Tensor, mesh: DeviceMesh) -> Layout:
     """Return the layout of a tensor; a plain one is whole on every rank of ``mesh``."""
-    if isinstance(tensor, torch_dtensor.DTensor):
+    if isinstance(tensor, DISTRIBUTED):
         return layout_of_spec(tensor._spec)
     return layout(mesh, replicated(mesh), tensor.shape, tensor.stride(), tensor.dtype)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 
 from ._calls import Call, Unsupported, is_view, written_values
@@ -33,7 +32,14 @@ from ._ranks import forget_with_world, is_emulated
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._signature import Signature, choose
 from ._spec import layout_of_spec
-from ._torch_private import OpOverload, new_dtensor, pytree, seeing_lazy_bits, share_storage
+from ._torch_private import (
+    DISTRIBUTED,
+    OpOverload,
+    new_dtensor,
+    pytree,
+    seeing_lazy_bits,
+    share_storage,
+)
 from ._views import View, plan_view
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -136,7 +142,7 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]
         # Values are left out, so that a new learning rate needs no new plan; but a probability
         # of zero makes another operator of a dropout.
         key.append(kind if arg else (kind, "zero"))
-    elif isinstance(arg, torch_dtensor.DTensor):
+    elif isinstance(arg, DISTRIBUTED):
         key.extend((kind, layout_of_spec(arg._spec)))
     elif isinstance(arg, Tensor):
         key.extend((kind, arg.dtype, tuple(arg.shape), arg.stride(), arg.is_neg()))
@@ -205,7 +211,7 @@ def _ruled_plan(call: Call, found: Signature | View | None) -> Plan | None:
 
 
 def _writes_plain(call: Call) -> bool:
-    return any(not isinstance(call.tensors[i], torch_dtensor.DTensor) for i in call.written)
+    return any(not isinstance(call.tensors[i], DISTRIBUTED) for i in call.written)
 
 
 def _composed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._dtensor import distribute_tensor
-from ._torch_private import default_mesh
+from ._torch_private import DISTRIBUTED, default_mesh
 
 
 def distribute_module(
@@ -52,13 +51,13 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     known: dict[Tensor, Tensor] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
-            if parameter is not None and not isinstance(parameter, torch_dtensor.DTensor):
+            if parameter is not None and not isinstance(parameter, DISTRIBUTED):
                 if parameter not in known:
                     made = distribute_tensor(parameter.detach(), mesh)
                     known[parameter] = nn.Parameter(made, parameter.requires_grad)
                 submodule.register_parameter(name, known[parameter])  # pyright: ignore[reportArgumentType]: a Parameter
         for name, buffer in submodule._buffers.items():
-            if buffer is not None and not isinstance(buffer, torch_dtensor.DTensor):
+            if buffer is not None and not isinstance(buffer, DISTRIBUTED):
                 if buffer not in known:
                     known[buffer] = distribute_tensor(buffer, mesh)
                 submodule._buffers[name] = known[buffer]

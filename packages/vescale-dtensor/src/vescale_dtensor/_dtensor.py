@@ -29,10 +29,10 @@ from ._spec import (
     replicated,
     without_partial,
 )
-from ._torch_private import default_mesh, make_wrapper, new_dtensor, real_mesh
+from ._torch_private import DTensorBase, default_mesh, make_wrapper, new_dtensor, real_mesh
 
 
-class DTensor(torch_dtensor.DTensor):
+class DTensor(DTensorBase):
     """A tensor of global shape of which every rank holds the part its placements say.
 
     Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators give
@@ -233,12 +233,24 @@ class DTensor(torch_dtensor.DTensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        placements, meta, _, requires_grad = flatten_spec
-        local, mesh = inner_tensors["_local_tensor"], real_mesh(inner_tensors["device_mesh"])
+        # The third is a mesh where the base is a stand-in, which keeps it there.
+        placements, meta, third, requires_grad = flatten_spec
+        local = inner_tensors["_local_tensor"]
+        mesh = real_mesh(inner_tensors.get("device_mesh", third))
         # A compiler's sizes may be symbols; layouts are integers, so it specializes.
         shape, stride = tuple(map(int, outer_size)), tuple(map(int, outer_stride))
         made = layout(mesh, placements, shape, stride, meta.dtype)
         return cast(DTensor, wrap(local, made).requires_grad_(requires_grad))
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """Return this gradient as a compiled backward pass expects it: nothing pending."""
+        return moved(self, without_partial(self.placements))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, flatten_spec: Any, expected_type: type | None = None
+    ) -> DTensor | None:
+        """Return this gradient where a compiled backward pass was told it would be."""
+        return moved(self, flatten_spec[0]) if expected_type in (None, DTensor) else None
 
     def _stable_hash_for_caching(self) -> str:
         """Return what compiled programs on disk are found by: they name this rank's groups."""

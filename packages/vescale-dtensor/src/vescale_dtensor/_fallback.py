@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 
 from ._calls import Call, Unsupported, is_view
@@ -23,7 +22,7 @@ from ._ranks import as_it_is, is_emulated, offset_of, part_of
 from ._redistribute import redistribute_local
 from ._redistribute_plan import redistribution_numel
 from ._spec import replicated
-from ._torch_private import OpOverload, pytree
+from ._torch_private import DISTRIBUTED, OpOverload, pytree
 
 
 class GatherWarning(UserWarning):
@@ -37,7 +36,8 @@ _warned: set[OpOverload] = set()
 @contextmanager
 def strict() -> Iterator[None]:
     """Raise instead of gathering the inputs of operators that have no rule."""
-    global _strict  # noqa: PLW0603: a setting of the process, like grad mode
+    # A setting of the process, like grad mode.
+    global _strict
     before, _strict = _strict, True
     try:
         yield
@@ -50,8 +50,8 @@ def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     call = Call(func, args, kwargs)
     _report(call)
     moved_there = [
-        moved(distributed(tensor, call), replicated(layout_of_any(tensor, call).mesh))
-        for tensor in call.tensors
+        moved(distributed(tensor, call), replicated(made.mesh))
+        for tensor, made in zip(call.tensors, call.layouts, strict=True)
     ]
     # By identity: an argument that is given twice and written is one tensor for the operator.
     copies = {
@@ -92,15 +92,10 @@ def _views(call: Call, shared: bool, result: Any) -> Any:
     return pytree.tree_map_only(Tensor, link, result)
 
 
-def layout_of_any(tensor: Tensor, call: Call) -> Any:
-    """Return the layout of an argument of ``call``."""
-    return call.layouts[next(i for i, t in enumerate(call.tensors) if t is tensor)]
-
-
 def _own_copy(tensor: Tensor, whole: DTensor) -> Tensor:
     """Return what the operator may write into."""
     local = whole._local_tensor
-    if not isinstance(tensor, torch_dtensor.DTensor):
+    if not isinstance(tensor, DISTRIBUTED):
         # Emulated ranks have one plain tensor between them, and each would write into it.
         return local.clone() if is_emulated() else tensor
     return local.clone() if local is tensor._local_tensor else local
@@ -108,7 +103,7 @@ def _own_copy(tensor: Tensor, whole: DTensor) -> Tensor:
 
 def _write_back(tensor: Tensor, whole: Tensor) -> None:
     whole = as_it_is(whole)
-    if not isinstance(tensor, torch_dtensor.DTensor):
+    if not isinstance(tensor, DISTRIBUTED):
         if whole is not tensor:
             first = part_of(0, whole)
             tensor.resize_(first.shape).copy_(first)

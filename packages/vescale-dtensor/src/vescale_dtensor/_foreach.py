@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 
 from ._calls import Call, layout_of, written_names
@@ -18,7 +17,7 @@ from ._dtensor import DTensor, moved, wrap
 from ._fallback import gathered
 from ._plan import Direct, Plan, distributed, plain_local
 from ._spec import Layout, layout, replicated, without_partial
-from ._torch_private import OpOverload
+from ._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
 
@@ -44,7 +43,7 @@ def plan_foreach(call: Call) -> Plan:
     targets: list[Layout | None] = []
     for position in zip(*lists, strict=True):
         target = _target(position, call, writes)
-        if target is None and any(isinstance(t, torch_dtensor.DTensor) for t in position):
+        if target is None and any(isinstance(t, DISTRIBUTED) for t in position):
             return gathered
         targets.append(target)
 
@@ -80,11 +79,11 @@ def _is_laid_out(call: Call, lists: list[Any], targets: list[Layout | None]) -> 
 
 def _target(position: tuple[Any, ...], call: Call, writes: bool) -> Layout | None:
     """Return where the tensors of one position meet, None if nowhere or if all are plain."""
-    layouts = [layout_of(t, call.mesh) for t in position if isinstance(t, torch_dtensor.DTensor)]
+    layouts = [layout_of(t, call.mesh) for t in position if isinstance(t, DISTRIBUTED)]
     if not layouts:
         return None
     if writes:
-        if not isinstance(position[0], torch_dtensor.DTensor):
+        if not isinstance(position[0], DISTRIBUTED):
             return None
         target = layouts[0]
         if target.is_partial:
@@ -100,7 +99,7 @@ def _target(position: tuple[Any, ...], call: Call, writes: bool) -> Layout | Non
 def _localized(arg: Any, targets: list[Layout | None], call: Call) -> Any:
     if _is_tensor_list(arg):
         return [_local(t, target, call) for t, target in zip(arg, targets, strict=True)]
-    if isinstance(arg, torch_dtensor.DTensor):
+    if isinstance(arg, DISTRIBUTED):
         return moved(distributed(arg, call), replicated(arg.device_mesh))._local_tensor
     return arg
 
@@ -112,7 +111,7 @@ def _local(tensor: Tensor, target: Layout | None, call: Call) -> Tensor:
     placements = target.placements if laid_out else replicated(target.mesh)
     if type(tensor) is DTensor:
         return moved(tensor, placements)._local_tensor
-    if isinstance(tensor, torch_dtensor.DTensor):
+    if isinstance(tensor, DISTRIBUTED):
         return moved(distributed(tensor, call), placements)._local_tensor
     return moved(plain_local(tensor, target.mesh), placements)._local_tensor
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 
 from ._calls import Call, Unsupported
@@ -17,7 +16,7 @@ from ._dtensor import DTensor, layout_of, wrap
 from ._linked import Link
 from ._plan import Plan, distributed, returned_names, whole
 from ._ranks import as_it_is
-from ._torch_private import OpOverload, no_dispatch
+from ._torch_private import DISTRIBUTED, OpOverload, no_dispatch
 
 aten = torch.ops.aten
 
@@ -96,7 +95,7 @@ def _set(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     """Let a tensor share the elements of another."""
     call = Call(func, args, kwargs)
     tensor, source = args
-    plain = not all(isinstance(each, torch_dtensor.DTensor) for each in args)
+    plain = not all(isinstance(each, DISTRIBUTED) for each in args)
     if plain or tensor._link is not None:
         raise Unsupported(
             f"{func} is refused unless both tensors are distributed and the first one is not a "

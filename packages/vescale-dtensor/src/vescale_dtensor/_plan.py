@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +18,7 @@ from ._dtensor import DTensor, as_dtensor, moved, wrap
 from ._ranks import coordinate_of, is_emulated, per_rank
 from ._signature import Choice, Signature
 from ._spec import Layout, layout, replicated
-from ._torch_private import OpOverload, pytree
+from ._torch_private import DISTRIBUTED, OpOverload, pytree
 
 # Takes the arguments of a call, DTensors included, and returns its result.
 Plan = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -118,10 +117,7 @@ def locals_stand_in(call: Call) -> bool:
     """
     return all(
         type(tensor) is DTensor
-        or (
-            not isinstance(tensor, torch_dtensor.DTensor)
-            and not (index in call.written and is_emulated())
-        )
+        or (not isinstance(tensor, DISTRIBUTED) and not (index in call.written and is_emulated()))
         for index, tensor in enumerate(call.tensors)
     )
 
@@ -153,7 +149,7 @@ def _mover(
 
 def local_under(tensor: Tensor, target: Layout) -> Tensor:
     """Return the local part of ``tensor`` where ``target`` wants it."""
-    if isinstance(tensor, torch_dtensor.DTensor):
+    if isinstance(tensor, DISTRIBUTED):
         if tensor._spec is target.spec:
             return tensor._local_tensor
         return moved(as_dtensor(tensor), target.placements)._local_tensor
@@ -164,7 +160,7 @@ def local_under(tensor: Tensor, target: Layout) -> Tensor:
 
 def distributed(tensor: Tensor, call: Call) -> DTensor:
     """Return ``tensor``, or a plain one as if it was whole on every rank."""
-    if isinstance(tensor, torch_dtensor.DTensor):
+    if isinstance(tensor, DISTRIBUTED):
         return as_dtensor(tensor)
     return plain_local(tensor, call.mesh)
 

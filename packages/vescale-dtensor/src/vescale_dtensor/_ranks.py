@@ -132,7 +132,8 @@ def emulate(world_size: int, *, rank: int = 0) -> Iterator[EmulatedWorld]:
         ...     print(x.sum().item(), x.to_local().of_rank(3))
         28.0 tensor([6., 7.])
     """
-    global _current  # noqa: PLW0603: the world is a property of the process, as torch's is
+    # The world is a property of the process, as torch's is.
+    global _current
     if dist.is_initialized():
         raise RuntimeError("expected no process group: emulated ranks bring their own")
     if not 0 <= rank < world_size:

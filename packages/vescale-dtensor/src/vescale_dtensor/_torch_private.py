@@ -1,13 +1,14 @@
 """The only imports of torch's private modules in this package.
 
-Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at import.
+A version of torch that lacks one fails here, at import. All are there in 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.tensor as torch_dtensor
 
 # One overload of an operator: what __torch_dispatch__ is called with.
 from torch._ops import OpOverload as OpOverload
@@ -47,6 +48,13 @@ no_dispatch: Any = torch._C._DisableTorchDispatch
 
 # Makes a wrapper an alias of another in the eyes of C++; no element is touched.
 share_storage: Any = torch._functionalize_unsafe_set  # pyright: ignore[reportPrivateImportUsage]
+
+# What all distributed tensors are instances of, torch's and ours.
+if TYPE_CHECKING or torch.__version__ >= "2.13":
+    DTensorBase = torch_dtensor.DTensor
+else:  # remove with torch 2.12
+    from ._stand_in import DTensorStandIn as DTensorBase
+DISTRIBUTED: tuple[type[torch_dtensor.DTensor], ...] = (torch_dtensor.DTensor, DTensorBase)
 
 # The C++ constructor behind torch's DTensor. Its Python __init__ adds 2 us and does nothing.
 new_dtensor: Any = torch.Tensor._dtensor__new__  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,6 +104,8 @@ def default_mesh() -> DeviceMesh:
 
 
 __all__ = [
+    "DISTRIBUTED",
+    "DTensorBase",
     "DTensorSpec",
     "FakeStore",
     "OpOverload",

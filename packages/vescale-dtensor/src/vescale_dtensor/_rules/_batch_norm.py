@@ -13,7 +13,6 @@ from math import nan
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
@@ -23,7 +22,7 @@ from vescale_dtensor._placements import is_sharded
 from vescale_dtensor._ranks import part_of
 from vescale_dtensor._signature import on_dim, single_dim
 from vescale_dtensor._spec import Layout, Placements, layout, replicated
-from vescale_dtensor._torch_private import OpOverload
+from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 from ._decompose import as_distributed, cut_dims, on_parts, settled, widened
 from ._moments import moments
@@ -194,7 +193,7 @@ def _vectors(call: Call, made: Layout) -> tuple[list[str], list[DTensor]]:
 def _write(statistic: Tensor | None, value: Any) -> None:
     if statistic is None:
         return
-    if isinstance(statistic, torch_dtensor.DTensor):
+    if isinstance(statistic, DISTRIBUTED):
         aten.copy_.default(statistic, value)
     else:
         whole = moved(settled(value), replicated(layout_of(value).mesh))._local_tensor

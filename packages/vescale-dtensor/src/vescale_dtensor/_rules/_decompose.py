@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
@@ -27,14 +26,14 @@ from vescale_dtensor._plan import distributed, plan_choice
 from vescale_dtensor._ranks import per_rank
 from vescale_dtensor._signature import Signature, choose, on_dim, single_dim
 from vescale_dtensor._spec import Layout, without_partial
-from vescale_dtensor._torch_private import OpOverload, pytree
+from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 def settled(tensor: Any) -> Any:
     """Return a tensor with nothing pending. Every rank of its mesh must call this."""
-    if not isinstance(tensor, torch_dtensor.DTensor):
+    if not isinstance(tensor, DISTRIBUTED):
         return tensor
     ours = as_dtensor(tensor)
     return moved(ours, without_partial(layout_of(ours).placements))

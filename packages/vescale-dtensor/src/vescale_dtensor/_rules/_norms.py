@@ -22,7 +22,7 @@ from vescale_dtensor._placements import is_sharded
 from vescale_dtensor._plan import Plan
 from vescale_dtensor._ranks import per_rank
 from vescale_dtensor._spec import layout, replicated, without_partial
-from vescale_dtensor._torch_private import OpOverload
+from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 from vescale_dtensor._transport import gather_rows
 
 from ._moments import norm_over_dims
@@ -51,7 +51,7 @@ def whole_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     results: list[Tensor | None] = [None] * len(tensors)
     meshes: dict[DeviceMesh, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch_dtensor.DTensor):
+        if not isinstance(tensor, DISTRIBUTED):
             results[index] = _root(_powers(tensor, order), order)
         elif layout_of(tensor).is_replicated:
             results[index] = _root(_powers(tensor._local_tensor, order), order)
@@ -77,7 +77,7 @@ def whole_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
 
 def _settled(value: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     value = value.to(dtype)
-    if not isinstance(tensor, torch_dtensor.DTensor):
+    if not isinstance(tensor, DISTRIBUTED):
         return value
     mesh = layout_of(tensor).mesh
     return wrap(value, layout(mesh, replicated(mesh), (), (), dtype))

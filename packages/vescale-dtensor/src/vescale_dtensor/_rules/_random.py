@@ -20,7 +20,7 @@ from vescale_dtensor._layout import local_boxes
 from vescale_dtensor._plan import Plan, local_under
 from vescale_dtensor._ranks import drawing_from, per_rank
 from vescale_dtensor._spec import Layout, layout, without_partial
-from vescale_dtensor._torch_private import OpOverload, pytree
+from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operator on the first argument's layout."""
-    first = args[0] if isinstance(args[0], torch_dtensor.DTensor) else None
+    first = args[0] if isinstance(args[0], DISTRIBUTED) else None
     how = None
     if first is not None:
         device_type = layout_of(first).mesh.device_type
@@ -57,7 +57,7 @@ def _can_be_parted(first: torch_dtensor.DTensor, args: tuple[Any, ...]) -> bool:
     made = layout_of(first)
     return not made.is_partial and all(
         tuple(arg.shape) == tuple(made.shape)
-        and (not isinstance(arg, torch_dtensor.DTensor) or layout_of(arg).mesh == made.mesh)
+        and (not isinstance(arg, DISTRIBUTED) or layout_of(arg).mesh == made.mesh)
         for arg in args
         if isinstance(arg, Tensor)
     )
