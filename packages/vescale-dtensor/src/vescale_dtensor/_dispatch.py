@@ -129,6 +129,10 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]
         locals_.append(arg._local_tensor)
         return
     if kind is list or kind is tuple:
+        if arg and type(arg[0]) is int:  # then all are: sizes or dims
+            key.append(tuple(arg))
+            locals_.append(arg)
+            return
         key.append(len(arg))
         inner: list[Any] = []
         for each in arg:
