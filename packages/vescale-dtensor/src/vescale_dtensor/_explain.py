@@ -107,8 +107,10 @@ def explain(model: nn.Module | None = None) -> Iterator[Explanation]:
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     x = distribute_tensor(torch.ones(4, 4), mesh, (Shard(0),))
         ...     y = (x @ x).relu()
-        >>> [(each.name, each.nbytes) for each in explanation.operations]
-        [('aten.mm.default', 32), ('aten.relu.default', 0)]
+        >>> for each in explanation.operations:
+        ...     print(each.name, each.nbytes)
+        aten.mm.default 32
+        aten.relu.default 0
     """
     explanation = Explanation()
     inside: list[str] = []
