@@ -5,12 +5,9 @@ from ._constraints import (
     with_constraints as with_constraints,
 )
 from ._distribute import read_real as read_real
+from ._fakes import ObservationError as ObservationError
 from ._loader import ParallelLoader as ParallelLoader
-from ._observe import (
-    Observation as Observation,
-    ObservationError as ObservationError,
-    observe as observe,
-)
+from ._observe import Observation as Observation, observe as observe
 from ._parallelize import parallelize as parallelize
 from ._plan import (
     Estimate as Estimate,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +13,18 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
+from ._fakes import (
+    ObservationError,
+    all_integer,
+    bind,
+    grouped_mm,
+    grouped_mm_flops,
+    is_float,
+    skeleton,
+    stand_ins,
+)
 from ._structure import pipeline_blocks
-from ._torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
-
-# Elements above which an integer operator is not run for real.
-_LARGE_NUMEL = 1 << 27
-
-
-class ObservationError(ValueError):
-    """The forward cannot run without values; names the operator and the module."""
+from ._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +132,9 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
             outside=tuple(OutsideObservation(fqn=f, numel=n) for f, n in _owners(model, blocks)),
         )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    skeleton = _skeleton(model, fake_mode)
-    run = _Run(fake_mode, skeleton, blocks)
-    args, kwargs = _bind(skeleton, _stand_ins(batch, fake_mode))
+    copied = skeleton(model, fake_mode)
+    run = _Run(fake_mode, copied, blocks)
+    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
     output = run.forward(args, kwargs)
     return _summary(run, output, batch)
 
@@ -304,55 +305,18 @@ class _Mode(TorchDispatchMode):
         for storage in (tensor.untyped_storage() for tensor in inputs):
             if storage in self.parameters:
                 run.read.setdefault(storage, run.where)
-        if _all_integer(inputs, kwargs, func, args):
+        if all_integer(inputs, kwargs, func, args):
             return func(*args, **kwargs)
         grouped = func is torch.ops.aten._grouped_mm.default
         with run.fake_mode:
-            out = _grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
+            out = grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if grouped:
-            flops = _grouped_mm_flops(args[0].shape, args[1].shape)
+            flops = grouped_mm_flops(args[0].shape, args[1].shape)
         else:
             flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         run.flops[run.where] = run.flops.get(run.where, 0) + flops
         return out
-
-
-def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Run a grouped matrix product whose shape function insists on bfloat16."""
-    bfloat16 = [a.bfloat16() if _is_float(a.dtype) else a for a in args[:2]]
-    return func(*bfloat16, *args[2:], **kwargs).to(args[0].dtype)
-
-
-def _grouped_mm_flops(left: torch.Size, right: torch.Size) -> int:
-    """Return the flops of rows that each meet one matrix, which torch's registry leaves out."""
-    return 2 * math.prod(left) * right[-1]
-
-
-_CONSTRUCTORS = frozenset(("arange", "zeros", "ones", "full", "empty", "scalar_tensor"))
-
-
-def _all_integer(inputs: list[torch.Tensor], kwargs: Any, func: Any, args: Any) -> bool:
-    """Return whether an operator has real integers only, in and out, and not too many."""
-    dtype: torch.dtype | None = kwargs.get("dtype")
-    if inputs:
-        if any(isinstance(t, FakeTensor) or t.is_meta or _is_float(t.dtype) for t in inputs):
-            return False
-        name = func._schema.name.rpartition("::")[2]
-        to_float = name in ("div", "true_divide", "mean", "log", "exp", "sqrt", "rsqrt", "sin")
-        small = sum(t.numel() for t in inputs) < _LARGE_NUMEL
-        return small and not to_float and (dtype is None or not _is_float(dtype))
-    name = func._schema.name.rpartition("::")[2]
-    if name not in _CONSTRUCTORS:
-        return False
-    if dtype is None:
-        values = pytree.tree_leaves(args)
-        return name in ("arange", "full") and all(isinstance(v, int) for v in values)
-    return not _is_float(dtype)
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _block_fqns(model: nn.Module) -> tuple[str, ...]:
@@ -388,7 +352,7 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
 def _activation_bytes(output: Any) -> int:
     """Return the bytes of the distinct floating-point tensors in a module's output."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-    sizes = {id(t): t.numel() * t.element_size() for t in tensors if _is_float(t.dtype)}
+    sizes = {id(t): t.numel() * t.element_size() for t in tensors if is_float(t.dtype)}
     return sum(sizes.values())
 
 
@@ -398,71 +362,6 @@ def _rows_and_tokens(batch: Any) -> tuple[int, int]:
         return 1, 1
     rows = tensors[0].shape[0]
     for tensor in tensors:
-        if tensor.dim() == (3 if _is_float(tensor.dtype) else 2):
+        if tensor.dim() == (3 if is_float(tensor.dtype) else 2):
             return rows, math.prod(tensor.shape[:2])
     return rows, rows
-
-
-def _skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of a model whose tensors have no storage."""
-    memo: dict[int, Any] = {}
-    originals: list[Any] = []
-    for module in model.modules():
-        for attribute in vars(module).values():
-            for leaf in pytree.tree_leaves(attribute):
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
-                    memo[id(leaf)] = _stand_in(leaf, fake_mode)
-                    originals.append(leaf)
-    memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ObservationError(
-            f"expected a model that copy.deepcopy can copy, {type(model).__name__} cannot be: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _stand_ins(batch: Any, fake_mode: FakeTensorMode) -> Any:
-    """Return a batch of stand-ins, one for a tensor that appears twice."""
-    leaves, spec = pytree.tree_flatten(batch)
-    made = {id(leaf): _stand_in(leaf, fake_mode) for leaf in leaves}
-    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
-
-
-def _stand_in(leaf: Any, fake_mode: FakeTensorMode) -> Any:
-    """Return a tensor's shape and dtype as a fake tensor, or a real copy of readable integers."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if _is_readable(leaf) and not _is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
-        return leaf.detach().cpu().clone()
-    with fake_mode:
-        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=leaf.requires_grad)
-    return fake.requires_grad_(leaf.requires_grad)
-
-
-def _is_readable(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
-def _bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that forward takes for a batch."""
-    signature = inspect.signature(model.forward)
-    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        named = {str(name): value for name, value in batch.items()}
-        if _binds(signature, (), named):
-            return (), named
-    if isinstance(batch, tuple | list) and _binds(signature, tuple(batch), {}):
-        return tuple(batch), {}
-    return (batch,), {}
-
-
-def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
