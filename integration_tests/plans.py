@@ -10,7 +10,7 @@ from vescale_parallel import with_constraints
 
 DP, ZERO = "data_parallel.size", "data_parallel.zero_stage"
 COPIES = "data_parallel.replicate_size"
-TP = "tensor_parallel.size"
+TP, SEQUENCE = "tensor_parallel.size", "tensor_parallel.sequence"
 PP, PARTS = "pipeline_parallel.size", "pipeline_parallel.microbatches"
 SCHEDULE, VIRTUAL = "pipeline_parallel.schedule", "pipeline_parallel.virtual_stages"
 
@@ -23,6 +23,7 @@ TWO: dict[str, Constraints] = {
     "zero2": {DP: 2, ZERO: 2},
     "zero3": {DP: 2, ZERO: 3},
     "tp": {TP: 2},
+    "tp-sequence": {TP: 2, SEQUENCE: True},
     "pp-gpipe": {PP: 2, PARTS: 4, SCHEDULE: "gpipe"},
     "pp-1f1b": {PP: 2, PARTS: 4},
     "pp-interleaved": {PP: 2, PARTS: 4, SCHEDULE: "interleaved_1f1b", VIRTUAL: 2},
@@ -35,6 +36,8 @@ FOUR: dict[str, Constraints] = {
     "hybrid3": {DP: 4, ZERO: 3, COPIES: 2},
     "zero3": {DP: 4, ZERO: 3},
     "tp": {TP: 4},
+    "tp-sequence": {TP: 4, SEQUENCE: True},
+    "tp-sequence-zero3": {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3},
     "tp-dp": {TP: 2, DP: 2},
     "tp-zero2": {TP: 2, DP: 2, ZERO: 2},
     "tp-zero3": {TP: 2, DP: 2, ZERO: 3},
@@ -45,6 +48,7 @@ FOUR: dict[str, Constraints] = {
     "pp-zero2": {PP: 2, PARTS: 2, DP: 2, ZERO: 2},
     "pp-zero3": {PP: 2, PARTS: 2, DP: 2, ZERO: 3},
     "pp-tp": {PP: 2, PARTS: 4, TP: 2},
+    "pp-tp-sequence": {PP: 2, PARTS: 4, TP: 2, SEQUENCE: True},
     "pp-interleaved-dp": {
         PP: 2, PARTS: 2, SCHEDULE: "interleaved_1f1b", VIRTUAL: 2, DP: 2, ZERO: 1,
     },

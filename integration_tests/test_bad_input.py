@@ -83,7 +83,7 @@ STARTS: dict[str, tuple[Constraints, str]] = {
         r"expected at most 4 pipeline stages.* got 8",
     ),
     "split_point": ({PP: 2, "pipeline_parallel.split_points": ("blocks.7",)}, r"'blocks.7' is no"),
-    "sequence": ({TP: 2, "tensor_parallel.sequence": True}, r"tensor_parallel.sequence is not"),
+    "sequence": ({TP: 2, "tensor_parallel.sequence": True}, r"sequence needs an example_batch"),
     "compile": ({DP: 2, "compile": True}, r"compile is not available in this version"),
     "context": ({"context_parallel.size": 2}, r"context_parallel.size > 1 is not available"),
     "expert": ({DP: 2, "expert_parallel.size": 2}, r"expert_parallel.size > 1 is not available"),

@@ -82,6 +82,22 @@ def test_pointwise_operators_run_on_the_parts(world4: World) -> None:
     world4.run(_check_pointwise)
 
 
+def _check_from_local() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    local = torch.randn(2, 3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Of a computed tensor: even without autograd a view of it says that it needs a gradient.
+        made = DTensor.from_local(local * 2, mesh, (Shard(0),), shape=(8, 3))
+    (made * 3).sum().backward()
+    assert local.grad is not None
+    assert torch.equal(local.grad, torch.full((2, 3), 6.0))
+
+
+def test_a_computed_part_can_be_wrapped_and_gets_its_gradient(world4: World) -> None:
+    world4.run(_check_from_local)
+
+
 def _check_clipping() -> None:
     mesh = mesh_2x2()
     pairs = tensors_and_parts(mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_dtensor import distribute_tensor, emulate
+from vescale_dtensor import DTensor, distribute_tensor, emulate
 
 from .rule_checks import check, sent_bytes
 
@@ -147,6 +148,41 @@ def test_cross_entropy_over_a_cut_vocabulary_moves_no_logits() -> None:
     assert sent_bytes(step) <= 2 * 3 * rows + 256
     assert parts.grad is not None
     assert parts.grad.placements == (Shard(0), Shard(1))  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
+
+
+class WithoutData(TorchDispatchMode):
+    """Notes the operators that run on tensors without data.
+
+    Attributes:
+        names: Theirs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # the operators that it is made of come here
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device.type == "meta":
+            self.names.append(func.name())
+        return result
+
+
+def test_a_second_cross_entropy_over_a_cut_vocabulary_finds_out_nothing_again() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.randn(6, 8, requires_grad=True), mesh, (Shard(1),))
+    torch.autograd.grad(F.cross_entropy(x, TARGETS[6, 8]), x)
+    with WithoutData() as found:
+        torch.autograd.grad(F.cross_entropy(x, TARGETS[6, 8]), x)
+    assert not found.names
 
 
 def test_losses_move_scalars_only() -> None:

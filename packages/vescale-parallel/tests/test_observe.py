@@ -136,6 +136,18 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": _ids(), "labels": _ids()}
 
 
+def _attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * query.numel() * key[-2] + 2 * query[:-1].numel() * value[-2:].numel()
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Count like torch, with attention on a CPU, which it leaves out, as on a GPU."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={kernel: _attention_flops})
+
+
 def _really(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[int, int]:
     """Return flops and saved bytes of a real forward."""
     state = [*model.parameters(), *model.buffers()]
@@ -147,7 +159,7 @@ def _really(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with FlopCounterMode(display=False) as counter, hooks:
+    with _flop_counter() as counter, hooks:
         model(*args, **kwargs)
     return counter.get_total_flops(), sum(storage.nbytes() for storage in saved - ours)
 
@@ -224,6 +236,111 @@ def test_flops_of_grouped_experts_are_counted() -> None:
     with_experts = observe(_mixtral(), _batch())
     registry_alone = _really(_mixtral(), **_batch())[0]
     assert with_experts.flops == registry_alone + 2 * dense
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_flops_of_every_module_are_those_of_a_real_run(family: str) -> None:
+    model = _FAMILIES[family]().train()
+    found: dict[str, int] = {}
+    for call in observe(model, _batch()).modules:
+        found[call.fqn] = found.get(call.fqn, 0) + call.flops
+    with _flop_counter() as counter:
+        model(**_batch())
+    root = type(model).__name__
+    for name, flops in counter.get_flop_counts().items():
+        fqn = "" if name in ("Global", root) else name.removeprefix(f"{root}.")
+        assert found[fqn] == sum(flops.values())
+    assert found[""] == counter.get_total_flops()
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x)[:1]) * scale
+
+
+def test_modules_are_listed_call_by_call_with_what_was_called_inside() -> None:
+    scale = torch.ones(4)
+    root, first, *_ = calls = observe(
+        CalledTwice(), {"x": torch.ones(3, 4), "scale": scale}
+    ).modules
+    inner = ["inner", "inner.0", "inner.1"]
+    assert [call.fqn for call in calls] == ["", *inner, *inner]
+    assert (root.inputs, root.outputs) == (((3, 4), (4,)), ((1, 4),))
+    assert [call.inputs for call in calls if call.fqn == "inner.0"] == [((3, 4),), ((1, 4),)]
+    assert (first.flops, root.flops) == (2 * 3 * 4 * 4, 2 * 4 * 4 * 4)
+
+
+def test_saved_bytes_of_modules_count_what_they_kept_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(3, 4)
+    # Each linear keeps its input, and tanh its output, which is the second linear's input.
+    assert [call.saved_bytes for call in observe(model, x).modules] == [96, 48, 48, 0]
+    assert observe(model, x).saved_bytes == 96
+
+
+class Multiplies(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        match self.how:
+            case "vector":
+                return torch.mv(weight, x[0])
+            case "cast":
+                return torch.mv(weight.double().t() * 2, x[0].double())
+            case "bilinear":
+                return nn.functional.bilinear(x, x, weight[None])
+            case _:
+                return torch.cdist(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "operator"),
+    [
+        ("vector", "aten.mv.default"),
+        ("cast", "aten.mv.default"),
+        ("bilinear", "aten._trilinear.default"),
+        ("distances", "aten._cdist_forward.default"),
+    ],
+)
+def test_products_without_a_rule_for_their_flops_are_named(how: str, operator: str) -> None:
+    assert observe(Multiplies(how), torch.ones(3, 4)).uncounted == (operator,)
+
+
+class Harmless(nn.Module):
+    """Uses weights of two dims in every way that is no product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.ones(6, 4))
+        self.table = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm((6, 4))
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.table(ids), self.positions[:2].expand(3, 2, 4)], 1)
+        x = self.linear(self.norm(x + self.positions))
+        return x.mean() + nn.functional.mse_loss(self.positions, torch.zeros(6, 4))
+
+
+def test_weights_that_are_looked_up_added_or_normed_are_not_products() -> None:
+    found = observe(Harmless(), torch.zeros(3, 4, dtype=torch.long))
+    assert found.uncounted == ()
+    assert found.flops == 2 * 3 * 6 * 4 * 4
+
+
+@pytest.mark.parametrize("family", [*_FAMILIES, "mixtral"])
+def test_every_product_of_a_transformer_has_a_rule(family: str) -> None:
+    model = (_FAMILIES | {"mixtral": _mixtral})[family]().train()
+    assert observe(model, _batch()).uncounted == ()
 
 
 def test_without_a_batch_only_parameters_are_known() -> None:

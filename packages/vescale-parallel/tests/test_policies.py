@@ -123,7 +123,7 @@ def test_transformers_plans_are_taken_over() -> None:
     assert plan["lm.model.layers.*.self_attn.k_proj.weight"] == "Shard(0)"
     assert plan["lm.model.layers.*.self_attn.o_proj.weight"] == "Shard(1)"
     assert plan["lm.model.layers.*.self_attn.q_norm.weight.<grad>"] == "Partial()"
-    assert plan["lm.lm_head.<out>"] == "Replicate()"
+    assert plan["lm.lm_head.<out>"] == "Shard(-1)"
     with pytest.raises(ValueError, match=r"to divide num_key_value_heads \(2\) of lm, got 4"):
         tensor_parallel_plan(nn.ModuleDict({"lm": model}), "auto", 4)
 

@@ -453,7 +453,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.placements = wanted or without_partial(made.placements)
-        return wrap(local.view_as(local), made)
+        return wrap(local.detach(), made)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

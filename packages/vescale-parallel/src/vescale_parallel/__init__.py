@@ -7,7 +7,8 @@ from ._constraints import (
 from ._distribute import read_real as read_real
 from ._fakes import ObservationError as ObservationError
 from ._loader import ParallelLoader as ParallelLoader
-from ._observe import Observation as Observation, observe as observe
+from ._observation import Observation as Observation
+from ._observe import observe as observe
 from ._parallelize import parallelize as parallelize
 from ._plan import (
     Estimate as Estimate,

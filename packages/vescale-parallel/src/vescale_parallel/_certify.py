@@ -54,7 +54,10 @@ def contradicted_module(model: nn.Module, resolved: Resolved, size: int) -> str 
 def _own_plan(resolved: Resolved, fqn: str, linears: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the part of a plan that is about one module, with names relative to it."""
     prefix = f"{fqn}." if fqn else ""
-    if any(f"{prefix}{name}" in {*resolved.inputs, *resolved.outputs} for name in linears):
+    if any(
+        f"{prefix}{name}" in {*(fqn for fqn, _ in resolved.inputs), *resolved.outputs}
+        for name in linears
+    ):
         return {}
     own = {
         f"{name}.weight": placement_text(resolved.parameters[f"{prefix}{name}.weight"])

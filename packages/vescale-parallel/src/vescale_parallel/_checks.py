@@ -37,7 +37,6 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     asked = {
         "context_parallel.size > 1": plan.context_parallel.size > 1,
         "expert_parallel.size > 1": plan.expert_parallel.size > 1,
-        "tensor_parallel.sequence": plan.tensor_parallel.sequence,
         "compile": plan.compile,
     }
     for name, wanted in asked.items():

@@ -18,6 +18,7 @@ from ._loss import AverageOverRanks, TokenMeans
 from ._mesh import axis_group, axis_rank, axis_size
 from ._pipeline import Pipeline, is_loss
 from ._plan import ParallelPlan
+from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
 from ._units import Unit, accumulate
@@ -57,8 +58,10 @@ class Engine:
         blocks: Sequence[tuple[nn.Module, Unit]],
         *,
         pipelined: bool,
+        lift: LiftPlain | None = None,
     ) -> None:
-        self._plan, self._mesh, self._slots = plan, mesh, slots
+        self._plan, self._mesh, self._slots, self._lift = plan, mesh, slots, lift
+        self._tp_mesh = None if axis_group(mesh, "tp") is None else mesh["tp"]
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
         self._in_backward = False
@@ -90,6 +93,7 @@ class Engine:
             if not self._frees:
                 for unit in self._units:
                     unit.gather()
+            forward = self._with_plain_results(forward)
             try:
                 if self.pipeline is not None:
                     return self._call_pipeline(self.pipeline, forward, args, kwargs)
@@ -100,6 +104,19 @@ class Engine:
                     self._root.free()
                     self._check_mixed_up()
 
+    def _with_plain_results(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See [Note: sharded logits]."""
+        mesh, lift = self._tp_mesh, self._lift
+        if mesh is None or lift is None:
+            return forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with lift.when_needed():
+                output = forward(*args, **kwargs)
+            return returned(output, mesh)
+
+        return run
+
     def _call_directly(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -109,7 +126,7 @@ class Engine:
         means = TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count))
         with means, self._own_random_stream():
             output = forward(*args, **kwargs)
-        _check_plain(output)
+        self._check_plain(output)
         self._check_loss(output, means)
         averaged = pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, self._mean) if is_loss(x) else x, output
@@ -153,6 +170,8 @@ class Engine:
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._begin_backward)
+                    if self._lift is not None and not isinstance(leaf, DTensor):
+                        leaf.register_hook(plain_gradient)
         return output
 
     def _begin_backward(self, grad: Tensor) -> None:
@@ -306,6 +325,17 @@ class Engine:
             torch.manual_seed(seed + position)
             yield
 
+    def _check_plain(self, output: Any) -> None:
+        """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, DTensor) and not is_on(leaf, self._tp_mesh):
+                raise ValueError(
+                    "forward returned a distributed tensor, because it read parameters of a block "
+                    "outside of the block's own forward, where ZeRO 2 and 3 keep them cut. Its "
+                    "plain tensors are this rank's rows, so the two do not mix. Use ZeRO 1, or "
+                    "read what you need as parameter.full_tensor()"
+                )
+
     def _check_loss(self, output: Any, means: TokenMeans) -> None:
         """Warn once if this rank's loss may not average to one device's."""
         if self._checked_loss or not torch.is_grad_enabled():
@@ -321,17 +351,6 @@ class Engine:
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
             stacklevel=2,
-        )
-
-
-def _check_plain(output: Any) -> None:
-    """Refuse a result that mixes this rank's rows with parameters that all ranks hold parts of."""
-    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(output)):
-        raise ValueError(
-            "forward returned a distributed tensor, because it read parameters of a block outside "
-            "of the block's own forward, where ZeRO 2 and 3 keep them cut. Its plain tensors are "
-            "this rank's rows, so the two do not mix. Use ZeRO 1, or read what you need as "
-            "parameter.full_tensor()"
         )
 
 

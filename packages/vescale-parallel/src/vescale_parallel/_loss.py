@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ._sharded_logits import Returned
+
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
 
@@ -69,6 +71,7 @@ class TokenMeans(TorchFunctionMode):
 
 # Backward nodes of what a scalar loss is put together with from other scalars.
 _SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
+_RETURNED = Returned.__name__  # a scalar that was distributed over tensor-parallel ranks
 _SUM_REDUCTION = 2  # at::Reduction::Sum
 
 
@@ -85,7 +88,7 @@ def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
         name = node.name()
         if name.startswith("Sum") or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
             found.append(name)
-        elif name.startswith(_SCALAR_NODES):
+        elif name.startswith((*_SCALAR_NODES, _RETURNED)):
             todo += [following for following, _ in node.next_functions]
     return found
 

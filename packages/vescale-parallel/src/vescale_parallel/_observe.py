@@ -11,90 +11,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
 
 from ._fakes import (
     ObservationError,
     all_integer,
     bind,
     grouped_mm,
-    grouped_mm_flops,
     is_float,
     skeleton,
     stand_ins,
 )
+from ._flops import Uncounted, flops_of
+from ._observation import (
+    BlockObservation,
+    ModuleObservation,
+    Observation,
+    OutsideObservation,
+    Shapes,
+)
 from ._structure import pipeline_blocks
 from ._torch_private import FakeTensorMode, TorchDispatchMode, pytree
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockObservation:
-    """What one block of the pipeline did for one batch.
-
-    Attributes:
-        fqn: Its name.
-        numel: Parameter elements.
-        flops: Of its forward, and of what ran between it and the next block.
-        saved_bytes: Kept for its backward, counted at the block that kept it first.
-        output_bytes: Activations it returned: what crosses a cut behind it.
-    """
-
-    fqn: str
-    numel: int
-    flops: int = 0
-    saved_bytes: int = 0
-    output_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutsideObservation:
-    """A module outside the blocks that owns parameters.
-
-    Attributes:
-        fqn: Its name, empty for the model itself.
-        numel: Elements of the parameters that it owns directly, tied ones included.
-        position: When its parameters were first used; None if they were not.
-    """
-
-    fqn: str
-    numel: int
-    position: Literal["before", "between", "after"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What one forward did, for the rows of the batch that it was given.
-
-    Attributes:
-        ran: False without a batch: only ``numel`` and the blocks' ``numel`` are known.
-        numel: Parameter elements, tied ones once.
-        flops: Of the whole forward, by the rules of ``torch.utils.flop_counter``.
-        saved_bytes: Distinct storages kept for backward, parameters and buffers left out.
-        output_bytes: Floating-point tensors that the model returned.
-        blocks: One for each of :func:`pipeline_blocks`; empty if there is no one list.
-        outside: Modules outside the blocks that own parameters, in the order first used;
-            empty if there are no blocks.
-        before_flops: Part of ``flops`` before the first block.
-        after_flops: Part of ``flops`` behind the last block.
-        before_saved_bytes: Part of ``saved_bytes`` before the first block.
-        after_saved_bytes: Part of ``saved_bytes`` behind the last block.
-        rows: Leading dimension of the batch.
-        tokens: Positions in the batch: rows x sequence, or rows if there is no sequence.
-    """
-
-    ran: bool
-    numel: int
-    flops: int = 0
-    saved_bytes: int = 0
-    output_bytes: int = 0
-    blocks: tuple[BlockObservation, ...] = ()
-    outside: tuple[OutsideObservation, ...] = ()
-    before_flops: int = 0
-    after_flops: int = 0
-    before_saved_bytes: int = 0
-    after_saved_bytes: int = 0
-    rows: int = 0
-    tokens: int = 0
 
 
 def observe(model: nn.Module, batch: Any = None) -> Observation:
@@ -141,7 +77,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
 
 def _summary(run: _Run, output: Any, batch: Any) -> Observation:
     """Add up what a run recorded. ``output`` keeps alive what backward would need."""
-    saved = run.saved_bytes()
+    saved, modules = run.saved_bytes(), run.module_observations()
     blocks = tuple(
         BlockObservation(
             fqn=fqn,
@@ -168,6 +104,8 @@ def _summary(run: _Run, output: Any, batch: Any) -> Observation:
         output_bytes=_activation_bytes(output),
         blocks=blocks,
         outside=tuple(outside),
+        modules=modules,
+        uncounted=tuple(run.uncounted.operators),
         before_flops=run.flops.get(before, 0),
         after_flops=run.flops.get(after, 0),
         before_saved_bytes=saved.get(before, 0),
@@ -183,6 +121,18 @@ class _Saved:
 
     tensor: torch.Tensor
     where: int
+    call: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module; ``parent`` is the index of the call that it was made in."""
+
+    fqn: str
+    parent: int
+    inputs: Shapes
+    outputs: Shapes = ()
+    flops: int = 0
 
 
 @dataclass(eq=False)
@@ -200,8 +150,12 @@ class _Run:
         default_factory=dict["torch.UntypedStorage", int]
     )
     operator: str = ""
-    modules: list[str] = field(default_factory=list[str])
+    calls: list[_Call] = field(default_factory=list[_Call])
+    call: int = -1
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
+
+    def __post_init__(self) -> None:
+        self.uncounted = Uncounted(self.model.parameters())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         handles = list(self._register())
@@ -211,7 +165,7 @@ class _Run:
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks, _Mode(self):
                 return self.model(*args, **kwargs)
         except Exception as error:
-            where = self.modules[-1] if self.modules else ""
+            where = self.calls[self.call].fqn if self.calls else ""
             inside = f"{where!r} ({type(self.model.get_submodule(where)).__name__})"
             raise ObservationError(
                 f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
@@ -226,12 +180,14 @@ class _Run:
         indices = {fqn: index for index, fqn in enumerate(self.blocks)}
         for fqn, module in self.model.named_modules():
             index = indices.get(fqn)
-            yield module.register_forward_pre_hook(self._entered(fqn, index), prepend=True)
+            entered = self._entered(fqn, index)
+            yield module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True)
             yield module.register_forward_hook(self._left(index))
 
     def _entered(self, fqn: str, index: int | None) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.modules.append(fqn)
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
+            self.call = len(self.calls) - 1
             if index is not None:
                 self.where = index
             self.called.setdefault(fqn, self.where)
@@ -240,7 +196,9 @@ class _Run:
 
     def _left(self, index: int | None) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.modules.pop()
+            call = self.calls[self.call]
+            call.outputs = _shapes(output)
+            self.call = call.parent
             if index is not None:
                 self.output_bytes[index] = _activation_bytes(output)
                 self.where = index + (index == len(self.blocks) - 1)
@@ -248,9 +206,14 @@ class _Run:
         return hook
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor, self.where)
+        saved = _Saved(tensor, self.where, self.call)
         self._saved.append(weakref.ref(saved))
         return saved
+
+    def add_flops(self, flops: int) -> None:
+        """Count the flops of an operator where it ran."""
+        self.flops[self.where] = self.flops.get(self.where, 0) + flops
+        self.calls[self.call].flops += flops
 
     def uses(self) -> dict[str, int]:
         """Return where each module outside the blocks was first used, in that order.
@@ -271,15 +234,42 @@ class _Run:
 
     def saved_bytes(self) -> dict[int, int]:
         """Return the bytes that are still kept, by where they were kept first."""
+        found: dict[int, int] = {}
+        for saved, nbytes in self._kept():
+            found[saved.where] = found.get(saved.where, 0) + nbytes
+        return found
+
+    def module_observations(self) -> tuple[ModuleObservation, ...]:
+        """Return what every call of a module did, the calls inside of it included."""
+        flops = [call.flops for call in self.calls]
+        saved_bytes = [0] * len(self.calls)
+        for saved, nbytes in self._kept():
+            saved_bytes[saved.call] += nbytes
+        # A call comes before those that are made in it.
+        for index in range(len(self.calls) - 1, 0, -1):
+            parent = self.calls[index].parent
+            flops[parent] += flops[index]
+            saved_bytes[parent] += saved_bytes[index]
+        return tuple(
+            ModuleObservation(
+                fqn=call.fqn,
+                inputs=call.inputs,
+                outputs=call.outputs,
+                flops=flops[index],
+                saved_bytes=saved_bytes[index],
+            )
+            for index, call in enumerate(self.calls)
+        )
+
+    def _kept(self) -> Iterator[tuple[_Saved, int]]:
+        """Yield the first of what keeps each storage still, and the bytes of the storage."""
         state = [*self.model.parameters(), *self.model.buffers()]
         seen = {tensor.untyped_storage() for tensor in state}
-        found: dict[int, int] = {}
         for saved in filter(None, (reference() for reference in self._saved)):
             storage = saved.tensor.untyped_storage()
             if storage not in seen:
                 seen.add(storage)
-                found[saved.where] = found.get(saved.where, 0) + storage.nbytes()
-        return found
+                yield saved, storage.nbytes()
 
     def position(self, where: int) -> Literal["before", "between", "after"]:
         if where < 0:
@@ -298,6 +288,8 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked for by most operators, through us
+            return args[0].fake_device
         kwargs = kwargs or {}
         run = self.run
         run.operator = str(func)
@@ -310,12 +302,11 @@ class _Mode(TorchDispatchMode):
         grouped = func is torch.ops.aten._grouped_mm.default
         with run.fake_mode:
             out = grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if grouped:
-            flops = grouped_mm_flops(args[0].shape, args[1].shape)
+        flops = flops_of(func, args, kwargs, out)
+        if flops is None:
+            run.uncounted.see(func, inputs, out)
         else:
-            flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-        run.flops[run.where] = run.flops.get(run.where, 0) + flops
+            run.add_flops(flops)
         return out
 
 
@@ -347,6 +338,11 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
     return [
         f"{fqn}.{name}" if name else fqn for name, _ in model.get_submodule(fqn).named_modules()
     ]
+
+
+def _shapes(values: Any) -> Shapes:
+    leaves = pytree.tree_leaves(values)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _activation_bytes(output: Any) -> int:

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import announced_failures
 
-from ._certify import contradicted_module
+from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
 from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
 from ._engine import Engine, ParallelModule
+from ._example import example_from, example_of
 from ._loader import ParallelLoader
 from ._mesh import (
     axis_group,
@@ -30,12 +31,15 @@ from ._optimizer import parallelize_optimizer
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import tensor_parallel_plan
+from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
 from ._stage_map import StageMap, stage_map
 from ._stages import Staging, stage_module
 from ._structure import block_stacks, check_signature, described_values, model_signature
 from ._tensor_parallel import complete_placements, install
+from ._tp_boundaries import Boundary
+from ._tp_ranks import ProcessRanks
 from ._units import Unit
 
 
@@ -97,7 +101,7 @@ def _carry_out(
     dataset: Any | None,
     read: Read,
 ) -> Any:
-    resolved = _resolve_sharding(plan, model)
+    resolved = _resolve_sharding(plan, model, dataset)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
     mesh = build_mesh(plan)
@@ -108,9 +112,12 @@ def _carry_out(
     group = axis_group(mesh, "tp")
     slots = make_slots(plan, model, mesh, tp, resolved, stages, read)
     move_buffers(model, read)
+    lift: LiftPlain | None = None
     if group is not None:
-        install(model, resolved, tp, group)
-    engine = _make_engine(plan, model, mesh, slots, stages, staging)
+        lift = LiftPlain(mesh["tp"])
+        keep_cut = functools.partial(keep_sharded, mesh=mesh["tp"], lift=lift)
+        install(model, resolved, tp, Boundary(ProcessRanks(group)), keep_cut=keep_cut)
+    engine = _make_engine(plan, model, mesh, slots, stages, staging, lift)
     cls = type(model)
     model.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     object.__setattr__(model, "_vescale_engine", engine)
@@ -134,19 +141,23 @@ def _train_parts(
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
-def _resolve_sharding(plan: ParallelPlan, model: nn.Module) -> Resolved:
+def _resolve_sharding(plan: ParallelPlan, model: nn.Module, dataset: Any) -> Resolved:
     section = plan.tensor_parallel
+    if section.size == 1:
+        return resolve({}, model)
+    batch = example_of(model) if dataset is None else example_from(dataset)
     sharding = dict(section.sharding_plan)
     if not sharding and section.sharding_policy != "manual":
-        sharding = tensor_parallel_plan(model, section.sharding_policy, section.size)
-    resolved = resolve(sharding if section.size > 1 else {}, model)
-    if section.sharding_policy == "manual" and section.size > 1:
-        wrong = contradicted_module(model, resolved, section.size)
-        if wrong is not None:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
-                "rank by rank on random weights, its output or gradients differ"
-            )
+        sharding = tensor_parallel_plan(
+            model,
+            section.sharding_policy,
+            section.size,
+            sequence=section.sequence,
+            example_batch=batch,
+        )
+    resolved = resolve(sharding, model)
+    if section.sharding_policy == "manual":
+        return checked_plan(model, resolved, section.size, batch)
     return resolved
 
 
@@ -177,6 +188,7 @@ def _make_engine(
     slots: Sequence[Slot],
     stages: StageMap | None,
     staging: Staging,
+    lift: LiftPlain | None,
 ) -> Engine:
     param_dtype, reduce_dtype = (
         torch_dtype(plan.precision.param),
@@ -202,7 +214,9 @@ def _make_engine(
     if plan.recompute == "full":
         for index in range(len(blocks)):
             _recompute(model.get_submodule(blocks[index]))
-    engine = Engine(plan, mesh, slots, unit(None), block_units, pipelined=stages is not None)
+    engine = Engine(
+        plan, mesh, slots, unit(None), block_units, pipelined=stages is not None, lift=lift
+    )
     if stages is not None:
         engine.pipeline = Pipeline(
             plan, mesh, staging, stages.starts, len(stages.blocks), engine.total_over_data_ranks

@@ -7,9 +7,18 @@ from typing import Any, cast
 
 from torch import nn
 
+from ._arrange import arrange
 from ._certify import certified_region
+from ._cuts import cuts
+from ._example import example_of, small_example
+from ._fakes import ObservationError
+from ._groups import groups_of, groups_of_cuts
 from ._linear_kinds import features, linear_kind
+from ._proof import MAX_NUMEL
+from ._rehearsal import RehearsalError
 from ._sharding_plan import generalize
+from ._structure import block_stacks
+from ._tiny_twin import plan_of_twin, tiny_twin
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -21,26 +30,39 @@ _HUGGINGFACE_STYLES = {
 }
 
 
-def tensor_parallel_plan(model: nn.Module, policy: str, size: int) -> dict[str, str]:
+def tensor_parallel_plan(
+    model: nn.Module,
+    policy: str,
+    size: int,
+    *,
+    sequence: bool = False,
+    example_batch: Any = None,
+) -> dict[str, str]:
     """Return the sharding plan that a policy gives a model.
 
-    What a policy does not recognise stays replicated, which is always right.
+    What a policy does not recognise stays replicated, which is always right. With an example
+    batch, which is made up for transformers' models, every part of the plan is proven: blocks
+    are run on random weights, whole and on all ranks, and what is not right stays whole.
 
     Args:
-        model: Any module; only names, shapes and classes are read.
-        policy: ``"huggingface"`` takes the plan transformers ships for the model.
-            ``"megatron"`` pairs linears that the certificate of
-            :mod:`vescale_parallel._certify` proves, and GPT-2's fused ones. ``"auto"`` is
+        model: Any module; real, on the meta device or deferred.
+        policy: ``"auto"`` cuts the axes that one forward of the example shows: heads,
+            features, vocabulary. ``"huggingface"`` takes the plan transformers ships for the
+            model. ``"megatron"`` pairs linears that run alike whole and cut, see
+            :mod:`vescale_parallel._certify`. Without an example ``"auto"`` is
             ``"huggingface"`` where there is such a plan and ``"megatron"`` for the rest.
             ``"fsdp-only"`` shards nothing.
         size: Ranks along the tensor-parallel axis.
+        sequence: Also cut activations between blocks along the sequence, their dim 1.
+        example_batch: What the model is called with, as for :func:`observe`.
 
     Returns:
         FQN pattern to placement text; see :class:`TensorParallel`.
 
     Raises:
-        ValueError: If ``size`` does not divide the number of attention heads, or the policy
-            is unknown or does not fit the model.
+        ValueError: If ``size`` does not divide the number of attention heads, the policy
+            is unknown or does not fit the model, or activations cannot be cut along the
+            sequence.
     """
     if policy not in ("auto", "megatron", "huggingface", "fsdp-only"):
         raise ValueError(
@@ -49,6 +71,49 @@ def tensor_parallel_plan(model: nn.Module, policy: str, size: int) -> dict[str, 
         )
     if size == 1 or policy == "fsdp-only":
         return {}
+    batch = example_of(model) if example_batch is None else example_batch
+    if batch is None and sequence:
+        raise ValueError(
+            "tensor_parallel.sequence needs an example_batch, to see which activations have a "
+            "sequence; give one to generate_plan, or a data set to parallelize"
+        )
+    return _planned(model, policy, size, batch, sequence=sequence)
+
+
+def _planned(
+    model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
+) -> dict[str, str]:
+    if max((_numel(model, stack[0]) for stack in block_stacks(model)), default=0) > MAX_NUMEL:
+        twin = tiny_twin(model, size)
+        if twin is not None:
+            plan = _planned(twin, policy, size, example_of(twin), sequence=sequence)
+            return plan_of_twin(plan, twin, model)
+    batch = small_example(batch)
+    if policy == "auto" and batch is not None:
+        try:
+            found = cuts(model, batch, size)
+            groups, rest = groups_of_cuts(model, found.chosen)
+            arranged = arrange(model, groups, size, batch, sequence=sequence)
+        except (ObservationError, RehearsalError):
+            # A forward that needs values; the layers may be recognised all the same.
+            pass
+        else:
+            return {**rest, **arranged.plan}
+    plan = _recognised(model, policy, size)
+    if batch is None:
+        return plan
+    groups, rest = groups_of(model, plan)
+    try:
+        arranged = arrange(model, groups, size, batch, sequence=sequence)
+    except RehearsalError:
+        if sequence:
+            raise
+        return plan
+    return {**rest, **arranged.plan}
+
+
+def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
+    """Return the plan for the layers that transformers names, or that pair up."""
     _check_heads(model, size)
     plan: dict[str, str] = {}
     if policy != "megatron":
@@ -61,6 +126,10 @@ def tensor_parallel_plan(model: nn.Module, policy: str, size: int) -> dict[str, 
     if policy != "huggingface":
         plan |= _paired_linears(model, size, covered=plan)
     return plan
+
+
+def _numel(model: nn.Module, fqn: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(fqn).parameters())
 
 
 def _check_heads(model: nn.Module, size: int) -> None:
@@ -120,10 +189,15 @@ def _group_plan(
             return {}
         plan[f"{base}.weight"] = f"Shard({dim})"
         if style == "colwise_gather_output":
-            plan[f"{base}.<out>"] = "Replicate()"
+            plan[f"{base}.<out>"] = _head_output(pattern)
         elif style == "rowwise_split_input":
             plan[f"{base}.<in>"] = "Replicate()"
     return plan
+
+
+def _head_output(pattern: str) -> str:
+    # Logits stay cut by vocabulary; what else is gathered is read by code between layers.
+    return "Shard(-1)" if "." not in pattern else "Replicate()"
 
 
 def _paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:

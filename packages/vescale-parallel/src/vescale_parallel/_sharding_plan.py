@@ -11,11 +11,12 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 
-_SHARD = re.compile(r"Shard\((\d+)\)")
+_SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
 # What a mark can say; its opposite is said by leaving it out.
-_ONLY = {"in": "Replicate()", "out": "Replicate()", "grad": "Partial()", "attr": "Shard(0)"}
+_ONLY = {"grad": "Partial()", "attr": "Shard(0)"}
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
+_MARKS = "<in>, <out>, <enter>, <leave>, <grad> or <attr:name>"
 
 
 def parse_placement(text: str) -> Placement:
@@ -52,20 +53,45 @@ def placement_text(placement: Placement) -> str:
 
 
 @dataclass(frozen=True)
+class Move:
+    """How an activation is placed, and how it shall be. Equal ones: it stays so."""
+
+    source: Placement
+    target: Placement
+
+
+def parse_move(text: str) -> Move:
+    """Read ``"Replicate() -> Shard(1)"``.
+
+    One placement stands for the move of a linear layer's last dim: ``"Replicate()"`` as an
+    input that arrives whole or an output that is gathered, ``"Shard(-1)"`` as one that stays.
+    """
+    source, arrow, target = text.partition(" -> ")
+    if arrow:
+        return Move(parse_placement(source), parse_placement(target))
+    return Move(Shard(-1), parse_placement(text))
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A sharding plan applied to one model: exact names instead of patterns.
 
     Attributes:
         parameters: Parameter FQN to placement.
-        inputs: Module FQN to placement of what it is called with.
-        outputs: Module FQN to placement of what it returns.
+        inputs: (module FQN, argument) to how the argument is moved; argument empty for the
+            first activation.
+        outputs: Module FQN to how what it returns is moved.
+        entered: (module FQN, argument) of regions to how the argument arrives.
+        left: Module FQN, whose outputs are addends, to how their sum leaves.
         grads: Parameter FQN to placement of its gradient.
         attributes: (module FQN, attribute) of integers that count local things.
     """
 
     parameters: Mapping[str, Placement]
-    inputs: Mapping[str, Placement]
-    outputs: Mapping[str, Placement]
+    inputs: Mapping[tuple[str, str], Move]
+    outputs: Mapping[str, Move]
+    entered: Mapping[tuple[str, str], Placement]
+    left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
     attributes: frozenset[tuple[str, str]]
 
@@ -77,40 +103,61 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
         ValueError: If a pattern matches nothing or a placement cannot be read.
     """
     parameters: dict[str, Placement] = {}
-    marked: dict[str, dict[str, Placement]] = {"in": {}, "out": {}, "grad": {}}
+    inputs: dict[tuple[str, str], Move] = {}
+    outputs: dict[str, Move] = {}
+    entered: dict[tuple[str, str], Placement] = {}
+    left: dict[str, Placement] = {}
+    grads: dict[str, Placement] = {}
     attributes: set[tuple[str, str]] = set()
     parameter_fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     module_fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     for pattern, text in sharding_plan.items():
-        placement = parse_placement(text)
         mark = _MARK.fullmatch(pattern)
         if mark is None:
-            parameters |= dict.fromkeys(_matches(pattern, pattern, parameter_fqns), placement)
+            found = _matches(pattern, pattern, parameter_fqns)
+            parameters |= dict.fromkeys(found, _parameter_placement(pattern, text))
             continue
-        base, kind, attribute = mark[1], mark[2], mark[3]
+        base, kind, name = mark[1], mark[2], mark[3] or ""
         if kind in _ONLY and text != _ONLY[kind]:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
                 f"only placement that <{kind}> can have, got {text!r}"
             )
-        if kind == "attr":
-            owners = _matches(pattern, base, module_fqns)
-            attributes |= {(fqn, attribute) for fqn in owners}
-        elif kind in marked:
-            names = parameter_fqns if kind == "grad" else module_fqns
-            marked[kind] |= dict.fromkeys(_matches(pattern, base, names), placement)
-        else:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: expected <in>, <out>, <grad> or "
-                f"<attr:name> in {pattern!r}, got <{kind}>"
-            )
-    return Resolved(parameters, marked["in"], marked["out"], marked["grad"], frozenset(attributes))
+        names = _matches(pattern, base, parameter_fqns if kind == "grad" else module_fqns)
+        match kind:
+            case "in":
+                inputs |= {(fqn, name): parse_move(text) for fqn in names}
+            case "out":
+                outputs |= dict.fromkeys(names, parse_move(text))
+            case "enter":
+                entered |= {(fqn, name): parse_placement(text) for fqn in names}
+            case "leave":
+                left |= dict.fromkeys(names, parse_placement(text))
+            case "grad":
+                grads |= dict.fromkeys(names, Partial())
+            case "attr":
+                attributes |= {(fqn, name) for fqn in names}
+            case _:
+                raise ValueError(
+                    f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, "
+                    f"got <{kind}>"
+                )
+    return Resolved(parameters, inputs, outputs, entered, left, grads, frozenset(attributes))
+
+
+def _parameter_placement(pattern: str, text: str) -> Placement:
+    placement = parse_placement(text)
+    if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.dim < 0):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected 'Shard(d)' with d from 0, "
+            f"'InterleavedShard(d, parts)' or 'Replicate()' for {pattern!r}, got {text!r}"
+        )
+    return placement
 
 
 def _matches(pattern: str, base: str, names: Iterable[str]) -> list[str]:
-    expression = re.compile(r"[^.]+".join(map(re.escape, base.split("*"))))
     names = list(names)
-    found = [name for name in names if expression.fullmatch(name)]
+    found = matching(base, names)
     if not found:
         shown = ", ".join(repr(name) for name in names[1:4])
         raise ValueError(
@@ -120,6 +167,17 @@ def _matches(pattern: str, base: str, names: Iterable[str]) -> list[str]:
     return found
 
 
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches."""
+    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if expression.fullmatch(name)]
+
+
 def generalize(fqn: str) -> str:
     """Return ``fqn`` with its numeric components replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def generalize_first(fqn: str) -> str:
+    """Return ``fqn`` with its first numeric component, the block's, replaced by ``*``."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\g<1>*", fqn, count=1)

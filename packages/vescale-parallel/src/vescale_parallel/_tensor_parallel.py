@@ -1,60 +1,88 @@
 """Tensor parallelism on plain local tensors: hooks that put collectives at region borders.
 
-Weights are already cut when these hooks run. A column-wise linear reads a replicated
-activation and leaves a sharded one; a row-wise linear reads that and leaves addends, which
-its hook sums. Between the two the user's own code runs on this rank's heads or features.
+Weights are already cut when these hooks run. A column-wise linear reads a whole activation and
+leaves one that is cut; a row-wise linear reads that and leaves addends. Between the two the
+user's own code runs on this rank's heads or features. See [Note: regions].
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import InterleavedShard, all_gather, all_reduce
+from vescale_dtensor import InterleavedShard
 
 from ._linear_kinds import LinearKind, linear_kind
-from ._sharding_plan import Resolved
+from ._sharding_plan import Move, Resolved
+from ._torch_private import pytree
+from ._tp_boundaries import Boundary
+from ._tp_ranks import part_sizes
+
+
+class KeepCut(Protocol):
+    """Makes a column-wise linear hand on its output as it is cut."""
+
+    def __call__(self, module: nn.Module, *, num_features: int) -> None: ...
 
 
 def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
     """Return the placement of every sharded parameter, biases of column-wise linears included.
 
     Raises:
-        ValueError: If a sharded parameter does not belong to a layer that can be sharded so,
-            or its dim does not divide into the ranks.
+        ValueError: If a parameter has no such dim, or it does not divide into the ranks.
     """
     placements = dict(resolved.parameters)
+    _check_moves(resolved, model)
     for fqn, placement in resolved.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
             continue
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)
         kind = linear_kind(owner)
-        _check_divides(fqn, model.get_parameter(fqn).shape, placement, size)
-        if name == "weight" and isinstance(owner, nn.Embedding) and placement == Shard(0):
-            if owner.max_norm is not None:
-                raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
+        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
+        head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
+        _check_divides(
+            fqn, model.get_parameter(fqn).shape, placement, size, even=not (rows or head)
+        )
+        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+            raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
+        if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
+            raise ValueError(f"{owner_fqn} has too few rows for tensor_parallel.size {size}")
+        if kind is None or name != "weight" or owner._parameters.get("bias") is None:
             continue
-        if name == "bias" and kind is not None:
-            continue
-        if name != "weight" or kind is None:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqn!r} cannot be {placement!r}; weights of "
-                "linear layers and rows of embeddings can be sharded"
-            )
-        if placement.dim == kind.out_dim and owner._parameters.get("bias") is not None:
+        if placement.dim == kind.out_dim:
             placements[f"{owner_fqn}.bias"] = (
                 Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
             )
     return placements
 
 
+def _check_moves(resolved: Resolved, model: nn.Module) -> None:
+    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
+    moves = [(fqn, "<in>", move) for (fqn, _), move in resolved.inputs.items()]
+    moves += [(fqn, "<out>", move) for fqn, move in resolved.outputs.items()]
+    for fqn, mark, move in moves:
+        kind = linear_kind(model.get_submodule(fqn))
+        if move.source != Shard(-1):
+            continue
+        cut = getattr(resolved.parameters.get(f"{fqn}.weight"), "dim", None)
+        wanted = None if kind is None else kind.out_dim if mark == "<out>" else kind.in_dim
+        stays = mark == "<out>" and move.target == Shard(-1)
+        if kind is None or cut != wanted or not (stays or move.target == Replicate()):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
+                "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
+                f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
+            )
+
+
 def _check_divides(
-    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int
+    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
 ) -> None:
     unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
     if not 0 <= placement.dim < len(shape):
@@ -63,7 +91,7 @@ def _check_divides(
             f"{placement.dim} to cut"
         )
     length = shape[placement.dim]
-    if length % unit:
+    if even and length % unit:
         raise ValueError(
             f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
             f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
@@ -75,58 +103,105 @@ def install(
     model: nn.Module,
     resolved: Resolved,
     placements: dict[str, Placement],
-    group: dist.ProcessGroup,
+    boundary: Boundary,
+    *,
+    prefix: str = "",
+    keep_cut: KeepCut | None = None,
 ) -> None:
-    """Add the collectives of tensor parallelism to a model's modules, in place.
+    """Add the collectives of tensor parallelism to a module, in place.
+
+    Args:
+        model: Holds this rank's parameters.
+        resolved: The plan; names outside ``prefix`` are passed over.
+        placements: Of every cut parameter.
+        boundary: Does the collectives.
+        prefix: FQN of ``model`` within the model that the names of the plan are of.
+        keep_cut: For outputs that stay cut; None gathers them.
 
     Raises:
-        ValueError: If a divided attribute is no multiple of the group's size.
+        ValueError: If a divided attribute is no multiple of the number of ranks.
     """
-    size = dist.get_world_size(group)
+    modules = {
+        f"{prefix}.{fqn}".strip("."): module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+    }
     for fqn, attribute in sorted(resolved.attributes):
-        module = model.get_submodule(fqn)
-        value = getattr(module, attribute, None)
-        if not isinstance(value, int) or value % size:
-            raise ValueError(
-                f"expected {fqn}.{attribute} to be a multiple of tensor_parallel.size "
-                f"({size}), got {value!r}"
-            )
-        setattr(module, attribute, value // size)
+        if fqn in modules:
+            _divide(modules[fqn], fqn, attribute, boundary.ranks.size)
+    for (fqn, argument), arrives in resolved.entered.items():
+        if fqn in modules:
+            _enter(modules[fqn], argument, _dim(arrives), stack_of(fqn), boundary)
+    for (fqn, argument), move in resolved.inputs.items():
+        if fqn in modules and linear_kind(modules[fqn]) is None:
+            _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
+    regions = {fqn for fqn, _ in resolved.entered}
     for fqn, placement in placements.items():
-        owner_fqn, _, name = fqn.rpartition(".")
-        module = model.get_submodule(owner_fqn)
-        if name != "weight" or not isinstance(placement, Shard | InterleavedShard):
+        owner, _, name = fqn.rpartition(".")
+        if name != "weight" or owner not in modules or isinstance(modules[owner], nn.Embedding):
             continue
-        kind = linear_kind(module)
-        if kind is None:
-            _VocabularyParallel(module, group).install()
-        elif placement.dim == kind.out_dim:
-            gather = owner_fqn in resolved.outputs
-            _column_wise(module, kind, group, gather=gather)
+        kind = linear_kind(modules[owner])
+        if kind is None or not isinstance(placement, Shard | InterleavedShard):
+            continue
+        if placement.dim == kind.out_dim:
+            in_region = any(f"{owner}.".startswith(f"{region}.") for region in regions)
+            _column_wise(modules[owner], owner, kind, boundary, enters=not in_region)
+            if owner in resolved.outputs:
+                _output(modules[owner], owner, resolved.outputs[owner], boundary, keep_cut)
         else:
-            _row_wise(module, kind, group, split=owner_fqn in resolved.inputs)
+            split = (owner, "") in resolved.inputs
+            _row_wise(modules[owner], owner, kind, boundary, resolved.left.get(owner), split=split)
+    for fqn, module in modules.items():
+        if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
+            _VocabularyParallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+        elif fqn in resolved.left and linear_kind(module) is None:
+            _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
+    for fqn, move in resolved.outputs.items():
+        if fqn in modules and linear_kind(modules[fqn]) is None:
+            _move_out(modules[fqn], move, stack_of(fqn), boundary)
+
+
+def stack_of(fqn: str) -> str:
+    """Return the name of the stack of blocks that a module is in, empty outside of any."""
+    parts = fqn.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[:first])
+
+
+def _dim(placement: Placement | None) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _divide(module: nn.Module, fqn: str, attribute: str, size: int) -> None:
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value % size:
+        raise ValueError(
+            f"expected {fqn}.{attribute} to be a multiple of tensor_parallel.size "
+            f"({size}), got {value!r}"
+        )
+    setattr(module, attribute, value // size)
 
 
 def _column_wise(
-    module: nn.Module, kind: LinearKind, group: dist.ProcessGroup, *, gather: bool
+    module: nn.Module, fqn: str, kind: LinearKind, boundary: Boundary, *, enters: bool
 ) -> None:
-    size = dist.get_world_size(group)
-    setattr(module, kind.out_attribute, getattr(module, kind.out_attribute) // size)
-
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_CopyIn.apply(args[0], group), *args[1:])
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
-        return _GatherOut.apply(output, group)
-
-    module.register_forward_pre_hook(before)
-    if gather:
-        module.register_forward_hook(after, prepend=True)
+    length: int = getattr(module, kind.out_attribute)
+    ranks = boundary.ranks
+    setattr(module, kind.out_attribute, part_sizes(length, ranks.size)[ranks.rank])
+    boundary.lengths[f"{fqn}.<out>"] = length
+    if enters:
+        _enter(module, "", None, stack_of(fqn), boundary)
 
 
 def _row_wise(
-    module: nn.Module, kind: LinearKind, group: dist.ProcessGroup, *, split: bool
+    module: nn.Module,
+    fqn: str,
+    kind: LinearKind,
+    boundary: Boundary,
+    leaves: Placement | None,
+    *,
+    split: bool,
 ) -> None:
+    stack, dim = stack_of(fqn), _dim(leaves)
     bias: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -136,14 +211,14 @@ def _row_wise(
             # The bias is added once, after the sum over ranks.
             bias.append(held)
             module._parameters["bias"] = None if kind.bias_optional else _zeros(held)
-        return (_SplitIn.apply(args[0], group), *args[1:]) if split else args
+        return (boundary.split(args[0], -1, f"{fqn}.<in>"), *args[1:]) if split else args
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Any:
         if bias:
             module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
         if output is None:
             return None
-        total = _SumOut.apply(output, group)
+        total = boundary.leave(output, dim, stack)
         return total + bias[0] if bias else total
 
     module.register_forward_pre_hook(before)
@@ -155,19 +230,99 @@ def _zeros(bias: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.zeros_like(bias), requires_grad=False)
 
 
+def _output(
+    module: nn.Module, fqn: str, move: Move, boundary: Boundary, keep_cut: KeepCut | None
+) -> None:
+    """Gather the output of a column-wise linear, or hand it on as it is cut."""
+    if move.source == move.target and keep_cut is not None:
+        keep_cut(module, num_features=boundary.lengths[f"{fqn}.<out>"])
+        return
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+        boundary.forget()
+        return boundary.gather(output, -1, f"{fqn}.<out>")
+
+    module.register_forward_hook(after, prepend=True)
+
+
+def _enter(
+    module: nn.Module, argument: str, dim: int | None, stack: str, boundary: Boundary
+) -> None:
+    _on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
+
+
+def _move_in(module: nn.Module, argument: str, move: Move, stack: str, boundary: Boundary) -> None:
+    _on_argument(module, argument, _moved(move, stack, boundary))
+
+
+def _moved(move: Move, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
+    source, target = _dim(move.source), _dim(move.target)
+    if source is None and target is not None:
+        return lambda x: boundary.split(x, target, stack)
+    if source is not None and target is None:
+        return lambda x: boundary.gather(x, source, stack)
+    raise ValueError(
+        "tensor_parallel.sharding_plan: expected 'Replicate() -> Shard(d)' or "
+        f"'Shard(d) -> Replicate()', got a move from {move.source!r} to {move.target!r}"
+    )
+
+
+def _on_argument(module: nn.Module, argument: str, convert: Callable[[Tensor], Tensor]) -> None:
+    """Convert one argument of every call, by its name or the first activation."""
+    names = list(inspect.signature(module.forward).parameters)
+    position = names.index(argument) if argument in names else -1
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        for index, value in enumerate(args):
+            if _is_activation(value) and (not argument or index == position):
+                return (*args[:index], convert(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value) and argument in ("", name):
+                return args, {**kwargs, name: convert(value)}
+        return None
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _leave(module: nn.Module, dim: int | None, stack: str, boundary: Boundary) -> None:
+    _on_output(module, lambda x: boundary.leave(x, dim, stack))
+
+
+def _move_out(module: nn.Module, move: Move, stack: str, boundary: Boundary) -> None:
+    _on_output(module, _moved(move, stack, boundary))
+
+
+def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Convert the first activation that a module returns."""
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        index = next((i for i, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        if index is None:
+            return output
+        leaves[index] = convert(leaves[index])
+        return pytree.tree_unflatten(leaves, spec)
+
+    module.register_forward_hook(after, prepend=True)
+
+
 class _VocabularyParallel:
     """Rows of an embedding cut over ranks: look up what is here, sum over ranks."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        assert isinstance(module, nn.Embedding)
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._module, self._group = module, group
-        self._rows = -(-module.num_embeddings // size)
-        self._first = rank * self._rows
+    def __init__(
+        self, module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
+    ) -> None:
+        ranks = boundary.ranks
+        sizes = part_sizes(module.num_embeddings, ranks.size)
+        self._boundary, self._leaves, self._stack = boundary, _dim(leaves), stack
+        self._first, self._rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
         self._elsewhere: Tensor | None = None
-
-    def install(self) -> None:
-        module = self._module
         if module.padding_idx is not None:
             local = module.padding_idx - self._first
             module.padding_idx = local if 0 <= local < self._rows else None
@@ -176,65 +331,10 @@ class _VocabularyParallel:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids = args[0] - self._first
-        self._elsewhere = (ids < 0) | (ids >= self._module.get_parameter("weight").shape[0])
+        self._elsewhere = (ids < 0) | (ids >= self._rows)
         return (ids.masked_fill(self._elsewhere, 0), *args[1:])
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
         assert self._elsewhere is not None
         here = output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0)
-        return _SumOut.apply(here, self._group)
-
-
-class _CopyIn(torch.autograd.Function):
-    """Identity forward, sum of gradients over ranks backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_reduce(grad, ctx.group), None
-
-
-class _SumOut(torch.autograd.Function):
-    """Sum over ranks forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
-
-
-class _GatherOut(torch.autograd.Function):
-    """Concatenate the last dim over ranks forward, take this rank's part backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return torch.cat(all_gather(x, group).unbind(), -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _own_part(grad, ctx.group), None
-
-
-class _SplitIn(torch.autograd.Function):
-    """Take this rank's part of the last dim forward, concatenate gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return _own_part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.cat(all_gather(grad, ctx.group).unbind(), -1), None
-
-
-def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
+        return self._boundary.leave(here, self._leaves, self._stack)

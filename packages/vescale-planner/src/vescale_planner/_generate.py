@@ -66,7 +66,7 @@ def generate_plan(
     split = constraints.get(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
-    search = Search(model, workload, cluster, constraints, states, split)
+    search = Search(model, workload, cluster, constraints, states, split, example_batch)
     found = search.run(world_size)
     if not found.fits:
         raise ValueError(_no_plan(found, search))

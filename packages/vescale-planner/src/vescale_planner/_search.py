@@ -63,6 +63,7 @@ class Search:
         constraints: Checked dotted keys.
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
+        example_batch: What sharding plans are proven on.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Search:
     constraints: Mapping[str, Any]
     states: int
     split_method: str
+    example_batch: Any = None
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
@@ -166,7 +168,13 @@ class Search:
         if tp == 1:
             return {}
         try:
-            plan = tensor_parallel_plan(self.model, policy, tp)
+            plan = tensor_parallel_plan(
+                self.model,
+                policy,
+                tp,
+                sequence=self.constraints.get("tensor_parallel.sequence", False),
+                example_batch=self.example_batch,
+            )
         except ValueError as error:
             return str(error)
         if not plan:

@@ -36,8 +36,11 @@ def _dims(call: Call) -> tuple[int]:
 
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call(func, args, kwargs)
-    values = widened(as_distributed(call, "self"))
-    dims = list(_dims(call))
+    given = as_distributed(call, "self")
+    assert given is not None
+    # Not call.outputs: this runs at every call, and torch takes milliseconds without data.
+    dtype = torch.float32 if call.named("half_to_float") else given.dtype
+    values, dims = widened(given), [call.named("dim")]
     largest = settled(aten.amax.default(values, dims, True))
     shifted = values - largest
     exponentials = shifted.exp()
@@ -46,13 +49,13 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         result = exponentials / total
     else:
         result = shifted - total.log()
-    return result.to(call.outputs[0].dtype)
+    return result.to(dtype)
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call(func, args, kwargs)
     grad, output = as_distributed(call, "grad_output"), as_distributed(call, "output")
-    grad, output, dims = widened(grad), widened(output), list(_dims(call))
+    grad, output, dims = widened(grad), widened(output), [call.named("dim")]
     if func is aten._softmax_backward_data.default:
         weighted = grad * output
         total = settled(aten.sum.dim_IntList(weighted, dims, True))
@@ -60,7 +63,7 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     else:
         total = settled(aten.sum.dim_IntList(grad, dims, True))
         result = grad - output.exp() * total
-    return result.to(call.outputs[0].dtype)
+    return result.to(call.named("input_dtype"))
 
 
 RULES: dict[OpOverload, Any] = {

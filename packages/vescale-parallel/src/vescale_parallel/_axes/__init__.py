@@ -1,0 +1,34 @@
+"""Named axes: what every dimension of a model's tensors is, from one forward on fakes."""
+
+from ._algebra import Axes as Axes, Dim as Dim
+from ._flow import (
+    Flow as Flow,
+    Graph as Graph,
+    RefusedError as RefusedError,
+    follow as follow,
+    is_within as is_within,
+)
+from ._mode import infer_axes as infer_axes
+from ._trace import (
+    Obstacle as Obstacle,
+    Step as Step,
+    Trace as Trace,
+    UnknownOperator as UnknownOperator,
+    Value as Value,
+)
+
+__all__ = [
+    "Axes",
+    "Dim",
+    "Flow",
+    "Graph",
+    "Obstacle",
+    "RefusedError",
+    "Step",
+    "Trace",
+    "UnknownOperator",
+    "Value",
+    "follow",
+    "infer_axes",
+    "is_within",
+]

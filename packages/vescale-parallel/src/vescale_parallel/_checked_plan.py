@@ -1,0 +1,76 @@
+"""Check a sharding plan that a person wrote, by running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ._certify import contradicted_module
+from ._example import small_example
+from ._linear_kinds import linear_kind
+from ._proof import Contradiction, prove
+from ._rehearsal import RehearsalError
+from ._sharding_plan import Resolved
+from ._tensor_parallel import complete_placements
+
+
+def checked_plan(model: nn.Module, resolved: Resolved, size: int, batch: Any) -> Resolved:
+    """Return the plan, completed by the parameters of which ranks hold addends of gradients.
+
+    Without an example, or if the model cannot be run without values, only pairs of linears
+    within modules that can be called on one tensor are run.
+
+    Args:
+        model: Whole.
+        resolved: The plan.
+        size: Tensor-parallel ranks.
+        batch: An example; None if there is none.
+
+    Raises:
+        ValueError: With the module whose results or gradients the plan changes.
+    """
+    if batch is not None:
+        try:
+            placements = complete_placements(resolved, model, size)
+            proof = prove(model, small_example(batch), resolved, placements, size)
+        except Contradiction as error:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan changes what {error.fqn!r} computes: run whole "
+                f"and on {size} ranks on random weights, {error.why}"
+            ) from error
+        except RehearsalError:
+            return checked_plan(model, resolved, size, None)
+        for fqn in resolved.grads:
+            if fqn.startswith(proof.proven) and fqn not in proof.partial_grads:
+                raise ValueError(
+                    f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
+                    f"of {fqn!r}; leave out its <grad>"
+                )
+        grads = {**resolved.grads, **dict.fromkeys(proof.partial_grads, Partial())}
+        return replace(resolved, grads=grads)
+    _check_kinds(model, resolved)
+    wrong = contradicted_module(model, resolved, size)
+    if wrong is not None:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
+            "rank by rank on random weights, its output or gradients differ"
+        )
+    return resolved
+
+
+def _check_kinds(model: nn.Module, resolved: Resolved) -> None:
+    """Refuse cuts that only a run can show to be right."""
+    for fqn, placement in resolved.parameters.items():
+        owner_fqn, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(owner_fqn)
+        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
+        linear = linear_kind(owner) is not None and name in ("weight", "bias")
+        if placement != Replicate() and not rows and not linear:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn!r} cannot be {placement!r} without an "
+                "example to prove it on; without one, weights of linear layers and rows of "
+                "embeddings can be cut. Give parallelize a data set"
+            )

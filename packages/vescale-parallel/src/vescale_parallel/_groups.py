@@ -1,0 +1,92 @@
+"""Which parameters belong together: those of a sharding plan, or of cuts that were found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from vescale_dtensor import InterleavedShard
+
+from ._arrange import Group
+from ._cuts import Cut
+from ._linear_kinds import linear_kind
+from ._sharding_plan import generalize_first, matching, parse_placement
+
+
+def groups_of(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Group], dict[str, str]]:
+    """Sort a plan's cut linear layers into column-then-row groups of siblings.
+
+    Returns:
+        The groups; and the rest of the plan, embeddings and heads, which needs no borders.
+    """
+    names = [fqn for fqn, _ in model.named_modules()]
+    moved = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(("<in>", "<out>"))}
+    members: dict[str, dict[str, str]] = {}
+    rest: dict[str, str] = {}
+    for pattern, text in plan.items():
+        owner = pattern.rpartition(".")[0]
+        found = matching(owner, names)
+        linear = bool(found) and linear_kind(model.get_submodule(found[0])) is not None
+        if "<" in pattern or not linear or owner in moved:
+            rest[pattern] = text
+        else:
+            members.setdefault(owner.rpartition(".")[0], {})[pattern] = text
+    groups: list[Group] = []
+    for parameters in members.values():
+        entries = tuple(p for p in parameters if _is_column(model, p, parameters[p], names))
+        exits = tuple(p for p in parameters if p not in entries)
+        groups.append(Group(parameters=parameters, entries=_owners(entries), exits=_owners(exits)))
+    return groups, rest
+
+
+def _owners(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+
+
+def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> bool:
+    kind = linear_kind(model.get_submodule(matching(pattern.rpartition(".")[0], names)[0]))
+    placement = parse_placement(text)
+    assert kind is not None
+    return isinstance(placement, Shard | InterleavedShard) and placement.dim == kind.out_dim
+
+
+def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> tuple[list[Group], dict[str, str]]:
+    """Put the cuts of equal blocks together.
+
+    Returns:
+        The groups, best first; and what needs no borders: tables of embeddings and heads.
+    """
+    groups: dict[tuple[object, ...], list[Cut]] = {}
+    rest: dict[str, str] = {}
+    for cut in cuts:
+        if cut.kind == "features":
+            key = (_patterns(cut.parameters), _general(cut.entries), _general(cut.exits))
+            groups.setdefault(key, []).append(cut)
+        elif cut.kind == "vocabulary":
+            rest |= cut.parameters
+            heads = [fqn for fqn in cut.entries if isinstance(model.get_submodule(fqn), nn.Linear)]
+            rest |= {f"{fqn}.<out>": "Shard(-1)" for fqn in heads}
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    found: list[Group] = []
+    for same in groups.values():
+        together = {fqn for cut in same for fqn in cut.parameters}
+        patterns = dict(_patterns(same[0].parameters))
+        if all(together.issuperset(matching(pattern, names)) for pattern in patterns):
+            entries, exits = _general(same[0].entries), _general(same[0].exits)
+            found.append(Group(parameters=patterns, entries=entries, exits=exits))
+        else:
+            found += [
+                Group(parameters=cut.parameters, entries=cut.entries, exits=cut.exits)
+                for cut in same
+            ]
+    return found, rest
+
+
+def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((generalize_first(fqn), text) for fqn, text in parameters.items())
+
+
+def _general(fqns: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(generalize_first(fqn) for fqn in fqns))
