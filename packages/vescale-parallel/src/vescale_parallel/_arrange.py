@@ -263,6 +263,10 @@ def _sequence_borders(
     """Yield a group's marks: what enters its region is gathered, what leaves it is cut."""
     inner = {p: t for p, t in plan.items() if not p.endswith((".<enter>", ".<leave>"))}
     leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
-    for entrance in _entrances(model, _holder(group.entries), "Shard(1)"):
+    holder = _holder(group.entries)
+    for entrance in _entrances(model, holder, "Shard(1)"):
         yield inner | leaves | entrance
+        # Where tokens lie flat inside, as in a mixture of experts, the holder leaves as a whole.
+        if not any(_is_linear(model, p) for p in group.exits):
+            yield inner | entrance | {f"{holder}.<leave>": "Shard(1)"}
     yield inner | leaves | {f"{p}.<enter>": "Shard(1)" for p in group.entries}

@@ -43,7 +43,7 @@ class Cut:
             addends: they are summed at the module's beginning.
         exits: FQNs of modules that return addends.
         replicated: FQNs of whole parameters whose gradients are addends.
-        biases: FQNs of whole parameters that the exits add to addends.
+        biases: FQNs of whole parameters that the exits add to addends: only one rank may.
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
         sharded_numel: Elements of the parameters, tied ones once.
@@ -312,7 +312,10 @@ class _Search:
             return True
         widths = [math.prod(v.shape) // self.trace.axes.sizes[atom] for v in owners]
         in_block = any(part.isdigit() for fqn in entries for part in fqn.split("."))
-        ends = atom in self.obstacles or bool(self.graph.carriers[atom] & self.returned)
+        obstacle = self.obstacles.get(atom)
+        ends = bool(self.graph.carriers[atom] & self.returned) or (
+            obstacle is not None and obstacle.why.startswith("log_softmax")
+        )
         return (
             bool(entries) and ends and not in_block and (self.trace.axes.sizes[atom] > max(widths))
         )
@@ -374,7 +377,7 @@ class _Search:
             if value.has_grad
             and any(not is_within(s.module, module) for s in self.graph.readers[index])
         ]
-        if not self._are_summed(module, stacked):
+        if not self._are_summed(module, stacked, leaving):
             return None
         names = [name for value in stacked for name in self.names[value.index]]
         return Cut(
@@ -390,22 +393,18 @@ class _Search:
             tensors=frozenset(made),
         )
 
-    def _are_summed(self, module: str, stacked: list[Value]) -> bool:
-        """Whether activations of experts begin and end, in a sum, in their module."""
-        atoms = self.trace.axes.atoms(axis for value in stacked for axis in value.dims[0])
-        steps = [
-            step
-            for atom in atoms
-            for step in self.trace.steps
-            if step.index in self.graph.contracts[atom] and step.operator == "sum"
-        ]
+    def _are_summed(self, module: str, stacked: list[Value], leaving: list[Value]) -> bool:
+        """Whether what a module returns is a sum over its experts, as far as axes show."""
+        axes = self.trace.axes
+        atoms = axes.atoms(axis for value in stacked for axis in value.dims[0])
+        if any(atoms & axes.atoms(a for dim in value.dims for a in dim) for value in leaving):
+            return False
         carriers = {index for atom in atoms for index in self.graph.carriers[atom]}
-        made_by = [
-            self.graph.producer[index] for index in carriers if index in self.graph.producer
-        ]
-        activations = [s for s in made_by if any(v.from_batch and v.has_grad for v in s.outputs)]
-        return not activations or (
-            bool(steps) and all(is_within(s.module, module) for s in (*steps, *activations))
+        made = [v for v in self.trace.values if v.index in carriers and v.from_batch]
+        summed = {index for atom in atoms for index in self.graph.contracts[atom]}
+        return not any(value.has_grad for value in made) or any(
+            step.operator == "sum" and is_within(step.module, module)
+            for step in (self.trace.steps[index] for index in summed)
         )
 
     # ------------------------------------------------------------------ gathered

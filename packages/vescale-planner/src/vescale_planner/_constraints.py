@@ -12,7 +12,6 @@ from vescale_parallel import ParallelPlan, PipelineParallel, check_constraints, 
 from ._workload import Workload, unmatched_pattern
 
 _NOT_YET = {
-    "tensor_parallel.sequence": (False, "sequence parallelism"),
     "context_parallel.size": (1, "context parallelism"),
     "expert_parallel.size": (1, "expert parallelism"),
     "compile": (False, "compilation"),

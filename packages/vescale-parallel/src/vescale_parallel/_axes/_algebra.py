@@ -147,7 +147,7 @@ class Axes:
             return False
         pairs = list(zip(self.segments(one) or (), self.segments(other) or (), strict=True))
         self._parents[other] = one
-        return all([self.unify(a.dim, b.dim) for a, b in pairs])
+        return all(self.unify(a.dim, b.dim) for a, b in pairs)
 
     def _split(self, axis: int, major: int) -> bool:
         """Turn a factor into a product whose first axis has ``major`` elements."""
@@ -162,7 +162,7 @@ class Axes:
         if len(lengths) > 1 or (major % len(segments) and len(segments) % major):
             return False
         first, *others = (segment.dim for segment in segments)
-        if not all([self.unify(first, dim) for dim in others]):
+        if not all(self.unify(first, dim) for dim in others):
             return False
         self._bodies[axis] = Product((self.new(len(segments)), *first))
         return True

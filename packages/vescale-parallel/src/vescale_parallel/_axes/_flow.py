@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from ._trace import Step, Trace, Value
 
-
 # Tensors behind one after which it is the model's main stream, which is whole.
 _FAR = 2000
 

@@ -214,16 +214,23 @@ class _Mode(TorchDispatchMode):
         if all_integer(inputs, kwargs, func, args):
             out = func(*args, **kwargs)
         else:
-            grouped = func is torch.ops.aten._grouped_mm.default
             with run.fake_mode:
-                out = grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
-            formula = flop_registry.get(func.overloadpacket)
-            if grouped:
-                flops = grouped_mm_flops(args[0].shape, args[1].shape)
-            elif formula is not None:
-                flops = int(formula(*args, **kwargs, out_val=out))
+                out, flops = _fake_output(func, args, kwargs)
         run.record(func, args, kwargs, out, flops)
         return out
+
+
+def _fake_output(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Return what an operator gives for fake tensors, and its flops."""
+    aten = torch.ops.aten
+    if func is aten._grouped_mm.default:
+        out = grouped_mm(func, args, kwargs)
+        return out, grouped_mm_flops(args[0].shape, args[1].shape)
+    if func is aten.masked_fill.Tensor:  # reads the value that it fills with
+        return aten.masked_fill.Scalar(*args[:2], 0), 0
+    out = func(*args, **kwargs)
+    formula = flop_registry.get(func.overloadpacket)
+    return out, int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

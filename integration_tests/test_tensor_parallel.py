@@ -1,0 +1,112 @@
+"""Losses and gradients under tensor and sequence parallelism are those of one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vescale
+from vescale_dtensor import DTensor
+from vescale_testing import World
+
+from .families import FAMILIES, InDouble, make
+from .plans import DP, SEQUENCE, TP, ZERO, Constraints
+
+# Models whose blocks flatten tokens between layers, or have no list of blocks.
+NO_SEQUENCE = {"branching", "opt"}
+
+
+def loss_and_gradients(model: nn.Module, call: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    with InDouble():
+        output = model(**call)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+    assert type(loss) is Tensor
+    grads = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return loss.item(), grads
+
+
+@cache
+def on_one_device(family: str, attention: str) -> tuple[float, dict[str, Tensor]]:
+    return loss_and_gradients(*make(family, attention))
+
+
+def on_ranks(
+    family: str, attention: str, constraints: Constraints
+) -> tuple[float, dict[str, Tensor], dict[str, str]]:
+    model, call = make(family, attention)
+    example = {**call, "labels": call["labels"]} if "labels" in call else call
+    plan = vescale.generate_plan(
+        model, constraints, world_size=torch.distributed.get_world_size(), example_batch=example
+    )
+    model = vescale.parallelize(plan, model)
+    rows, rank = (
+        plan.data_parallel.size,
+        model._vescale_engine._mesh.get_local_rank("dp_shard")
+        if plan.data_parallel.size > 1
+        else 0,
+    )
+
+    def own(x: Any) -> Any:
+        return x.chunk(rows)[rank] if isinstance(x, Tensor) else {n: own(v) for n, v in x.items()}
+
+    loss, grads = loss_and_gradients(model, {name: own(value) for name, value in call.items()})
+    return loss, grads, dict(plan.tensor_parallel.sharding_plan)
+
+
+def check(world: World, family: str, attention: str, constraints: Constraints) -> None:
+    loss, grads = on_one_device(family, attention)
+    for found, found_grads, plan in world.run(on_ranks, family, attention, constraints):
+        assert any("Shard(1)" in text for text in plan.values())
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert found_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            largest = float(grad.abs().max())
+            torch.testing.assert_close(
+                found_grads[name], grad, rtol=1e-12, atol=1e-12 * largest + 1e-15, msg=name
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_the_loss_and_gradients_of_one(world2: World, family: str) -> None:
+    check(world2, family, "sdpa", {TP: 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_SEQUENCE])
+def test_cutting_the_sequence_changes_nothing(world2: World, family: str) -> None:
+    check(world2, family, "eager", {TP: 2, SEQUENCE: True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5", "nanogpt"])
+def test_two_by_two_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
+    check(world4, family, "sdpa", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "bert", "vit"])
+def test_four_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
+    check(world4, family, "sdpa", {TP: 4, SEQUENCE: True})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sizes", [{TP: 4}, {TP: 2, DP: 2}, {TP: 2, DP: 2, ZERO: 3}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_four_ranks(
+    world4: World, family: str, sizes: Constraints, sequence: bool, attention: str
+) -> None:
+    if sequence and family in NO_SEQUENCE:
+        pytest.skip("refused with the reason; see test_a_model_that_cannot_cut_its_sequence")
+    check(world4, family, attention, {**sizes, SEQUENCE: sequence})
