@@ -1,0 +1,218 @@
+"""Training with dropout under every kind of plan draws the masks of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import vescale
+from vescale_testing import World
+
+from .models import ReturnsLoss, batches
+from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
+from .training import whole
+
+ROWS, LENGTH, STEPS = 4, 11, 2  # a length that does not divide into the ranks
+
+
+class Attention(nn.Module):
+    """Dropout of attention's weights, inside of torch's function, and of what it returns."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x_BSF).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=0.1 if self.training else 0.0, is_causal=True
+        )
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+
+class Block(nn.Module):
+    """Dropout as a module and as a function, of whole activations and of cut features."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        x_BSF = x_BSF + self.attention(self.norms[0](x_BSF))
+        y_BSF = F.dropout(F.gelu(self.up(self.norms[1](x_BSF))), 0.1, self.training)
+        return x_BSF + F.dropout(self.down(y_BSF), 0.3, self.training)
+
+
+class HandWritten(nn.Module):
+    """Draws noise, too, and something of which all ranks need the same."""
+
+    def __init__(self, vocabulary: int = 37, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(4)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x_BSF = self.embed(batch["input_ids"])
+        if self.training:
+            x_BSF = x_BSF + 0.1 * torch.randn_like(x_BSF) * torch.rand(x_BSF.shape[-1])
+        x_BSF = self.dropout(x_BSF)
+        for block in self.blocks:
+            x_BSF = block(x_BSF)
+        return F.cross_entropy(self.head(x_BSF).flatten(0, 1), batch["labels"].flatten())
+
+
+def build(name: str) -> nn.Module:
+    """Return a freshly initialised model, float64 and in training mode."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return HandWritten() if name == "hand_written" else _of_transformers(name).train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _of_transformers(name: str) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    kind, _, attention = name.partition("-")
+    if kind == "bert":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+        bert = BertConfig(
+            vocab_size=64, num_hidden_layers=4, attn_implementation=attention, **sizes
+        )
+        return ReturnsLoss(BertForMaskedLM(bert))
+    gpt2 = GPT2Config(
+        vocab_size=61, n_positions=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.2, attn_implementation=attention,
+    )  # fmt: skip
+    return ReturnsLoss(GPT2LMHeadModel(gpt2))
+
+
+class InDouble(TorchFunctionMode):
+    """Has code that asks for float32 compute in float64, so that sums can be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_double, args), **kwargs)
+
+
+def _double(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@dataclass(frozen=True)
+class Record:
+    """Losses and full gradients of every step, and the state of the generator at the end."""
+
+    losses: list[float]
+    grads: list[dict[str, Tensor]]
+    state: Tensor
+
+
+def train(name: str, constraints: Constraints | None) -> Record:
+    """Take a few steps of plain gradient descent on one device, or under a plan."""
+    model = build(name)
+    given, rows = batches(STEPS, ROWS, LENGTH), slice(None)
+    if constraints is not None:
+        dataset = [{k: v[row] for k, v in given[0].items()} for row in range(ROWS)]
+        plan = make_plan({"batch.global_size": ROWS, **constraints})
+        model, _ = vescale.parallelize(plan, model, None, None, dataset)
+        own = torch.distributed.get_rank() // plan.tensor_parallel.size
+        part = ROWS // plan.data_parallel.size
+        rows = slice(own * part, (own + 1) * part)
+    torch.manual_seed(7)
+    losses: list[float] = []
+    grads: list[dict[str, Tensor]] = []
+    for batch in given:
+        with InDouble():
+            loss = model({k: v[rows] for k, v in batch.items()})
+            loss.backward()
+        losses.append(loss.item())
+        grads.append({k: whole(p.grad) for k, p in model.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+        model.zero_grad()
+    return Record(losses, grads, torch.get_rng_state())
+
+
+@cache
+def on_one_device(name: str) -> Record:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    state = torch.get_rng_state()
+    try:
+        return train(name, None)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+def check(world: World, name: str, plan: Constraints) -> None:
+    expected = on_one_device(name)
+    for record in world.run(train, name, plan):
+        assert record.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
+        for found, grads in zip(record.grads, expected.grads, strict=True):
+            assert [*found] == [*grads]
+            for fqn, grad in grads.items():
+                scale = float(grad.abs().max())
+                # Where the true gradient is zero, as that of the bias of keys, rounding is left.
+                torch.testing.assert_close(
+                    found[fqn], grad, rtol=0, atol=1e-12 * (scale + 1e-3), msg=fqn
+                )
+        assert torch.equal(record.state, expected.state)
+
+
+TWO: dict[str, Constraints] = {
+    "tp": {TP: 2},
+    "tp-sequence": {TP: 2, SEQUENCE: True},
+    "tp-recompute": {TP: 2, "recompute": "full"},
+    "dp": {DP: 2},
+    "zero1": {DP: 2, ZERO: 1},
+    "zero3": {DP: 2, ZERO: 3},
+    "zero3-recompute": {DP: 2, ZERO: 3, "recompute": "full"},
+}
+FOUR: dict[str, Constraints] = {
+    "tp": {TP: 4},
+    "tp-sequence": {TP: 4, SEQUENCE: True},
+    "tp-dp": {TP: 2, DP: 2},
+    "hybrid2": {DP: 4, ZERO: 2, "data_parallel.replicate_size": 2},
+    "tp-sequence-zero3-recompute": {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3, "recompute": "full"},
+}
+MODELS = ("hand_written", "gpt2-eager", "gpt2-sdpa", "bert-eager", "bert-sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", TWO)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_draw_what_one_device_draws(world2: World, name: str, plan: str) -> None:
+    check(world2, name, TWO[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", FOUR)
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks_draw_what_one_device_draws(world4: World, name: str, plan: str) -> None:
+    check(world4, name, FOUR[plan])
