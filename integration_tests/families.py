@@ -84,6 +84,8 @@ _SIZES = {
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "num_key_value_heads": 4},
+    "two_key_value_heads": {**_SIZES, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 4},
     "qwen3": {**_SIZES, "num_key_value_heads": 4, "head_dim": 8},
     "gemma2": {
         **_SIZES, "num_key_value_heads": 4, "head_dim": 8, "final_logit_softcapping": 5.0,
@@ -118,13 +120,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make(family: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Any]]:
-    """Return a float64 model and the keywords of a call that returns its loss."""
+    """Return a model, float64 but for Mixtral, and the keywords of a call that gives its loss."""
     torch.manual_seed(3)
     if family == "nanogpt":
         return HandWritten(vocabulary=VOCABULARY, depth=2).double(), {"batch": tokens()}
     if family == "branching":
         return Branching().double(), tokens()
-    model = hugging_face(family, attention, **CONFIGS[family]).double()
+    name = "llama" if family == "two_key_value_heads" else family
+    model = hugging_face(name, attention, **CONFIGS[family])
+    if family == "mixtral":
+        return model, tokens()
+    model = model.double()
     if family == "vit":
         pixels = torch.randn(ROWS, 3, 16, 16, dtype=torch.float64)
         return model, {"pixel_values": pixels, "labels": torch.arange(ROWS) % 2}

@@ -356,6 +356,14 @@ WRONG_PLANS: dict[str, tuple[Program, dict[str, str]]] = {
             "blocks.*.attention.<attr:heads>": "Shard(0)",
         },
     ),
+    "one_block_forgotten": (
+        hand_written,
+        {
+            "blocks.*.attention.qkv.weight": "InterleavedShard(0, 3)",
+            "blocks.*.attention.proj.weight": "Shard(1)",
+            "blocks.0.attention.<attr:heads>": "Shard(0)",
+        },
+    ),
     "uneven_gather": (
         hand_written,
         {"head.weight": "Shard(0)", "head.<out>": "Replicate()"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,8 @@ NO_SEQUENCE = {"branching", "opt"}
 
 
 def loss_and_gradients(model: nn.Module, call: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    with InDouble():
+    double = next(model.parameters()).dtype == torch.float64
+    with InDouble() if double else contextlib.nullcontext():
         output = model(**call)
         loss = output if isinstance(output, Tensor) else output.loss
         loss.backward()
@@ -66,12 +68,14 @@ def check(world: World, family: str, attention: str, constraints: Constraints) -
     loss, grads = on_one_device(family, attention)
     for found, found_grads, plan in world.run(on_ranks, family, attention, constraints):
         assert any("Shard(1)" in text for text in plan.values())
-        assert found == pytest.approx(loss, rel=1e-12)
+        # torch multiplies groups of rows, as Mixtral does, in float32 at most; observed: 2e-7.
+        relative = 1e-5 if family == "mixtral" else 1e-12
+        assert found == pytest.approx(loss, rel=relative)
         assert found_grads.keys() == grads.keys()
         for name, grad in grads.items():
             largest = float(grad.abs().max())
             torch.testing.assert_close(
-                found_grads[name], grad, rtol=1e-12, atol=1e-12 * largest + 1e-15, msg=name
+                found_grads[name], grad, rtol=relative, atol=relative * largest + 1e-15, msg=name
             )
 
 
@@ -91,6 +95,12 @@ def test_cutting_the_sequence_changes_nothing(world2: World, family: str) -> Non
 @pytest.mark.parametrize("family", ["llama", "t5", "nanogpt"])
 def test_two_by_two_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
     check(world4, family, "sdpa", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_ranks_share_key_value_heads_that_are_fewer(world4: World, attention: str) -> None:
+    check(world4, "two_key_value_heads", attention, {TP: 4, SEQUENCE: attention == "sdpa"})
 
 
 @pytest.mark.slow

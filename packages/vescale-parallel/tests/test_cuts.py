@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import nn
 from vescale_parallel._cuts import Cut, Cuts, cuts
 
 from .families import build, output
+from .masked_ranks import worst_error
 from .permutation import change, matrices, permutation, randomize
 
 functional = nn.functional
@@ -132,9 +134,16 @@ def assert_certified(model: nn.Module, batch: Any, result: Cuts) -> None:
         with torch.no_grad():
             return output(model, batch) if isinstance(batch, dict) else model(batch)
 
+    before = run()
     for cut in features(result):
-        assert change(model, run, cut, cut.parameters) < 1e-9
-        assert change(model, run, cut, matrices(model, cut)[:1]) > 1e-3
+        assert change(model, run, cut, cut.parameters, before) < 1e-9
+        assert change(model, run, cut, matrices(model, cut)[:1], before) > 1e-3
+
+
+def wrong(model: nn.Module, batch: torch.Tensor, cut: Cut) -> float:
+    """Return how far masked ranks are from one device."""
+    randomize(model)
+    return worst_error(model, lambda called: called(batch), cut)
 
 
 def x(width: int = 8) -> torch.Tensor:
@@ -236,6 +245,28 @@ def test_attention_is_certified(make: type[nn.Module], width: int) -> None:
     assert_certified(block, x(width), found(block, x(width)))
 
 
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [(Mlp, 8), (GatedMlp, 8), (MixtureOfExperts, 8), (Attention, 24), (GroupedQueries, 48)],
+)
+def test_masked_ranks_have_the_outputs_and_gradients_of_one_device(
+    make: type[nn.Module], width: int
+) -> None:
+    model = make().double()
+    for cut in (result := found(model, x(width))).chosen + result.alternatives:
+        # Some gradients, of a bias of all keys for one, are zero but for rounding.
+        assert wrong(model, x(width), cut) < 1e-7
+
+
+def test_masked_ranks_notice_a_missing_entry_exit_or_replicated_parameter() -> None:
+    model = GroupedQueries().double()
+    cut = only(found(model, x(48)))
+    assert wrong(model, x(48), dataclasses.replace(cut, replicated=())) > 1e-3
+    assert wrong(model, x(48), dataclasses.replace(cut, entries=cut.entries[1:])) > 1e-3
+    assert wrong(model, x(48), dataclasses.replace(cut, parameters={"q.weight": "Shard(0)",
+                                                   "out.weight": "Shard(0)"})) > 1e-3  # fmt: skip
+
+
 class Between(nn.Module):
     """An MLP with something between its two linears."""
 
@@ -311,6 +342,109 @@ def test_products_in_one_module_are_cut_with_the_module_as_entry_and_exit() -> N
     cut = only(found(nn.Sequential(Product(), nn.LayerNorm(8)).double(), x()))
     assert cut.parameters == {"0.up": "Shard(0)", "0.down": "Shard(1)"}
     assert cut.entries == cut.exits == ("0",)
+
+
+class Block(nn.Module):
+    """Attention as torch has it, which calls none of its own modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return self.last(x + self.attention(h, h, h)[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_own_attention_is_cut_by_heads(training: bool) -> None:
+    model = Block().double().train(training)
+    cut = only(found(model, x()))
+    assert cut.parameters == {
+        "attention.in_proj_weight": "InterleavedShard(0, 3)",
+        "attention.in_proj_bias": "InterleavedShard(0, 3)",
+        "attention.out_proj.weight": "Shard(1)",
+    }
+    assert cut.entries == cut.exits == ("attention",)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_dropout_does_not_change_what_is_cut() -> None:
+    layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.5, batch_first=True).double()
+    result = [found(layer.train(training), x()) for training in (True, False)]
+    assert [sorted(cut.parameters) for cut in features(result[0])] == [
+        sorted(cut.parameters) for cut in features(result[1])
+    ]
+
+
+class LookedUpAndContracted(nn.Module):
+    """Reads the rows of a table, and multiplies with all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 8)
+        self.norm, self.last = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.table(ids))
+        return self.last(functional.relu(h @ self.table.weight.T) @ self.table.weight)
+
+
+def test_rows_that_are_looked_up_are_not_hidden_features() -> None:
+    result = found(LookedUpAndContracted(), torch.arange(10).reshape(2, 5))
+    assert not result.chosen
+    assert any("looked up" in r or "used by a function" in r for _, r in result.rejected)
+
+
+class NormedEmbedding(nn.Embedding):
+    """Returns a function of the rows that is not linear."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(super().forward(input), (8,))
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 8**0.5
+
+
+def test_rows_must_leave_their_module_as_a_linear_function() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    assert len(found(nn.Sequential(ScaledEmbedding(40, 8), nn.LayerNorm(8)), ids).chosen) == 1
+    result = found(nn.Sequential(NormedEmbedding(40, 8), nn.LayerNorm(8)), ids)
+    assert not result.chosen
+    assert "native_layer_norm needs its sum in '0', before it returns" in reasons(result, "*")
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight).log_softmax(-1)
+
+
+def test_scores_that_their_own_module_normalises_are_whole() -> None:
+    model = nn.Sequential()
+    model.add_module("norm", nn.LayerNorm(8))
+    model.add_module("head", Scores())
+    result = found(model.double(), x())
+    assert not result.chosen
+    assert "log_softmax needs all of it in 'head'" in reasons(result, "head.weight")
+
+
+def test_a_loss_inside_the_model_leaves_its_scores_to_be_cut() -> None:
+    model, batch = build("llama")
+    result = found(model, batch | {"labels": batch["input_ids"]})
+    assert "lm_head.weight" in {name for cut in result.chosen for name in cut.parameters}
+
+
+def test_what_no_cut_has_may_be_cut_by_columns_and_gathered() -> None:
+    result = found(Attention(heads=4, key_heads=2).double(), x(24))
+    assert [cut.parameters["qkv.weight"] for cut in result.gathered[:1]] == ["Shard(0)"]
+    assert not any(cut.exits for cut in result.gathered)
 
 
 class Tied(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._peers import Peers, Splits, gather, joined, parts_of, peers_of, shapes_of, swap
+from ._peers import Peers, Splits, gather, joined, parts_of, peers_of, shapes_of, stack, swap
 from ._reduction import (
     ReduceOp,
     ReduceOrder,
@@ -66,7 +67,7 @@ def all_reduce(
         ...     all_reduce(torch.ones(2), mesh).of_rank(3)
         tensor([4., 4.])
     """
-    how = Reduction(op=op, order=order, accumulate=accumulate)
+    how = _reduction(op, order, accumulate)
     how.check(tensor)
     peers = peers_of(where, axes)
     _check_equal_shapes(tensor, peers)
@@ -100,13 +101,12 @@ def reduce_scatter(
     Raises:
         ValueError: Before any communication, if an argument does not fit the others.
     """
-    how = Reduction(op=op, order=order, accumulate=accumulate)
+    how = _reduction(op, order, accumulate)
     how.check(rows)
     peers = peers_of(where, axes)
     splits = _splits(sizes, peers)
     _check_dim_0(rows, splits, peers, "one row per rank" if sizes is None else "sizes")
-    reduced = _reduce_scatter(rows, splits, peers, how)
-    return reduced.squeeze(0) if sizes is None else reduced
+    return _reduce_scatter(rows, None if sizes is None else splits, peers, how)
 
 
 def all_gather(
@@ -133,12 +133,12 @@ def all_gather(
     Raises:
         ValueError: Before any communication, if an argument does not fit the others.
     """
-    how = Reduction(order=order)
+    how = _reduction("sum", order, None)
     peers = peers_of(where, axes)
-    splits = _splits(sizes, peers)
     if sizes is None:
         _check_equal_shapes(tensor, peers)
-        return _all_gather(tensor.unsqueeze(0), splits, peers, how)
+        return _all_gather(tensor, None, peers, how)
+    splits = _splits(sizes, peers)
     _check_own_size(tensor, splits, peers)
     return _all_gather(tensor, splits, peers, how)
 
@@ -184,6 +184,11 @@ def all_to_all(
     return _all_to_all(tensor, sent, received, peers)
 
 
+@cache
+def _reduction(op: ReduceOp, order: ReduceOrder, accumulate: torch.dtype | None) -> Reduction:
+    return Reduction(op=op, order=order, accumulate=accumulate)
+
+
 def _splits(splits: Sequence[int] | Tensor | None, peers: Peers) -> Splits:
     """Return one size per peer, for each rank in this process."""
     if splits is None:
@@ -201,6 +206,8 @@ def _splits(splits: Sequence[int] | Tensor | None, peers: Peers) -> Splits:
 
 
 def _check_equal_shapes(tensor: Tensor, peers: Peers) -> None:
+    if peers.met is None:  # what other processes have is not known
+        return
     shapes = {tuple(shape) for shape in shapes_of(tensor, peers)}
     if len(shapes) > 1:
         raise ValueError(f"expected one shape on all ranks, got {sorted(shapes)}")
@@ -280,7 +287,7 @@ def _all_reduce(tensor: Tensor, peers: Peers, how: Reduction) -> Tensor:
     )
 
 
-def _reduce_scatter(rows: Tensor, splits: Splits, peers: Peers, how: Reduction) -> Tensor:
+def _reduce_scatter(rows: Tensor, splits: Splits | None, peers: Peers, how: Reduction) -> Tensor:
     def transposed(grad: Tensor) -> Tensor:
         gathered = _all_gather(grad, splits, peers, replace(how, op="sum"))
         return gathered / peers.num_ranks if how.op == "avg" else gathered
@@ -292,12 +299,13 @@ def _reduce_scatter(rows: Tensor, splits: Splits, peers: Peers, how: Reduction) 
     )
 
 
-def _all_gather(tensor: Tensor, splits: Splits, peers: Peers, how: Reduction) -> Tensor:
-    return _recorded(
-        tensor,
-        lambda t: joined(gather(parts_of(t, peers), splits, peers), peers),
-        lambda grad: _reduce_scatter(grad, splits, peers, how),
-    )
+def _all_gather(tensor: Tensor, splits: Splits | None, peers: Peers, how: Reduction) -> Tensor:
+    def run(tensor: Tensor) -> Tensor:
+        parts = parts_of(tensor, peers)
+        together = stack(parts, peers) if splits is None else gather(parts, splits, peers)
+        return joined(together, peers)
+
+    return _recorded(tensor, run, lambda grad: _reduce_scatter(grad, splits, peers, how))
 
 
 def _all_to_all(

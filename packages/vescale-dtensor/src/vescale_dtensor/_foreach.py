@@ -68,13 +68,18 @@ def plan_foreach(call: Call) -> Plan:
 
 
 def _is_laid_out(call: Call, lists: list[Any], targets: list[Layout | None]) -> bool:
-    """Whether all tensors are in lists, and local tensors can stand in for them."""
+    """Whether local tensors can stand in for all: of the lists, and scalars whole everywhere."""
     listed = [
         type(tensor) is DTensor and layout_of(tensor, call.mesh) is target
         for each in lists
         for tensor, target in zip(each, targets, strict=True)
     ]
-    return all(listed) and len(listed) == len(call.tensors)
+    others = [
+        type(arg) is DTensor and layout_of(arg, call.mesh).is_replicated
+        for arg in (*call.args, *call.kwargs.values())
+        if isinstance(arg, Tensor)
+    ]
+    return all(listed) and all(others) and len(listed) + len(others) == len(call.tensors)
 
 
 def _target(position: tuple[Any, ...], call: Call, writes: bool) -> Layout | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from torch import Tensor
@@ -156,6 +157,17 @@ def local_shape(
 
     A rank that holds nothing of a scalar has local shape ``(0,)``.
     """
+    return _local_shape(tuple(shape), tuple(mesh_shape), tuple(coordinate), tuple(placements))
+
+
+# Every gradient is checked against it at every step.
+@lru_cache(maxsize=1 << 14)
+def _local_shape(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+) -> tuple[int, ...]:
     cuts = cuts_of(mesh_shape, coordinate, placements)
     strips = _held_strips(shape, mesh_shape, coordinate, cuts)
     sizes = tuple(strip.numel for strip in strips)

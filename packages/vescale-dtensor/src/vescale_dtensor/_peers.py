@@ -88,13 +88,17 @@ def peers_of(
         TypeError: If ``where`` is neither a mesh nor a group that this rank is in.
         ValueError: If ``axes`` do not fit, or this rank is not part of the mesh.
     """
-    if isinstance(where, DeviceMesh):
+    if isinstance(where, dist.ProcessGroup):
+        return _group_peers(where, axes)
+    if isinstance(where, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]: torch marks a rank outside of a group by another type
         return _mesh_peers(where, _axis_indices(where, axes))
-    if not isinstance(where, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]: torch marks a rank outside of a group by another type
-        raise TypeError(f"expected a device mesh or a group that this rank is in, got {where!r}")
+    raise TypeError(f"expected a device mesh or a group that this rank is in, got {where!r}")
+
+
+def _group_peers(where: dist.ProcessGroup, axes: Sequence[int | str] | int | str | None) -> Peers:
     if axes is not None:
         raise ValueError(f"axes are those of a mesh; expected none for a group, got {axes!r}")
-    num_ranks = dist.get_world_size(where)
+    num_ranks = where.size()
     if not is_emulated():
         return Peers(num_ranks, where if num_ranks > 1 else None)
     if num_ranks != dist.get_world_size():
@@ -135,12 +139,12 @@ def _axis_indices(
 
 
 def parts_of(tensor: Tensor, peers: Peers) -> Parts:
-    """Return the tensor of each rank in this process, without autograd."""
+    """Return the tensor of each rank in this process. Autograd must not be recording it."""
     if peers.met is None:
-        return (tensor.detach(),)
+        return (tensor,)
     if isinstance(tensor, RankTensor):
         return tensor.parts
-    return (tensor.detach(),) * peers.num_here
+    return (tensor,) * peers.num_here
 
 
 def shapes_of(tensor: Tensor, peers: Peers) -> Sequence[torch.Size]:
@@ -153,6 +157,21 @@ def shapes_of(tensor: Tensor, peers: Peers) -> Sequence[torch.Size]:
 def joined(parts: Parts, peers: Peers) -> Tensor:
     """Return the parts as the one tensor that a program sees."""
     return parts[0] if peers.met is None else RankTensor(parts)
+
+
+def stack(parts: Parts, peers: Peers) -> Parts:
+    """Return, for each rank, the parts of its peers: (ranks, *shape). All are of one shape."""
+    if peers.num_ranks == 1:
+        return [part.unsqueeze(0).clone() for part in parts]
+    shown = parts[peers.shown]
+    tell_peers("all_gather", (peers.num_ranks - 1) * shown.numel(), shown.dtype, peers)
+    if peers.met is not None:
+        return [torch.stack([parts[peer] for peer in met]) for met in peers.met]
+    rows = shown.new_empty((peers.num_ranks, *shown.shape))
+    with named_failures():
+        # As a row: gloo wants the rank of the result.
+        _all_gather_single(rows, shown.contiguous().unsqueeze(0), group=peers.group)
+    return [rows if peers.order is None else torch.stack([rows[rank] for rank in peers.order])]
 
 
 def gather(parts: Parts, sizes: Splits, peers: Peers) -> Parts:

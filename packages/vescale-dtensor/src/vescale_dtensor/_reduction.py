@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from ._peers import (
     Peers,
     Splits,
     emulated_rows,
-    gather,
     library_all_reduce,
     library_reduce_scatter,
+    stack,
     swap,
     tell_peers,
 )
@@ -34,20 +34,13 @@ ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 ReduceOrder = Literal["rank", "library"]
 
 
-def _maximum_(total: Tensor, row: Tensor) -> Tensor:
-    return torch.maximum(total, row, out=total)
-
-
-def _minimum_(total: Tensor, row: Tensor) -> Tensor:
-    return torch.minimum(total, row, out=total)
-
-
-_COMBINE_: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": Tensor.add_,
-    "avg": Tensor.add_,
-    "max": _maximum_,
-    "min": _minimum_,
-    "product": Tensor.mul_,
+# All take out=, so that only the first of many makes a tensor.
+_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
 }
 # No backend but NCCL has an average; a sum that is divided serves all.
 _LIBRARY_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
@@ -76,8 +69,8 @@ class Reduction:
     accumulate: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in _COMBINE_:
-            raise ValueError(f"expected op to be one of {tuple(_COMBINE_)}, got {self.op!r}")
+        if self.op not in _COMBINE:
+            raise ValueError(f"expected op to be one of {tuple(_COMBINE)}, got {self.op!r}")
         if self.order not in ("rank", "library"):
             raise ValueError(f"expected order 'rank' or 'library', got {self.order!r}")
         if self.order == "library" and self.accumulate is not None:
@@ -105,14 +98,20 @@ class Reduction:
 
 def reduce_rows(rows: Sequence[Tensor], how: Reduction) -> Tensor:
     """Reduce tensors of one shape and dtype, first to last, into a new one."""
-    dtype = rows[0].dtype
-    total = rows[0].to(how.accumulate or (torch.float32 if dtype in _HALF else dtype), copy=True)
-    combine_ = _COMBINE_[how.op]
-    for row in rows[1:]:
-        combine_(total, row)
+    first, *rest = rows
+    dtype = first.dtype
+    wide = how.accumulate or (torch.float32 if dtype in _HALF else dtype)
+    combine = _COMBINE[how.op]
+    if wide == dtype and rest:
+        second, *rest = rest
+        total: Tensor = combine(first, second)
+    else:
+        total = first.to(wide, copy=True)
+    for row in rest:
+        combine(total, row, out=total)
     if how.op == "avg":
         total.div_(len(rows))
-    return total.to(dtype)
+    return total if wide == dtype else total.to(dtype)
 
 
 def all_reduce_parts(parts: Parts, peers: Peers, how: Reduction) -> Parts:
@@ -124,23 +123,30 @@ def all_reduce_parts(parts: Parts, peers: Peers, how: Reduction) -> Parts:
         return _library_all_reduce(parts, peers, how)
     shape, numel = shown.shape, shown.numel()
     row = -(-numel // num_ranks)
-    one_each: Splits = ((1,) * num_ranks,) * peers.num_here
     if numel <= 2 * row:  # gathering all values sends no more, and is one collective
-        gathered = gather([part.reshape(1, -1) for part in parts], one_each, peers)
-        return [reduce_rows(rows.unbind(), how).view(shape) for rows in gathered]
+        return [reduce_rows(rows.unbind(), how) for rows in stack(parts, peers)]
     arrived = swap([_as_rows(part, num_ranks, row) for part in parts], None, None, peers)
-    reduced = [reduce_rows(rows.unbind(), how).unsqueeze(0) for rows in arrived]
-    gathered = gather(reduced, one_each, peers)  # (ranks, row)
+    reduced = [reduce_rows(rows.unbind(), how) for rows in arrived]
+    gathered = stack(reduced, peers)  # (ranks, row)
+    if numel == num_ranks * row:
+        return [rows.view(shape) for rows in gathered]
     return [rows.view(-1)[:numel].view(shape) for rows in gathered]
 
 
-def reduce_scatter_parts(parts: Parts, splits: Splits, peers: Peers, how: Reduction) -> Parts:
-    """Return, for each rank in this process, the reduction of the splits meant for it."""
+def reduce_scatter_parts(
+    parts: Parts, splits: Splits | None, peers: Peers, how: Reduction
+) -> Parts:
+    """Return, for each rank in this process, the reduction of the splits meant for it.
+
+    Without ``splits`` the parts are (ranks, *shape), a row for each rank.
+    """
     num_ranks = peers.num_ranks
     if num_ranks == 1:
-        return [part.clone() for part in parts]
+        return [part.squeeze(0).clone() if splits is None else part.clone() for part in parts]
     if how.order == "library":
         return _library_reduce_scatter(parts, splits, peers, how)
+    if splits is None:
+        return [reduce_rows(rows.unbind(), how) for rows in swap(parts, None, None, peers)]
     own = [sizes[peers.place_of(here)] for here, sizes in enumerate(splits)]
     if all(len(set(sizes)) == 1 for sizes in splits):
         arrived = swap(parts, None, None, peers)
@@ -171,7 +177,12 @@ def _library_all_reduce(parts: Parts, peers: Peers, how: Reduction) -> Parts:
     return [reduced.div_(num_ranks) if how.op == "avg" else reduced]
 
 
-def _library_reduce_scatter(parts: Parts, splits: Splits, peers: Peers, how: Reduction) -> Parts:
+def _library_reduce_scatter(
+    parts: Parts, splits: Splits | None, peers: Peers, how: Reduction
+) -> Parts:
+    if splits is None:
+        one_each: Splits = ((1,) * peers.num_ranks,) * peers.num_here
+        return [row.squeeze(0) for row in _library_reduce_scatter(parts, one_each, peers, how)]
     shown, sizes, num_ranks = parts[peers.shown], splits[peers.shown], peers.num_ranks
     sent = (num_ranks - 1) * max(sizes) * math.prod(shown.shape[1:])
     tell_peers("reduce_scatter", sent, shown.dtype, peers)

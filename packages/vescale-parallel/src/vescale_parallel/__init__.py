@@ -1,10 +1,12 @@
 """Run a module nD-parallel: the plan as data, and what carries it out."""
 
+from ._arrange import ShardingProposal as ShardingProposal
 from ._constraints import (
     check_constraints as check_constraints,
     with_constraints as with_constraints,
 )
 from ._distribute import read_real as read_real
+from ._explain import ParallelExplanation as ParallelExplanation, explain as explain
 from ._fakes import ObservationError as ObservationError
 from ._loader import ParallelLoader as ParallelLoader
 from ._observation import Observation as Observation
@@ -16,7 +18,10 @@ from ._plan import (
     ParallelPlan as ParallelPlan,
     constraint_keys as constraint_keys,
 )
-from ._policies import tensor_parallel_plan as tensor_parallel_plan
+from ._policies import (
+    propose_sharding as propose_sharding,
+    tensor_parallel_plan as tensor_parallel_plan,
+)
 from ._sections import (
     Batch as Batch,
     ContextParallel as ContextParallel,
@@ -44,19 +49,23 @@ __all__ = [
     "ModelSignature",
     "Observation",
     "ObservationError",
+    "ParallelExplanation",
     "ParallelLoader",
     "ParallelPlan",
     "PipelineParallel",
     "Precision",
+    "ShardingProposal",
     "TensorParallel",
     "block_stacks",
     "check_constraints",
     "constraint_keys",
+    "explain",
     "model_signature",
     "modules_outside_blocks",
     "observe",
     "parallelize",
     "pipeline_blocks",
+    "propose_sharding",
     "read_real",
     "split_blocks",
     "tensor_parallel_plan",

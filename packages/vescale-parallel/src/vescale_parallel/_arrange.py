@@ -34,34 +34,48 @@ class Group:
         parameters: Parameter pattern to placement text.
         entries: Patterns of modules that read a whole activation and leave a cut one.
         exits: Patterns of modules that read a cut activation and leave addends.
+        shared: Patterns of linear layers that stay whole, each rank computing one of
+            ``num_shared`` parts of their output: key-value heads, fewer than ranks.
+        num_shared: Number of those parts; 0 if there are no such layers.
+        ratio: Query heads that share a key-value head.
     """
 
     parameters: Mapping[str, str]
     entries: tuple[str, ...]
     exits: tuple[str, ...]
+    shared: tuple[str, ...] = ()
+    num_shared: int = 0
+    ratio: int = 1
+
+    @property
+    def placed(self) -> dict[str, str]:
+        """What a plan says of the parameters."""
+        parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
+        return {**self.parameters, **parts}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arranged:
+class ShardingProposal:
     """A sharding plan that was proven, and what was left whole for want of a proof.
 
     Attributes:
         plan: Pattern to text.
-        refused: What was not cut, and why.
+        left_whole: Parameters that were not cut, as patterns, and why.
     """
 
     plan: dict[str, str]
-    refused: dict[str, str]
+    left_whole: dict[str, str]
 
 
 def arrange(
     model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
-) -> Arranged:
+) -> ShardingProposal:
     """Return a proven sharding plan for as many of the groups as can be.
 
     Args:
         model: Whole; only run on fakes, its blocks on random numbers.
-        groups: What to cut, each proven on its own and then together.
+        groups: What to cut, each proven on its own and then together; of those that share
+            parameters the first that is right.
         size: Tensor-parallel ranks.
         batch: An example, as for :func:`observe`.
         sequence: Cut activations between regions along dim 1.
@@ -69,26 +83,65 @@ def arrange(
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.
     """
-    kept: list[tuple[Group, dict[str, str]]] = []
-    refused: dict[str, str] = {}
     subject = _Subject(model, batch, blocks_of_whole(model, batch), size)
+    kept, refused = _as_it_is(subject, groups), dict[str, str]()
+    if not kept:
+        kept, refused = _one_by_one(subject, groups)
+    if sequence:
+        return ShardingProposal(plan=_in_sequence(subject, kept), left_whole=refused)
+    together: dict[str, str] = {}
+    for _, plan in kept:
+        together |= plan
+    if together:
+        together |= _grad_marks(model, subject.proof_of(together))
+    return ShardingProposal(plan=together, left_whole=refused)
+
+
+Kept = list[tuple[Group, dict[str, str]]]
+
+
+def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
+    """Return all groups with the likeliest borders, nothing if that is not right."""
+    kept: Kept = []
     for group in groups:
+        if not _overlaps(group, kept):
+            attributes = _attribute_options(subject.model, group, subject.size)[0]
+            borders = next(_borders(subject.model, group))
+            kept.append((group, {**group.placed, **attributes, **borders}))
+    together: dict[str, str] = {}
+    for _, plan in kept:
+        together |= plan
+    try:
+        subject.proof_of(together)
+    except ValueError:
+        return []
+    return kept
+
+
+def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
+    """Return the groups that can be cut, each alone and then together, and why others cannot."""
+    kept: Kept = []
+    refused: dict[str, str] = {}
+    together: dict[str, str] = {}
+    for group in groups:
+        if _overlaps(group, kept):
+            continue  # cut in a better way already
         plan, why = _alone(subject, group)
+        try:
+            if plan is not None and together:
+                subject.proof_of(together | plan)
+        except ValueError as error:
+            plan, why = None, str(error)
         if plan is None:
             refused[_shown(group)] = why
         else:
             kept.append((group, plan))
-    if sequence:
-        return Arranged(plan=_in_sequence(subject, kept), refused=refused)
-    together: dict[str, str] = {}
-    for group, plan in kept:
-        try:
-            proof = subject.proof_of(together | plan)
-        except ValueError as error:
-            refused[_shown(group)] = str(error)
-            continue
-        together |= plan | _grad_marks(model, proof)
-    return Arranged(plan=together, refused=refused)
+            together |= plan
+    return kept, refused
+
+
+def _overlaps(group: Group, kept: Kept) -> bool:
+    return any(set(group.parameters) & set(other.parameters) for other, _ in kept)
 
 
 def _shown(group: Group) -> str:
@@ -118,7 +171,7 @@ def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]
     why = ""
     for attributes in _attribute_options(subject.model, group, subject.size):
         for borders in _borders(subject.model, group):
-            plan = {**group.parameters, **attributes, **borders}
+            plan = {**group.placed, **attributes, **borders}
             try:
                 subject.proof_of(plan)
             except ValueError as error:
@@ -189,18 +242,24 @@ def _attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[s
     widths = _widths(model, group)
     heads: dict[str, str] = {}
     sizes: dict[str, str] = {}
+    ratios: dict[str, str] = {}
     for fqn, module in model.get_submodule(found[0]).named_modules():
         if linear_kind(module) is not None:
             continue
         for name, value in vars(module).items():
-            if type(value) is not int or value % size or value <= 0 or name.startswith("_"):
+            if type(value) is not int or value <= 0 or name.startswith("_"):
                 continue
             mark = f"{holder}.{generalize(fqn)}".rstrip(".") + f".<attr:{name}>"
-            if value in widths:
+            if group.num_shared and value == group.ratio and "group" in name:
+                ratios[mark] = f"Shard(0) of {size // group.num_shared}"
+            elif value % size:
+                continue
+            elif value in widths:
                 sizes[mark] = "Shard(0)"
             elif "head" in name and "dim" not in name and "size" not in name:
                 heads[mark] = "Shard(0)"
     options = [{}, heads, sizes, {**heads, **sizes}]
+    options = [{**ratios, **option} for option in options] + (options if ratios else [])
     return [option for index, option in enumerate(options) if option not in options[:index]]
 
 
@@ -216,9 +275,7 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
     return found
 
 
-def _in_sequence(
-    subject: _Subject, kept: Sequence[tuple[Group, dict[str, str]]]
-) -> dict[str, str]:
+def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     """Return a plan whose blocks pass each other activations cut along the sequence."""
     model = subject.model
     stacks = [

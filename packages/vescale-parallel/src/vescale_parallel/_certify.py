@@ -27,14 +27,16 @@ def contradicted_module(model: nn.Module, resolved: Resolved, size: int) -> str 
     Only pairs of linears within one module that can be called on one tensor are run, one of
     each kind; other parts of a plan are taken as they are written.
     """
-    seen: set[tuple[object, str]] = set()
+    seen: set[object] = set()
     for fqn, module in model.named_modules():
-        key = (type(module), generalize(fqn))
         linears = {n: c for n, c in module.named_children() if linear_kind(c) is not None}
-        if len(linears) < 2 or key in seen:
+        if len(linears) < 2:
+            continue
+        own = _own_plan(resolved, fqn, linears)
+        key = (type(module), generalize(fqn), tuple(own.items()))
+        if key in seen:
             continue
         seen.add(key)
-        own = _own_plan(resolved, fqn, linears)
         *_, row = linears
         kind = linear_kind(linears[row])
         assert kind is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, all_gather, announced_failures
 
 from ._borrowed import give_back, lend
+from ._draws import Draws
 from ._loss import AverageOverRanks, TokenMeans
 from ._mesh import axis_group, axis_rank, axis_size
 from ._pipeline import Pipeline, is_loss
@@ -21,7 +23,7 @@ from ._plan import ParallelPlan
 from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
-from ._units import Unit, accumulate
+from ._units import Unit, accumulate, reduce_together
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -32,13 +34,35 @@ class ParallelModule(nn.Module):
     _vescale_engine: Engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._vescale_engine.call(super().__call__, args, kwargs)
+        engine = self._vescale_engine
+        return engine.call(super().__call__, args, kwargs, training=self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         raise TypeError(
             "a parallelized model cannot be copied: its process groups are this process's. "
             "Copy its parameters, [p.detach().clone() for p in model.parameters()]"
         )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a parallelized model cannot be pickled: its process groups are this process's. "
+            "Save model.state_dict(), for example by vescale.save(path, {'model': model})"
+        )
+
+
+def namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return what the class of a parallelized model has besides its bases."""
+    namespace: dict[str, Any] = {"__module__": cls.__module__}
+    generate: Callable[..., Any] | None = getattr(cls, "generate", None)
+    if generate is not None:
+
+        @functools.wraps(generate)
+        def with_whole_logits(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+            with self._vescale_engine.whole_results():
+                return generate(self, *args, **kwargs)
+
+        namespace["generate"] = with_whole_logits
+    return namespace
 
 
 class Engine:
@@ -58,13 +82,15 @@ class Engine:
         blocks: Sequence[tuple[nn.Module, Unit]],
         *,
         pipelined: bool,
+        draws: Draws,
         lift: LiftPlain | None = None,
     ) -> None:
         self._plan, self._mesh, self._slots, self._lift = plan, mesh, slots, lift
+        self._draws = draws
         self._tp_mesh = None if axis_group(mesh, "tp") is None else mesh["tp"]
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
-        self._in_backward = False
+        self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
         self._checked_loss = False
@@ -78,7 +104,12 @@ class Engine:
             self._add_hooks(module, unit)
 
     def call(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
         with announced_failures():
@@ -93,29 +124,46 @@ class Engine:
             if not self._frees:
                 for unit in self._units:
                     unit.gather()
-            forward = self._with_plain_results(forward)
+            forward = self._with_plain_inputs(forward)
             try:
                 if self.pipeline is not None:
                     return self._call_pipeline(self.pipeline, forward, args, kwargs)
-                return self._call_directly(forward, args, kwargs)
+                with self._draws.of_call(args, kwargs, training=training):
+                    return self._call_directly(forward, args, kwargs)
             finally:
                 self._show_faces()
                 if self._frees and not torch.is_grad_enabled():
                     self._root.free()
                     self._check_mixed_up()
 
-    def _with_plain_results(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """See [Note: sharded logits]."""
+    def _with_plain_inputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep tensors of ranks apart from plain ones; see [Note: sharded logits]."""
         mesh, lift = self._tp_mesh, self._lift
         if mesh is None or lift is None:
             return forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # Tokens that were chosen from distributed logits come back as inputs.
+            args = tuple(returned(arg, mesh, gathers=True) for arg in args)
+            kwargs = {name: returned(arg, mesh, gathers=True) for name, arg in kwargs.items()}
             with lift.when_needed():
-                output = forward(*args, **kwargs)
-            return returned(output, mesh)
+                return forward(*args, **kwargs)
 
         return run
+
+    def plain_results(self, module: nn.Module, args: object, output: Any) -> Any:
+        """Return the model's output as its caller and its hooks get it, itself a forward hook."""
+        assert self._tp_mesh is not None
+        return returned(output, self._tp_mesh, gathers=self._gathers)
+
+    @contextlib.contextmanager
+    def whole_results(self) -> Iterator[None]:
+        """Have calls return whole logits, for code of the model that reads them."""
+        held, self._gathers = self._gathers, True
+        try:
+            yield
+        finally:
+            self._gathers = held
 
     def _call_directly(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -124,7 +172,7 @@ class Engine:
         if ranks == 1:
             return self._watched(forward(*args, **kwargs))
         means = TokenMeans(ranks, lambda _, count: self.total_over_data_ranks(count))
-        with means, self._own_random_stream():
+        with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
         self._check_loss(output, means)
@@ -199,11 +247,9 @@ class Engine:
 
     def _finish(self, scale: Tensor | None) -> None:
         """Reduce what is left, and add all gradients to the faces."""
-        for unit in self._open if self._eager_units else self._units:
-            unit.reduce()
+        reduce_together([*(self._open if self._eager_units else self._units), self._root])
         self._open.clear()
         self._num_backwards += 1
-        self._root.reduce()
         self._show_faces()
         self._check_mixed_up()
         reduced: dict[Slot, Tensor] = {}
@@ -311,7 +357,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _own_random_stream(self) -> Iterator[None]:
-        """Give every part of the batch its own random numbers, and all ranks one generator.
+        """Give every part of a pipeline's batch its own random numbers, all ranks one generator.
 
         One number is drawn from the default generator, the same on every rank. It and the
         position of this rank on the data and pipeline axes seed what forward draws.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -82,6 +82,53 @@ def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> tuple[list[Group], 
                 for cut in same
             ]
     return found, rest
+
+
+def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Group]:
+    """Return groups whose key-value heads are fewer than the ranks, so that ranks share them.
+
+    Args:
+        model: Whole.
+        cuts: Along axes whose length divides ``size``.
+        size: Tensor-parallel ranks.
+    """
+    groups, _ = groups_of_cuts(model, cuts)
+    lengths = {generalize_first(fqn): cut.length for cut in cuts for fqn in cut.parameters}
+    found: list[Group] = []
+    for group in groups:
+        num_shared = lengths[next(iter(group.parameters))]
+        rows = {p: _cut_length(model, p, text) for p, text in group.parameters.items()}
+        least = min(rows.values())
+        few = {p.rpartition(".")[0] for p, length in rows.items() if length == least}
+        ratio = max(rows.values()) // least
+        linear = all(_is_linear_pattern(model, p) for p in few)
+        if linear and ratio % (size // num_shared) == 0 and few <= set(group.entries):
+            found.append(
+                Group(
+                    parameters={
+                        p: t
+                        for p, t in group.parameters.items()
+                        if p.rpartition(".")[0] not in few
+                    },
+                    entries=group.entries,
+                    exits=group.exits,
+                    shared=tuple(sorted(few)),
+                    num_shared=num_shared,
+                    ratio=ratio,
+                )
+            )
+    return found
+
+
+def _cut_length(model: nn.Module, pattern: str, text: str) -> int:
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    dim = getattr(parse_placement(text), "dim", 0)
+    return model.get_parameter(matching(pattern, names)[0]).shape[dim]
+
+
+def _is_linear_pattern(model: nn.Module, pattern: str) -> bool:
+    found = matching(pattern, [fqn for fqn, _ in model.named_modules()])
+    return bool(found) and linear_kind(model.get_submodule(found[0])) is not None
 
 
 def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -17,12 +18,16 @@ from vescale_dtensor import announced_failures
 from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
 from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
-from ._engine import Engine, ParallelModule
+from ._draws import Draws, Place
+from ._engine import Engine, ParallelModule, namespace_of
 from ._example import example_from, example_of
+from ._explain import Sharding
+from ._foreseen import Foreseen, foreseen, scopes_of
 from ._loader import ParallelLoader
 from ._mesh import (
     axis_group,
     axis_rank,
+    axis_size,
     build_mesh,
     check_agreement,
     start_process_group,
@@ -101,9 +106,11 @@ def _carry_out(
     dataset: Any | None,
     read: Read,
 ) -> Any:
-    resolved = _resolve_sharding(plan, model, dataset)
+    batch = example_of(model) if dataset is None else example_from(dataset)
+    resolved = _resolve_sharding(plan, model, batch)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
+    drawn = _foreseen_draws(plan, model, batch, resolved, tp)
     mesh = build_mesh(plan)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
@@ -113,14 +120,25 @@ def _carry_out(
     slots = make_slots(plan, model, mesh, tp, resolved, stages, read)
     move_buffers(model, read)
     lift: LiftPlain | None = None
+    boundary: Boundary | None = None
     if group is not None:
         lift = LiftPlain(mesh["tp"])
         keep_cut = functools.partial(keep_sharded, mesh=mesh["tp"], lift=lift)
-        install(model, resolved, tp, Boundary(ProcessRanks(group)), keep_cut=keep_cut)
-    engine = _make_engine(plan, model, mesh, slots, stages, staging, lift)
+        boundary = Boundary(ProcessRanks(group), even=stages is not None)
+        install(model, resolved, tp, boundary, keep_cut=keep_cut)
+    lengths: dict[str, int] = {} if boundary is None else boundary.lengths
+    draws = Draws(_place(mesh), lengths, watches=drawn is None or bool(drawn.cuts))
+    if mesh.size() > 1 and stages is None:
+        draws.install(model, scopes_of(drawn, resolved, model))
+    for slot in slots:
+        slot.refuse_calls_outside()
+    engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, lift)
+    if lift is not None:
+        model.register_forward_hook(engine.plain_results, prepend=True)
     cls = type(model)
-    model.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
+    model.__class__ = type(cls.__name__, (ParallelModule, cls), namespace_of(cls))
     object.__setattr__(model, "_vescale_engine", engine)
+    object.__setattr__(model, "_vescale_sharding", Sharding(resolved, tp, boundary))
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
 
@@ -141,11 +159,34 @@ def _train_parts(
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
-def _resolve_sharding(plan: ParallelPlan, model: nn.Module, dataset: Any) -> Resolved:
+def _foreseen_draws(
+    plan: ParallelPlan,
+    model: nn.Module,
+    batch: Any,
+    resolved: Resolved,
+    placements: dict[str, Placement],
+) -> Foreseen | None:
+    """Return what the model draws, nothing where it does not matter."""
+    alone = plan.tensor_parallel.size == plan.data_parallel.size == 1
+    if alone or plan.pipeline_parallel.size > 1:
+        return Foreseen(cuts={})
+    return foreseen(model, batch, resolved, placements, plan.tensor_parallel.size)
+
+
+def _place(mesh: DeviceMesh) -> Place:
+    copies, shards = axis_size(mesh, "dp_replicate"), axis_size(mesh, "dp_shard")
+    return Place(
+        num_parts_of_batch=copies * shards,
+        part_of_batch=axis_rank(mesh, "dp_replicate") * shards + axis_rank(mesh, "dp_shard"),
+        tp_size=axis_size(mesh, "tp"),
+        tp_rank=axis_rank(mesh, "tp"),
+    )
+
+
+def _resolve_sharding(plan: ParallelPlan, model: nn.Module, batch: Any) -> Resolved:
     section = plan.tensor_parallel
     if section.size == 1:
         return resolve({}, model)
-    batch = example_of(model) if dataset is None else example_from(dataset)
     sharding = dict(section.sharding_plan)
     if not sharding and section.sharding_policy != "manual":
         sharding = tensor_parallel_plan(
@@ -188,6 +229,7 @@ def _make_engine(
     slots: Sequence[Slot],
     stages: StageMap | None,
     staging: Staging,
+    draws: Draws,
     lift: LiftPlain | None,
 ) -> Engine:
     param_dtype, reduce_dtype = (
@@ -214,8 +256,9 @@ def _make_engine(
     if plan.recompute == "full":
         for index in range(len(blocks)):
             _recompute(model.get_submodule(blocks[index]))
+    pipelined = stages is not None
     engine = Engine(
-        plan, mesh, slots, unit(None), block_units, pipelined=stages is not None, lift=lift
+        plan, mesh, slots, unit(None), block_units, pipelined=pipelined, draws=draws, lift=lift
     )
     if stages is not None:
         engine.pipeline = Pipeline(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
-from ._arrange import arrange
+from ._arrange import Group, ShardingProposal, arrange
+from ._axes import Trace, infer_axes
 from ._certify import certified_region
 from ._cuts import cuts
 from ._example import example_of, small_example
 from ._fakes import ObservationError
-from ._groups import groups_of, groups_of_cuts
+from ._foreseen import draw_marks
+from ._groups import groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._proof import MAX_NUMEL
 from ._rehearsal import RehearsalError
@@ -38,6 +41,20 @@ def tensor_parallel_plan(
     sequence: bool = False,
     example_batch: Any = None,
 ) -> dict[str, str]:
+    """Return the plan of :func:`propose_sharding`, FQN pattern to placement text."""
+    return propose_sharding(
+        model, policy, size, sequence=sequence, example_batch=example_batch
+    ).plan
+
+
+def propose_sharding(
+    model: nn.Module,
+    policy: str,
+    size: int,
+    *,
+    sequence: bool = False,
+    example_batch: Any = None,
+) -> ShardingProposal:
     """Return the sharding plan that a policy gives a model.
 
     What a policy does not recognise stays replicated, which is always right. With an example
@@ -57,7 +74,7 @@ def tensor_parallel_plan(
         example_batch: What the model is called with, as for :func:`observe`.
 
     Returns:
-        FQN pattern to placement text; see :class:`TensorParallel`.
+        The plan, see :class:`TensorParallel`, and what could not be cut, with the reason.
 
     Raises:
         ValueError: If ``size`` does not divide the number of attention heads, the policy
@@ -70,46 +87,65 @@ def tensor_parallel_plan(
             f"got {policy!r}; for 'manual' give tensor_parallel.sharding_plan"
         )
     if size == 1 or policy == "fsdp-only":
-        return {}
+        return ShardingProposal(plan={}, left_whole={})
     batch = example_of(model) if example_batch is None else example_batch
     if batch is None and sequence:
         raise ValueError(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
-    return _planned(model, policy, size, batch, sequence=sequence)
-
-
-def _planned(
-    model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
-) -> dict[str, str]:
     if max((_numel(model, stack[0]) for stack in block_stacks(model)), default=0) > MAX_NUMEL:
         twin = tiny_twin(model, size)
         if twin is not None:
-            plan = _planned(twin, policy, size, example_of(twin), sequence=sequence)
-            return plan_of_twin(plan, twin, model)
+            found = propose_sharding(twin, policy, size, sequence=sequence)
+            return replace(found, plan=plan_of_twin(found.plan, twin, model))
     batch = small_example(batch)
+    proposal = _proposed(model, policy, size, batch, sequence=sequence)
+    draws = draw_marks(model, batch, proposal.plan, size)
+    return replace(proposal, plan={**proposal.plan, **draws})
+
+
+def _proposed(
+    model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
+) -> ShardingProposal:
     if policy == "auto" and batch is not None:
         try:
-            found = cuts(model, batch, size)
-            groups, rest = groups_of_cuts(model, found.chosen)
+            trace = infer_axes(model, batch)
+            proposed = cuts(model, batch, size, trace=trace)
+            groups, rest = groups_of_cuts(model, proposed.chosen)
+            groups = [*_with_shared_heads(model, batch, size, trace), *groups]
             arranged = arrange(model, groups, size, batch, sequence=sequence)
         except (ObservationError, RehearsalError):
             # A forward that needs values; the layers may be recognised all the same.
             pass
         else:
-            return {**rest, **arranged.plan}
+            plan = {**rest, **arranged.plan}
+            # An axis of a parameter that is cut along another one is no loss.
+            rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in plan}
+            return ShardingProposal(plan=plan, left_whole={**rejected, **arranged.left_whole})
     plan = _recognised(model, policy, size)
     if batch is None:
-        return plan
+        return ShardingProposal(plan=plan, left_whole={})
     groups, rest = groups_of(model, plan)
     try:
         arranged = arrange(model, groups, size, batch, sequence=sequence)
     except RehearsalError:
         if sequence:
             raise
-        return plan
-    return {**rest, **arranged.plan}
+        return ShardingProposal(plan=plan, left_whole={})
+    return replace(arranged, plan={**rest, **arranged.plan})
+
+
+def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
+    """Return groups of attention layers with fewer key-value heads than ranks."""
+    for fewer in range(size // 2, 1, -1):
+        if size % fewer == 0:
+            possible = cuts(model, batch, fewer, trace=trace).chosen
+            found = [cut for cut in possible if cut.length == fewer]
+            shared = shared_groups(model, found, size)
+            if shared:
+                return shared
+    return []
 
 
 def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:

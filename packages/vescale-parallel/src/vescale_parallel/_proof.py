@@ -112,7 +112,11 @@ def prove(
             continue
         module = model.get_submodule(fqn)
         how = _match(fqn, whole[fqn], part[fqn], size)
-        kind = (generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how))
+        kind = (
+            *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
+            _said(resolved, placements, fqn),
+            _scalars(module),
+        )
         if kinds.setdefault(kind, fqn) != fqn:
             found.partial |= _renamed(found.partial, kinds[kind], fqn)
         elif sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
@@ -139,6 +143,31 @@ def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, Call]:
 
 def _renamed(names: set[str], old: str, new: str) -> set[str]:
     return {new + name.removeprefix(old) for name in names if name.startswith(f"{old}.")}
+
+
+def _said(resolved: Resolved, placements: Mapping[str, Placement], fqn: str) -> object:
+    """Return what a plan says of a block, by names within it."""
+    found: list[tuple[str, ...]] = []
+    for field_name, said in {**vars(resolved), "placements": placements}.items():
+        pairs = said.items() if isinstance(said, Mapping) else ((key, True) for key in said)
+        for key, value in pairs:
+            owner, rest = key if isinstance(key, tuple) else (key, "")
+            if not fqn or f"{owner}.".startswith(f"{fqn}."):
+                found.append((field_name, owner.removeprefix(fqn), str(rest), repr(value)))
+    return tuple(sorted(found))
+
+
+def _scalars(module: nn.Module) -> str:
+    """Return the plain attributes that may steer a forward, but for where the module is."""
+    return repr(
+        [
+            (name, value)
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if type(value) in (bool, int, float, str)
+            and not name.endswith(("idx", "index", "_id"))
+        ]
+    )
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:

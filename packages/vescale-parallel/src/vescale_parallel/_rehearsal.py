@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import local_boxes
 
 from ._fakes import all_integer, bind, grouped_mm, skeleton, stand_ins
+from ._noted_draws import DrawNotes, NotedDraw
 from ._sharding_plan import Resolved
 from ._structure import block_stacks
 from ._tensor_parallel import install
@@ -69,6 +70,32 @@ def rehearse_part(
         install(copied, resolved, placements, Boundary(FakeRanks(size)))
 
     return _rehearse(model, batch, watched, cut)
+
+
+def rehearse_draws(
+    model: nn.Module,
+    batch: Any,
+    resolved: Resolved,
+    placements: dict[str, Placement],
+    size: int,
+) -> tuple[NotedDraw, ...]:
+    """Return what random numbers a forward in training mode draws on the first of some ranks.
+
+    Raises:
+        RehearsalError: If the forward needs values, or shapes do not fit each other.
+    """
+    notes = DrawNotes()
+
+    def prepare(copied: nn.Module) -> None:
+        if size > 1:
+            cut_parameters(copied, placements, size, 0)
+            install(copied, resolved, placements, Boundary(FakeRanks(size)))
+        notes.watch(copied.train())
+
+    _rehearse(model, batch, (), prepare)
+    for first, others in _repeated(model):
+        notes.repeat(first, others)
+    return tuple(notes.draws)
 
 
 def cut_parameters(

@@ -62,10 +62,9 @@ class TensorParallel:
             :func:`vescale_parallel.tensor_parallel_plan`.
         sharding_plan: FQN pattern (``*`` stands for one name component) to placement. A
             pattern ending in a parameter name places that parameter, for example
-            ``"layers.*.mlp.up.weight": "Shard(0)"``; ``"lm_head.<out>": "Replicate()"``
-            places a module's output, ``"norm.weight.<grad>": "Partial()"`` says that
-            ranks hold addends of a replicated parameter's gradient, and
-            ``"attn.<attr:num_heads>": "Shard(0)"`` divides a hard-coded integer.
+            ``"layers.*.mlp.up.weight": "Shard(0)"``. Marks in angle brackets say where
+            activations are summed, gathered or cut, whose gradients are addends, and which
+            integers are divided; ``docs/guide/plans.md`` lists them.
     """
 
     size: int = 1

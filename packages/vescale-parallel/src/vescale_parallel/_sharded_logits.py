@@ -112,16 +112,19 @@ class LiftPlain(TorchFunctionMode):
         return DTensor.from_local(tensor, self._mesh, (Replicate(),), shape=tensor.shape)
 
 
-def returned(output: Any, mesh: DeviceMesh) -> Any:
+def returned(output: Any, mesh: DeviceMesh, *, gathers: bool = False) -> Any:
     """Return a model's output with what ranks of ``mesh`` have reduced as plain tensors.
 
-    Tensors that are still cut stay as they are. Every rank of ``mesh`` must call this.
+    Tensors that are still cut stay as they are, unless ``gathers``. Every rank of ``mesh``
+    must call this.
     """
-    if not any(_is_reduced(leaf, mesh) for leaf in pytree.tree_leaves(output)):
+
+    def is_meant(leaf: object) -> bool:
+        return is_on(leaf, mesh) if gathers else _is_reduced(leaf, mesh)
+
+    if not any(map(is_meant, pytree.tree_leaves(output))):
         return output
-    return pytree.tree_map(
-        lambda leaf: Returned.apply(leaf) if _is_reduced(leaf, mesh) else leaf, output
-    )
+    return pytree.tree_map(lambda leaf: Returned.apply(leaf) if is_meant(leaf) else leaf, output)
 
 
 def is_on(leaf: object, mesh: DeviceMesh | None) -> TypeGuard[DTensor]:
@@ -134,7 +137,7 @@ def _is_reduced(leaf: object, mesh: DeviceMesh) -> bool:
 
 
 class Returned(torch.autograd.Function):
-    """A tensor that no dim of is cut, as a plain one that is whole on every rank."""
+    """A distributed tensor as a plain one that is whole on every rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -14,9 +14,10 @@ from vescale_dtensor import InterleavedShard
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
 # What a mark can say; its opposite is said by leaving it out.
-_ONLY = {"grad": "Partial()", "attr": "Shard(0)"}
+_ONLY = {"grad": "Partial()"}
+_PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
-_MARKS = "<in>, <out>, <enter>, <leave>, <grad> or <attr:name>"
+_MARKS = "<in>, <out>, <enter>, <leave>, <grad>, <part>, <attr:name> or <random:k>"
 
 
 def parse_placement(text: str) -> Placement:
@@ -84,7 +85,12 @@ class Resolved:
         entered: (module FQN, argument) of regions to how the argument arrives.
         left: Module FQN, whose outputs are addends, to how their sum leaves.
         grads: Parameter FQN to placement of its gradient.
-        attributes: (module FQN, attribute) of integers that count local things.
+        shared: FQN of whole linear layers of whose output a rank computes a part, to the
+            number of parts; neighbouring ranks compute the same one.
+        attributes: (module FQN, attribute) of integers that count local things, to what they
+            are divided by; None for the number of ranks.
+        draws: (module FQN, number of the draw within a call) of random numbers to the dim
+            that they are cut along.
     """
 
     parameters: Mapping[str, Placement]
@@ -93,7 +99,9 @@ class Resolved:
     entered: Mapping[tuple[str, str], Placement]
     left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
-    attributes: frozenset[tuple[str, str]]
+    shared: Mapping[str, int]
+    attributes: Mapping[tuple[str, str], int | None]
+    draws: Mapping[tuple[str, int], Shard]
 
 
 def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
@@ -108,7 +116,9 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
     entered: dict[tuple[str, str], Placement] = {}
     left: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
-    attributes: set[tuple[str, str]] = set()
+    shared: dict[str, int] = {}
+    attributes: dict[tuple[str, str], int | None] = {}
+    draws: dict[tuple[str, int], Shard] = {}
     parameter_fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     module_fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     for pattern, text in sharding_plan.items():
@@ -135,14 +145,39 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
                 left |= dict.fromkeys(names, parse_placement(text))
             case "grad":
                 grads |= dict.fromkeys(names, Partial())
+            case "part":
+                shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
-                attributes |= {(fqn, name) for fqn in names}
+                attributes |= {(fqn, name): _parts(pattern, text) for fqn in names}
+            case "random":
+                index, drawn = _parse_draw(pattern, name, text)
+                draws |= {(fqn, index): drawn for fqn in names}
             case _:
                 raise ValueError(
                     f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, "
                     f"got <{kind}>"
                 )
-    return Resolved(parameters, inputs, outputs, entered, left, grads, frozenset(attributes))
+    return Resolved(parameters, inputs, outputs, entered, left, grads, shared, attributes, draws)
+
+
+def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard]:
+    placement = parse_placement(text)
+    if not number.isdigit() or not isinstance(placement, Shard) or placement.dim < 0:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected '<random:k>': 'Shard(d)', the k-th draw of "
+            f"a module's call, both counted from 0, got {pattern!r}: {text!r}"
+        )
+    return int(number), placement
+
+
+def _parts(pattern: str, text: str) -> int | None:
+    match = _PARTS.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected 'Shard(0)' or 'Shard(0) of n' for "
+            f"{pattern!r}, got {text!r}"
+        )
+    return None if match[1] is None else int(match[1])
 
 
 def _parameter_placement(pattern: str, text: str) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +72,21 @@ class Slot:
             found = module._parameters.get(name)
             if found is not self.face or self._address() != self._held:
                 raise ValueError(
-                    f"{fqn!r} was replaced after parallelize, which cannot take effect; change "
-                    "values in place (load_state_dict without assign=True, or copy_ under "
-                    "no_grad), and convert dtypes before parallelize"
+                    f"{fqn!r} was replaced after parallelize, by functional_call for example, "
+                    "which cannot take effect; change values in place (load_state_dict without "
+                    "assign=True, or copy_ under no_grad), and convert dtypes before parallelize"
                 )
+
+    def refuse_calls_outside(self) -> None:
+        """Have modules whose parameter is cut run within a call of the model only.
+
+        Their hooks expect this rank's part; with anything else results would be wrong.
+        """
+        if self.compute is None or self.compute.shape == self.face.shape:
+            return
+        for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
+            check = functools.partial(_check_part, name, fqn, self.compute.shape)
+            module.register_forward_pre_hook(check, prepend=True)
 
     def show_face(self) -> None:
         """Hang the public parameter on the modules."""
@@ -89,6 +101,18 @@ class Slot:
         if plain is not None:
             for module, name in self.sites:
                 module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: stands in for a Parameter
+
+
+def _check_part(name: str, fqn: str, shape: torch.Size, module: nn.Module, args: object) -> None:
+    held = module._parameters.get(name)
+    if isinstance(held, DTensor) or (held is not None and held.shape != shape):
+        raise ValueError(
+            f"the module of {fqn!r} was called from outside of the parallelized model, or with "
+            "another parameter; ranks hold parts of it, which only a call of the model brings "
+            f"together: expected this rank's part of shape {tuple(shape)}, got "
+            f"{type(held).__name__} of shape {tuple(held.shape)}. Call the model that "
+            "parallelize returned, or parallelize the module that you call"
+        )
 
 
 def shard_dim_of(shape: torch.Size, tp: Placement) -> int | None:

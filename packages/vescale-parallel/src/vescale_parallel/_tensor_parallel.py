@@ -7,6 +7,7 @@ user's own code runs on this rank's heads or features. See [Note: regions].
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict
     """
     placements = dict(resolved.parameters)
     _check_moves(resolved, model)
+    _check_shared(resolved, model, size)
     for fqn, placement in resolved.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
             continue
@@ -46,9 +48,10 @@ def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict
         kind = linear_kind(owner)
         rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
         head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
-        _check_divides(
-            fqn, model.get_parameter(fqn).shape, placement, size, even=not (rows or head)
-        )
+        shape = model.get_parameter(fqn).shape
+        # Biases are as long as the weights that they belong to.
+        uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
+        _check_divides(fqn, shape, placement, size, even=not uneven)
         if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
             raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
         if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
@@ -78,6 +81,22 @@ def _check_moves(resolved: Resolved, model: nn.Module) -> None:
                 f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
                 "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
                 f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
+            )
+
+
+def _check_shared(resolved: Resolved, model: nn.Module, size: int) -> None:
+    for fqn, parts in resolved.shared.items():
+        module = model.get_submodule(fqn)
+        kind = linear_kind(module)
+        if kind is None or f"{fqn}.weight" in resolved.parameters:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
+            )
+        length = module.get_parameter("weight").shape[kind.out_dim]
+        if size % parts or length % parts:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: expected the parts of {fqn}.<part> to divide "
+                f"tensor_parallel.size ({size}) and its output features ({length}), got {parts}"
             )
 
 
@@ -125,9 +144,10 @@ def install(
         f"{prefix}.{fqn}".strip("."): module
         for fqn, module in model.named_modules(remove_duplicate=False)
     }
-    for fqn, attribute in sorted(resolved.attributes):
+    size = boundary.ranks.size
+    for (fqn, attribute), parts in sorted(resolved.attributes.items()):
         if fqn in modules:
-            _divide(modules[fqn], fqn, attribute, boundary.ranks.size)
+            _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
     for (fqn, argument), arrives in resolved.entered.items():
         if fqn in modules:
             _enter(modules[fqn], argument, _dim(arrives), stack_of(fqn), boundary)
@@ -150,9 +170,15 @@ def install(
         else:
             split = (owner, "") in resolved.inputs
             _row_wise(modules[owner], owner, kind, boundary, resolved.left.get(owner), split=split)
+    for fqn, parts in resolved.shared.items():
+        kind = linear_kind(modules[fqn]) if fqn in modules else None
+        if kind is not None:
+            _one_part(modules[fqn], kind, parts, boundary)
+            if not any(f"{fqn}.".startswith(f"{region}.") for region in regions):
+                _enter(modules[fqn], "", None, stack_of(fqn), boundary)
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
-            _VocabularyParallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+            _vocabulary_parallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
         elif fqn in resolved.left and linear_kind(module) is None:
             _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in resolved.outputs.items():
@@ -171,14 +197,14 @@ def _dim(placement: Placement | None) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def _divide(module: nn.Module, fqn: str, attribute: str, size: int) -> None:
+def _divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
     value = getattr(module, attribute, None)
-    if not isinstance(value, int) or value % size:
+    if not isinstance(value, int) or value % parts:
         raise ValueError(
-            f"expected {fqn}.{attribute} to be a multiple of tensor_parallel.size "
-            f"({size}), got {value!r}"
+            f"expected {fqn}.{attribute} to be a multiple of {parts}, the parts that "
+            f"tensor-parallel ranks have of it, got {value!r}"
         )
-    setattr(module, attribute, value // size)
+    setattr(module, attribute, value // parts)
 
 
 def _column_wise(
@@ -190,6 +216,33 @@ def _column_wise(
     boundary.lengths[f"{fqn}.<out>"] = length
     if enters:
         _enter(module, "", None, stack_of(fqn), boundary)
+
+
+def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundary) -> None:
+    """Compute one part of a whole layer's output: key-value heads that several ranks share.
+
+    The gradient of the weight is zero outside the part; the sum over ranks is the whole one.
+    """
+    length: int = getattr(module, kind.out_attribute) // parts
+    first = boundary.ranks.rank * parts // boundary.ranks.size * length
+    setattr(module, kind.out_attribute, length)
+    whole: dict[str, Any] = {}
+
+    def before(_: nn.Module, args: Any) -> None:
+        for name, dim in (("weight", kind.out_dim), ("bias", 0)):
+            held = module._parameters.get(name)
+            if held is not None:
+                whole[name] = held
+                part: Any = held.narrow(dim, first, length)
+                module._parameters[name] = part
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        module._parameters.update(whole)
+        whole.clear()
+
+    module.register_forward_pre_hook(before)
+    # Also when forward raises: the module must not be left with a part.
+    module.register_forward_hook(after, prepend=True, always_call=True)
 
 
 def _row_wise(
@@ -312,29 +365,34 @@ def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_hook(after, prepend=True)
 
 
-class _VocabularyParallel:
-    """Rows of an embedding cut over ranks: look up what is here, sum over ranks."""
+def _vocabulary_parallel(
+    module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
+) -> None:
+    """Look up the rows that are here, sum over ranks.
 
-    def __init__(
-        self, module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
-    ) -> None:
-        ranks = boundary.ranks
-        sizes = part_sizes(module.num_embeddings, ranks.size)
-        self._boundary, self._leaves, self._stack = boundary, _dim(leaves), stack
-        self._first, self._rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
-        self._elsewhere: Tensor | None = None
-        if module.padding_idx is not None:
-            local = module.padding_idx - self._first
-            module.padding_idx = local if 0 <= local < self._rows else None
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, prepend=True)
+    Around forward and not in hooks, so that hooks of users see whole tokens and embeddings,
+    whether they were added before or after.
+    """
+    ranks, own, dim = boundary.ranks, module.forward, _dim(leaves)
+    sizes = part_sizes(module.num_embeddings, ranks.size)
+    first, num_rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+    if module.padding_idx is not None:
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < num_rows else None
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids = args[0] - self._first
-        self._elsewhere = (ids < 0) | (ids >= self._rows)
-        return (ids.masked_fill(self._elsewhere, 0), *args[1:])
+    @functools.wraps(own)
+    def lookup(*args: Any, **kwargs: Any) -> Tensor:
+        name = None if args else next(iter(kwargs))
+        ids: Tensor = args[0] if name is None else kwargs[name]
+        is_row = (ids >= 0) & (ids < sum(sizes))
+        # What is no row on any rank stays, for the lookup to refuse.
+        elsewhere = is_row & ((ids < first) | (ids >= first + num_rows))
+        local = (ids - first).masked_fill(elsewhere, 0)
+        if name is None:
+            output = own(local, *args[1:], **kwargs)
+        else:
+            output = own(**{**kwargs, name: local})
+        here = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return boundary.leave(here, dim, stack)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
-        assert self._elsewhere is not None
-        here = output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0)
-        return self._boundary.leave(here, self._leaves, self._stack)
+    module.forward = lookup

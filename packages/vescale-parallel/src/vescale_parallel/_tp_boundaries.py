@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ from torch import Tensor
 from ._tp_ranks import Ranks, own_part
 
 Conversion = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """An activation that crosses the border of a region, as a listener hears of it.
+
+    Attributes:
+        kind: Which method of :class:`Boundary` it was.
+        dim: That the activation is cut along outside of the region, None if it is whole there.
+        whole_nbytes: Of the whole activation.
+    """
+
+    kind: Literal["enter", "leave", "split", "gather"]
+    dim: int | None
+    whole_nbytes: int
 
 
 class _Convert(torch.autograd.Function):
@@ -32,24 +48,37 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Through apply, so that it can be differentiated again.
-        return _Convert.apply(grad, ctx.back, ctx.there), None, None  # pyright: ignore[reportReturnType]: apply is untyped
+        return _convert(grad, ctx.back, ctx.there), None, None
+
+
+def _convert(x: Tensor, there: Conversion, back: Conversion) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Convert.apply(x, there, back)  # pyright: ignore[reportReturnType]: apply is untyped
+    return there(x)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
-    return x.view_as(x)
+    return x
 
 
 class Boundary:
     """The conversions of one group of ranks.
 
+    Args:
+        ranks: Who they are.
+        even: Refuse sequences that do not divide: the stages of a pipeline behind the first
+            only see parts.
+
     Attributes:
         lengths: How long the cut sequence of each stack of blocks is, as its split found it.
+        listener: Called for every activation that crosses; None costs nothing.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, even: bool = False) -> None:
         self.ranks = ranks
+        self._even = even
         self.lengths: dict[str, int] = {}
+        self.listener: Callable[[Crossing], None] | None = None
         self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
 
     def enter(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
@@ -63,39 +92,66 @@ class Boundary:
             dim: Dim that ``x`` is cut along, None if it is whole.
             stack: The stack of blocks that the region is in; names the sequence.
         """
-        key = (x._version, torch.is_grad_enabled(), dim)
+        # Inference tensors have no version: nobody could tell whether they were changed since.
+        version = None if x.is_inference() else x._version
+        key = (version, torch.is_grad_enabled(), x.requires_grad, dim)
         if self._entered is not None and self._entered[0]() is x and self._entered[1] == key:
             return self._entered[2]
+        self._tell("enter", x, dim, self._parts(dim))
         if dim is None:
-            entered = self._convert(x, _as_it_is, self.ranks.all_reduce)
+            entered = _convert(x, _as_it_is, self.ranks.all_reduce)
         else:
-            entered = self._convert(x, self._gather(dim, stack, x), self._scatter(dim))
-        self._entered = (weakref.ref(x), key, entered)
+            entered = _convert(x, self._gather(dim, stack, x), self._scatter(dim))
+        self._entered = None if version is None else (weakref.ref(x), key, entered)
         return entered
 
     def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         """Sum the addends that leave a region; keep this rank's part along ``dim`` if given."""
         self._entered = None
+        self._tell("leave", x, dim, 1)
         if dim is None:
-            return self._convert(x, self.ranks.all_reduce, _as_it_is)
+            return _convert(x, self.ranks.all_reduce, _as_it_is)
         self.lengths[stack] = x.shape[dim]
-        return self._convert(x, self._scatter(dim), self._gather(dim, stack, x))
+        return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
 
     def split(self, x: Tensor, dim: int, stack: str) -> Tensor:
-        """Keep this rank's part of a whole activation."""
+        """Keep this rank's part of a whole activation.
+
+        Raises:
+            ValueError: If the parts would differ and must not.
+        """
+        length, size = x.shape[dim], self.ranks.size
+        if self._even and length % size:
+            raise ValueError(
+                f"tensor_parallel.sequence under a pipeline needs sequences that "
+                f"tensor_parallel.size ({size}) divides, got {length}; the nearest are "
+                f"{length // size * size} and {(length // size + 1) * size}"
+            )
         self.lengths[stack] = x.shape[dim]
-        return self._convert(x, self._keep(dim), self._gather(dim, stack, x))
+        self._tell("split", x, dim, 1)
+        return _convert(x, self._keep(dim), self._gather(dim, stack, x))
 
     def gather(self, x: Tensor, dim: int, stack: str) -> Tensor:
         """Put the parts of an activation together."""
-        return self._convert(x, self._gather(dim, stack, x), self._keep(dim))
+        self._tell("gather", x, dim, self.ranks.size)
+        return _convert(x, self._gather(dim, stack, x), self._keep(dim))
+
+    def _parts(self, dim: int | None) -> int:
+        return 1 if dim is None else self.ranks.size
+
+    def _tell(
+        self,
+        kind: Literal["enter", "leave", "split", "gather"],
+        x: Tensor,
+        dim: int | None,
+        num_parts: int,
+    ) -> None:
+        if self.listener is not None:
+            self.listener(Crossing(kind, dim, num_parts * x.numel() * x.element_size()))
 
     def forget(self) -> None:
         """Let go of what entered last."""
         self._entered = None
-
-    def _convert(self, x: Tensor, there: Conversion, back: Conversion) -> Tensor:
-        return _Convert.apply(x, there, back)  # pyright: ignore[reportReturnType]: apply is untyped
 
     def _gather(self, dim: int, stack: str, x: Tensor) -> Conversion:
         # Noted now: backward may run when the next batch has another length.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import threading
 from typing import Protocol
@@ -52,6 +53,11 @@ def own_part(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     return x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]).contiguous()
 
 
+def _is_outermost(x: Tensor, dim: int) -> bool:
+    """Whether parts along ``dim`` are parts of memory: it is the first dim that is not 1."""
+    return math.prod(x.shape[:dim]) == 1
+
+
 class ProcessRanks:
     """Ranks that are processes of a group."""
 
@@ -64,7 +70,10 @@ class ProcessRanks:
 
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
         if length % self.size == 0:
-            return torch.cat(all_gather(x, self._group).unbind(), dim)
+            parts = all_gather(x, self._group)
+            if _is_outermost(x, dim):
+                return parts.view(*x.shape[:dim], length, *x.shape[dim:][1:])
+            return torch.cat(parts.unbind(), dim)
         rows = x.movedim(dim, 0).contiguous()
         sizes = part_sizes(length, self.size)
         return all_gather(rows, self._group, sizes=sizes).movedim(0, dim).contiguous()
@@ -72,6 +81,9 @@ class ProcessRanks:
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         length = x.shape[dim]
         if length % self.size == 0:
+            if _is_outermost(x, dim):
+                part = (*x.shape[:dim], length // self.size, *x.shape[dim:][1:])
+                return reduce_scatter(x.reshape(self.size, *part), self._group)
             return reduce_scatter(torch.stack(x.chunk(self.size, dim)), self._group)
         rows = x.movedim(dim, 0).contiguous()
         own = reduce_scatter(rows, self._group, sizes=part_sizes(length, self.size))

@@ -95,13 +95,19 @@ class Unit:
         A parameter without gradient on this rank counts as zero: another rank may have one.
         The result is the mean over data-parallel ranks; :meth:`take` hands it out.
         """
-        grads = {slot: self._take_grad(slot) for slot in self.slots if slot.face.requires_grad}
-        self._reduce_over_tp({s: g for s, g in grads.items() if s.partial_over_tp}, grads)
+        reduce_together([self])
+
+    def take_grads(self) -> dict[Slot, Tensor]:
+        """Take the gradients of the compute parameters, zero where there is none."""
+        return {slot: self._take_grad(slot) for slot in self.slots if slot.face.requires_grad}
+
+    def reduce_over_data(self, grads: dict[Slot, Tensor]) -> None:
+        """Average gradients over data-parallel ranks; keep this rank's part."""
         for sharded in _by_dtype([slot for slot in grads if slot.shard_dim is not None]):
             self._reduce_scatter(sharded, grads)
         whole = [slot for slot in grads if slot.shard_dim is None]
-        self._sum_copies(whole, grads, "dp_shard")
-        self._sum_copies(list(grads), grads, "dp_replicate")
+        self.sum_copies(whole, grads, "dp_shard")
+        self.sum_copies(list(grads), grads, "dp_replicate")
         ranks = axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
         for slot, grad in grads.items():
             mean = grad.to(slot.local.dtype)
@@ -139,15 +145,8 @@ class Unit:
             return torch.zeros(slot.compute.shape, dtype=dtype, device=slot.compute.device)
         return grad.to(dtype)
 
-    def _reduce_over_tp(self, partial: dict[Slot, Tensor], grads: dict[Slot, Tensor]) -> None:
-        group = axis_group(self.mesh, "tp")
-        if group is None:
-            return
-        for slots in _by_dtype(list(partial)):
-            flat = torch.cat([grads[slot].reshape(-1) for slot in slots])
-            _unflatten(all_reduce(flat, group), slots, grads)
-
-    def _sum_copies(self, slots: list[Slot], grads: dict[Slot, Tensor], axis: str) -> None:
+    def sum_copies(self, slots: list[Slot], grads: dict[Slot, Tensor], axis: str) -> None:
+        """Sum gradients over the ranks of a mesh axis, in rank order."""
         group = axis_group(self.mesh, axis)
         if group is None:
             return
@@ -194,10 +193,31 @@ class Unit:
             start += chunk.numel()
 
 
+def reduce_together(units: Sequence[Unit]) -> None:
+    """Do what :meth:`Unit.reduce` does for several units. Every rank must call this.
+
+    The addends that tensor-parallel ranks hold travel in one collective, whatever unit they
+    are of: they are small and many.
+    """
+    grads: dict[Slot, Tensor] = {}
+    slots_of: list[tuple[Unit, list[Slot]]] = []
+    for unit in units:
+        taken = unit.take_grads()
+        slots_of.append((unit, list(taken)))
+        grads |= taken
+    addends = [slot for slot in grads if slot.partial_over_tp]
+    if addends:
+        units[0].sum_copies(addends, grads, "tp")
+    for unit, slots in slots_of:
+        # Popped, so that a whole gradient is let go of as soon as its shard is known.
+        unit.reduce_over_data({slot: grads.pop(slot) for slot in slots})
+
+
 def _by_dtype(slots: Sequence[Slot]) -> list[list[Slot]]:
     groups: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
-        groups.setdefault(_compute_data(slot).dtype, []).append(slot)
+        assert slot.compute is not None
+        groups.setdefault(slot.compute.dtype, []).append(slot)
     return list(groups.values())
 
 

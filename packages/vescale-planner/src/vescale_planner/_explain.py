@@ -13,6 +13,7 @@ from ._workload import Workload
 from .cluster import Cluster
 
 _RUNNERS_UP = 3
+_SHOWN = 8
 
 
 def reasons(
@@ -40,6 +41,14 @@ def reasons(
     if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
         lines.append("assumed: stages are balanced by estimated flops; give example_batch")
     return tuple(lines)
+
+
+def left_whole(parameters: Mapping[str, str]) -> list[str]:
+    """Return what tensor parallelism could not cut, a few reasons in full."""
+    shown = [f"left whole: {name}: {why}" for name, why in list(parameters.items())[:_SHOWN]]
+    if len(parameters) > _SHOWN:
+        shown.append(f"left whole: {len(parameters) - _SHOWN} more")
+    return shown
 
 
 def _runners_up(found: Found) -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
 
 from ._constraints import check, check_split_points
-from ._explain import nothing_fits, reasons
+from ._explain import left_whole, nothing_fits, reasons
 from ._memory import Memory, optimizer_states
 from ._search import Found, Scored, Search
 from ._workload import workload_of
@@ -71,7 +71,9 @@ def generate_plan(
     if not found.fits:
         raise ValueError(_no_plan(found, search))
     plan = _fill_in(found.fits[0], search)
-    return replace(plan, reasons=reasons(found, workload, cluster, constraints, split))
+    whole = search.left_whole.get(plan.tensor_parallel.size, {})
+    said = reasons(found, workload, cluster, constraints, split)
+    return replace(plan, reasons=(*said, *left_whole(whole)))
 
 
 def _world_size() -> int:

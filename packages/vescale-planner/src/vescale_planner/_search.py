@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel import tensor_parallel_plan
+from vescale_parallel import propose_sharding
 
 from ._candidates import Candidate, Layout, Rows, candidates, layouts
 from ._cost import Cost, step_cost
@@ -64,6 +64,7 @@ class Search:
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are proven on.
+        left_whole: For each tensor-parallel size that was looked at, what it cannot cut.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Search:
     states: int
     split_method: str
     example_batch: Any = None
+    left_whole: dict[int, dict[str, str]] = field(default_factory=dict["int", "dict[str, str]"])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
@@ -168,7 +170,7 @@ class Search:
         if tp == 1:
             return {}
         try:
-            plan = tensor_parallel_plan(
+            proposal = propose_sharding(
                 self.model,
                 policy,
                 tp,
@@ -177,6 +179,8 @@ class Search:
             )
         except ValueError as error:
             return str(error)
+        self.left_whole[tp] = proposal.left_whole
+        plan = proposal.plan
         if not plan:
             return (
                 f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "

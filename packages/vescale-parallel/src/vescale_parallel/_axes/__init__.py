@@ -5,6 +5,7 @@ from ._flow import (
     Flow as Flow,
     Graph as Graph,
     RefusedError as RefusedError,
+    check_addends as check_addends,
     follow as follow,
     is_within as is_within,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Trace",
     "UnknownOperator",
     "Value",
+    "check_addends",
     "follow",
     "infer_axes",
     "is_within",

@@ -35,8 +35,10 @@ class Graph:
     readers: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))
     carriers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     contracts: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    returned: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
+        self.returned |= {value.index for value in self.trace.returned}
         axes = self.trace.axes
         for value in self.trace.values:
             for atom in axes.atoms(axis for dim in value.dims for axis in dim):
@@ -48,6 +50,12 @@ class Graph:
                 self.producer[value.index] = step
             for atom in axes.atoms(axis for dim in step.contracted for axis in dim):
                 self.contracts[atom].add(step.index)
+
+    def is_dead(self, step: Step) -> bool:
+        """Whether nobody looks at what a step made, such as attention's unused mean weights."""
+        outputs = {value.index for value in step.outputs}
+        read = any(self.readers[index] for index in outputs)
+        return not (read or step.into_view or outputs & self.returned)
 
     def steps(self, values: Iterable[int]) -> set[int]:
         """Return the steps that make or read any of the values."""
@@ -101,26 +109,54 @@ def is_within(module: str, outer: str) -> bool:
 # ---------------------------------------------------------------------- forward
 
 
+def check_addends(graph: Graph, steps: Iterable[Step]) -> None:
+    """Check that modules return the addends that steps in them make, or a linear function.
+
+    Raises:
+        RefusedError: If a module does something else with them.
+    """
+    made = {value.index: step.module for step in steps for value in step.outputs}
+    flow = Flow(cut=set(), addends=made)
+    waiting = sorted({step.index for index in made for step in graph.readers[index]})
+    seen = set(waiting)
+    while waiting:
+        step = graph.trace.steps[heapq.heappop(waiting)]
+        summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        if summed and not graph.is_dead(step):
+            _spread(graph, flow, step, _pass_on(graph, flow, step, summed), waiting, seen)
+
+
 def _forward(graph: Graph, atom: int, flow: Flow) -> None:
     waiting = sorted(graph.steps(flow.cut))
     seen = set(waiting)
     while waiting:
         step = graph.trace.steps[heapq.heappop(waiting)]
         summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        if graph.is_dead(step):
+            continue
+        if atom in graph.trace.axes.atoms(step.looked_up):
+            raise RefusedError(f"is looked up in {step.module!r}")
         if step.index in graph.contracts[atom]:
             made_at = _contract(graph, flow, step, summed)
         elif summed:
             made_at = _pass_on(graph, flow, step, summed)
         else:
             continue
-        if step.into_view:
-            raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
-        for value in step.outputs:
-            flow.addends[value.index] = made_at
-            for reader in graph.readers[value.index]:
-                if reader.index not in seen:
-                    seen.add(reader.index)
-                    heapq.heappush(waiting, reader.index)
+        _spread(graph, flow, step, made_at, waiting, seen)
+
+
+def _spread(
+    graph: Graph, flow: Flow, step: Step, made_at: str, waiting: list[int], seen: set[int]
+) -> None:
+    """Note that a step's outputs are addends, and ask their readers."""
+    if step.into_view:
+        raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
+    for value in step.outputs:
+        flow.addends[value.index] = made_at
+        for reader in graph.readers[value.index]:
+            if reader.index not in seen:
+                seen.add(reader.index)
+                heapq.heappush(waiting, reader.index)
 
 
 def _is_addend(flow: Flow, value: Value, step: Step) -> bool:
@@ -295,10 +331,9 @@ def _summed_behind(graph: Graph, flow: Flow, start: Value) -> set[str]:
     """
     found: set[str] = set()
     waiting, seen = [start], {start.index}
-    returned = {value.index for value in graph.trace.returned}
     while waiting:
         value = waiting.pop()
-        if value.index in returned or value.index in flow.addends or len(seen) > _FAR:
+        if value.index in graph.returned or value.index in flow.addends or len(seen) > _FAR:
             made_by = graph.producer[start.index]
             raise RefusedError(
                 f"a tensor is used by what is cut and by {made_by.operator} in "

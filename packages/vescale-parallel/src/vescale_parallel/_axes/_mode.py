@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,8 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
     """
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
     run = _Run(fake_mode, copied)
@@ -84,6 +86,8 @@ class _Run:
     def forward(self, args: Any, kwargs: Any) -> None:
         self._sources(args, kwargs)
         handles = list(self._register())
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of a block
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), _Mode(self):
                 output = self.model(*args, **kwargs)
@@ -93,6 +97,7 @@ class _Run:
                 f"module {self.modules[-1]!r} at operator {self.operator or 'none'}: {error}"
             ) from error
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for handle in handles:
                 handle.remove()
         leaves = pytree.tree_leaves(output)
@@ -269,7 +274,9 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 def _adds_number(name: str, args: dict[str, Any]) -> bool:
     """Whether an operator adds a number to a tensor, which a sum of parts must not see."""
-    if name not in ("add", "sub", "rsub"):
-        return name == "masked_fill" and args.get("value") != 0
-    other = args.get("other")
+    if name not in ("add", "sub", "rsub", "masked_fill"):
+        return False
+    other = args["value"] if name == "masked_fill" else args.get("other")
+    if name == "masked_fill" and _is_tensor(other):
+        return True
     return isinstance(other, int | float) and not math.isclose(other, 0.0)

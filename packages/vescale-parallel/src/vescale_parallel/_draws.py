@@ -1,0 +1,386 @@
+"""Random numbers in forward: every rank draws its part of what one device draws.
+
+[Note: draws] All ranks keep one generator state, that of one device. While a module runs that
+draws random numbers, a mode sees what torch is about to draw. A tensor that ranks hold parts of
+is drawn in part, by :mod:`vescale_dtensor.random`, which leaves the generator as if the whole had
+been drawn; any other is the same on every rank as it is. The mode sits below autograd, so that
+it sees what dropout and attention are made of, and gradients are torch's own.
+
+Which dims are cut is known from running the model without memory, see
+:mod:`vescale_parallel._foreseen`. The mode begins and ends with the forward of the very module
+that draws: other modules pay nothing, and one that is run again in backward, because its
+activations were not kept, draws the same again.
+
+What cannot be drawn in part (kernels that make their own random numbers, dims that nothing is
+known about) is drawn from a stream of this rank's own: right in distribution, but not what one
+device draws. A warning names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import LocalBox, local_boxes
+from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
+
+from ._tensor_parallel import stack_of
+from ._torch_private import TorchDispatchMode, pytree
+from ._tp_ranks import part_sizes
+
+# Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
+_WHOLE_MASK_NUMEL = 1 << 27
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Which dims of a drawn tensor ranks hold parts of.
+
+    Attributes:
+        rows: Dim that the batch is along, outermost; None if the tensor has no batch.
+        part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
+    """
+
+    rows: int | None = None
+    part: int | None = None
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What is known about the draws of one module, in order within one call.
+
+    Attributes:
+        cuts: One for each; None for one that nothing is known about.
+        parts: Dims that tensor-parallel ranks hold parts of, by the number of the draw, where
+            nothing else is known.
+        is_region: Whether draws that are not in ``cuts`` may be of cut activations.
+    """
+
+    cuts: Sequence[Cut | None] = ()
+    parts: Mapping[int, int]
+    is_region: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is among those that share a batch and those that share a layer."""
+
+    num_parts_of_batch: int
+    part_of_batch: int
+    tp_size: int
+    tp_rank: int
+
+
+class Draws:
+    """Draws for one rank of a parallelized model.
+
+    Args:
+        place: Where this rank is.
+        lengths: How long the cut sequence of each stack of blocks is, kept up to date.
+        watches: Whether the modules watch for draws from the beginning. If not, or once a
+            call in training mode drew nothing, they do from the first call on in which the
+            generator moved all the same.
+
+    Attributes:
+        is_drawing: Whether a draw is being made; what it is made of counts for no module.
+    """
+
+    def __init__(self, place: Place, lengths: Mapping[str, int], *, watches: bool = True) -> None:
+        self._place, self._lengths, self._watches = place, lengths, watches
+        self._num_rows = 0
+        self.is_drawing = self._has_drawn = False
+        self._warned: set[str] = set()
+
+    def install(self, model: nn.Module, scopes: Mapping[str, Scope]) -> None:
+        """Have modules draw in parts while their forward runs, in place."""
+        for fqn, scope in scopes.items():
+            module = model.get_submodule(fqn)
+            module.forward = self._drawing(module.forward, fqn, scope)
+
+    @contextlib.contextmanager
+    def of_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+    ) -> Iterator[None]:
+        """Draw for a call of the model."""
+        self._num_rows = _num_rows(args, kwargs)
+        before = None if self._watches or not training else _generator_state()
+        yield
+        if training and not self._has_drawn:
+            self._watches = False
+        if before is not None and _generator_state() != before:
+            self._watches = True
+            warnings.warn(
+                "forward drew random numbers that it did not draw before, or when it was run "
+                "without memory; data-parallel ranks drew the same for their different rows in "
+                "this call, and will draw what one device draws from the next on",
+                stacklevel=2,
+            )
+
+    def _drawing(self, forward: Callable[..., Any], fqn: str, scope: Scope) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._watches:
+                return forward(*args, **kwargs)
+            with _Drawing(self, fqn, scope):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def draw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Scope,
+        *,
+        index: int,
+        fqn: str,
+    ) -> Any:
+        """Run an operator that draws, the ``index``-th in this call of the module ``fqn``."""
+        if self.is_drawing:
+            # The mode of an enclosing module sees what this one draws with.
+            return func(*args, **kwargs)
+        self.is_drawing = self._has_drawn = True
+        try:
+            cut = self._cut(drawn_shape(args), scope, index)
+            if cut is not None and not self._is_cut(cut):
+                return func(*args, **kwargs)
+            if cut is not None:
+                try:
+                    return self._draw_part(func, args, kwargs, cut, stack_of(fqn))
+                except NotImplementedError:
+                    pass
+            self._warn(func, mark(fqn, index))
+            return self._draw_own(func, args, kwargs, cut)
+        finally:
+            self.is_drawing = False
+
+    def _cut(self, shape: tuple[int, ...], scope: Scope, index: int) -> Cut | None:
+        if index < len(scope.cuts):
+            return scope.cuts[index]
+        if scope.is_region and index not in scope.parts:
+            return None
+        part = scope.parts.get(index)
+        if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
+            return Cut(part=part)
+        if shape[0] == self._num_rows:
+            return Cut(rows=0, part=part)
+        return None
+
+    def _is_cut(self, cut: Cut) -> bool:
+        by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
+        return by_rows or (cut.part is not None and self._place.tp_size > 1)
+
+    def _draw_part(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cut: Cut,
+        stack: str,
+    ) -> Any:
+        like = args[0] if isinstance(args[0], Tensor) else _empty(args, kwargs)
+        how = random_operator(func, args, device_type=like.device.type)
+        if how is None and func is torch.ops.aten.native_dropout.default:
+            return self._dropout_of_whole(args, cut, stack)
+        if how is None or not _is_element_wise(args):
+            raise NotImplementedError(f"{func} does not draw element by element")
+        is_inplace = func._schema.name.endswith("_")
+        out = _result(like, how, kwargs, is_inplace=is_inplace)
+        self._fill(how, out, cut, kwargs.get("generator"), stack)
+        if how.finish is None:
+            return like.copy_(out) if is_inplace and out is not like else out
+        result = how.finish(out, args)
+        return like.copy_(result) if is_inplace else result
+
+    def _fill(
+        self, how: RandomOperator, out: Tensor, cut: Cut, generator: Any, stack: str
+    ) -> None:
+        out, shape, boxes = self._in_whole(out, cut, stack)
+        window = Window(shape, _stride(shape, out), 0, out.dtype)
+        draw_part(how.fill, window=window, boxes=boxes, out=out, generator=generator)
+
+    def _dropout_of_whole(self, args: tuple[Any, ...], cut: Cut, stack: str) -> Any:
+        """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
+        x, p = args[:2]
+        mask = torch.empty_like(x, dtype=torch.bool)
+        viewed, shape, boxes = self._in_whole(mask, cut, stack)
+        if math.prod(shape) > _WHOLE_MASK_NUMEL:
+            raise NotImplementedError("the whole mask is too large")
+        stride = _stride(shape, viewed)
+        ones = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).fill_(1)
+        whole = torch.ops.aten.native_dropout(ones, p, True)[1]
+        for held in boxes:
+            held.of(viewed).copy_(whole[held.box.slices])
+        if p == 1:
+            return torch.zeros_like(x), mask
+        # In the precision of the kernel, which divides float32 for half precision.
+        scale = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)) / (1.0 - p)
+        return x * mask * scale.item(), mask
+
+    def _in_whole(
+        self, out: Tensor, cut: Cut, stack: str
+    ) -> tuple[Tensor, tuple[int, ...], tuple[LocalBox, ...]]:
+        """Return a view of this rank's part, the shape of the whole, and where in it that is."""
+        rows, part = cut.rows, cut.part
+        if rows is not None and rows == part:
+            # Rows of what is cut in each of them: (batch * heads, ...).
+            if not self._num_rows or out.shape[rows] % self._num_rows:
+                raise NotImplementedError("a dim is no multiple of the rows of the batch")
+            out = out.unflatten(rows, (self._num_rows, -1))
+            part = rows + 1
+        place = self._place
+        shape = list(out.shape)
+        if rows is not None:
+            shape[rows] *= place.num_parts_of_batch
+        if part is not None:
+            shape[part] = self._whole_length(out.shape, part, stack)
+        boxes = local_boxes(
+            shape,
+            (place.num_parts_of_batch, place.tp_size),
+            (place.part_of_batch, place.tp_rank),
+            (_placement(rows), _placement(part)),
+        )
+        return out, tuple(shape), tuple(boxes)
+
+    def _whole_length(self, shape: Sequence[int], dim: int, stack: str) -> int:
+        """Return how long a dim is that tensor-parallel ranks have parts of."""
+        size, rank = self._place.tp_size, self._place.tp_rank
+        length = self._lengths.get(stack, 0)
+        others = (*shape[:dim], *shape[dim + 1 :])
+        # What is cut by heads or features divides evenly, and has the whole sequence.
+        is_sequence = length and part_sizes(length, size)[rank] == shape[dim]
+        return length if is_sequence and length not in others else shape[dim] * size
+
+    def _draw_own(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut | None
+    ) -> Any:
+        """Draw from a stream of this rank; ranks that hold the same draw the same.
+
+        The stream is seeded by one number of the default generator, which stays the same on
+        all ranks.
+        """
+        place, position = self._place, 0
+        if cut is None or cut.rows is not None:
+            position = place.part_of_batch
+        if cut is not None and cut.part is not None:
+            position = position * place.tp_size + place.tp_rank
+        seed = int(torch.randint(2**62, ()))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed + position)
+            return func(*args, **kwargs)
+
+    def _warn(self, func: Any, at: str) -> None:
+        if at in self._warned:
+            return
+        self._warned.add(at)
+        warnings.warn(
+            f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
+            "draws others than one device would, from a stream of its own. A sharding plan "
+            f"can say how they are cut: '{at}': 'Shard(d)'",
+            stacklevel=2,
+        )
+
+
+class _Drawing(TorchDispatchMode):
+    """Counts the draws of one call of a module, and has :class:`Draws` do them."""
+
+    def __init__(self, draws: Draws, fqn: str, scope: Scope) -> None:
+        super().__init__()
+        self._draws, self._fqn, self._scope = draws, fqn, scope
+        self._count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._draws.is_drawing or not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        index, self._count = self._count, self._count + 1
+        return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
+
+
+def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the rows of the batch: of the first tensor among a call's arguments."""
+    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
+    leaves = pytree.tree_leaves((opened, dict(kwargs)))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+    return next((tensor.shape[0] for tensor in tensors), 0)
+
+
+def _generator_state() -> tuple[bytes, ...]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+def mark(fqn: str, index: int) -> str:
+    """Return the name that a sharding plan has for a draw of a module."""
+    return f"{fqn}.<random:{index}>".lstrip(".")
+
+
+def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator is about to draw random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    if "dropout_p" in given or "scaled_dot_product" in func._schema.name:
+        return bool(given.get("dropout_p", 0.0))
+    return given.get("train", given.get("training", True)) is not False
+
+
+def drawn_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the shape of what an operator draws: of its first tensor, or what it is to make."""
+    if isinstance(args[0], Tensor):
+        return tuple(args[0].shape)
+    sizes = next((arg for arg in args if isinstance(arg, list | tuple)), ())
+    return tuple(sizes)
+
+
+def _empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    given = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+    return torch.empty(drawn_shape(args), **given)
+
+
+def _result(
+    like: Tensor, how: RandomOperator, kwargs: Mapping[str, Any], *, is_inplace: bool
+) -> Tensor:
+    """Return where to draw, as torch lays it out."""
+    dtype: torch.dtype = how.dtype or kwargs.get("dtype") or like.dtype
+    if is_inplace and how.finish is None and dtype == like.dtype:
+        return like
+    layout = kwargs.get("memory_format") or torch.preserve_format
+    return torch.empty_like(like, dtype=dtype, memory_format=layout)
+
+
+def _is_element_wise(args: tuple[Any, ...]) -> bool:
+    """Whether all tensors among the arguments have the shape of what is drawn."""
+    shapes = {tuple(arg.shape) for arg in args if isinstance(arg, Tensor)}
+    return len(shapes) <= 1
+
+
+def _placement(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _stride(shape: Sequence[int], local: Tensor) -> tuple[int, ...]:
+    """Return the strides of a whole tensor whose dims follow each other as those of its part."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

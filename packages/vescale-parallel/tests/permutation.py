@@ -1,0 +1,76 @@
+"""The permutation certificate: an axis may be cut if its elements may change places.
+
+A cut gives every rank some elements of an axis, in every parameter at once. If the model's
+function stays the same when those elements change places everywhere, each element's part is
+computed alone, and it is right to compute it elsewhere. Nothing here knows any operator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from vescale_parallel._cuts import Cut
+
+_PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
+
+
+def randomize(model: nn.Module) -> None:
+    """Fill a model with random weights that keep activations of order one, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() > 1:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.copy_(1 + noise / 4)
+
+
+def permutation(length: int) -> torch.Tensor:
+    """Return an order of elements that differs from the natural one."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
+    return order if not torch.equal(order, torch.arange(length)) else order.flip(0)
+
+
+def permute(parameter: torch.Tensor, placement: str, length: int, order: torch.Tensor) -> None:
+    """Reorder, in place, the axis of ``length`` elements that a placement would cut."""
+    match = _PLACEMENT.fullmatch(placement)
+    assert match is not None, placement
+    dim, parts = int(match[1]), int(match[2] or 1)
+    with torch.no_grad():
+        apart = parameter.unflatten(dim, (parts, length, -1))
+        parameter.copy_(apart.index_select(dim + 1, order).flatten(dim, dim + 2))
+
+
+def change(
+    model: nn.Module,
+    run: Callable[[], torch.Tensor],
+    cut: Cut,
+    names: Iterable[str],
+    before: torch.Tensor,
+) -> float:
+    """Return how much an output differs from before when some of a cut's parameters are permuted.
+
+    Relative to the output's standard deviation; parameters are as before afterwards.
+    """
+    order = permutation(cut.length)
+    distinct = {id(p): (p, cut.parameters[n]) for n in names for p in [model.get_parameter(n)]}
+    saved = [(parameter, parameter.detach().clone()) for parameter, _ in distinct.values()]
+    for parameter, placement in distinct.values():
+        permute(parameter, placement, cut.length, order)
+    after = run()
+    with torch.no_grad():
+        for parameter, old in saved:
+            parameter.copy_(old)
+    return ((after - before).abs().max() / before.std()).item()
+
+
+def matrices(model: nn.Module, cut: Cut) -> list[str]:
+    """Return the cut's parameters with at least two dimensions, tied ones once."""
+    found = {id(p): n for n in cut.parameters for p in [model.get_parameter(n)] if p.dim() > 1}
+    return list(found.values())

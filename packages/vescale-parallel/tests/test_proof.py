@@ -1,0 +1,145 @@
+"""Proving a sharding plan by running it, and finding the borders of its regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vescale_parallel._arrange import Group, arrange
+from vescale_parallel._proof import Contradiction, prove
+from vescale_parallel._sharding_plan import resolve
+from vescale_parallel._tensor_parallel import complete_placements
+
+
+class Attention(nn.Module):
+    """Counts heads with an integer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        batch, length, _ = x_BSF.shape
+        q, k, v = (
+            part.view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for part in self.qkv(x_BSF).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    """A residual around attention, and a gate that is whole inside of the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), Attention()
+        self.up, self.scale, self.down = nn.Linear(8, 12), nn.Linear(8, 1), nn.Linear(12, 8)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        x_BSF = x_BSF + self.attention(self.norm(x_BSF))
+        return x_BSF + self.down(self.up(x_BSF).relu() * self.scale(x_BSF).sigmoid())
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BSF = block(x_BSF)
+        return x_BSF
+
+
+class Scanned(Block):
+    """Mixes positions between its layers, where the sequence would be cut."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return super().forward(x_BSF).cumsum(1)
+
+
+ATTENTION = Group(
+    parameters={
+        "blocks.*.attention.qkv.weight": "InterleavedShard(0, 3)",
+        "blocks.*.attention.out.weight": "Shard(1)",
+    },
+    entries=("blocks.*.attention.qkv",),
+    exits=("blocks.*.attention.out",),
+)
+FEATURES = Group(
+    parameters={"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"},
+    entries=("blocks.*.up",),
+    exits=("blocks.*.down",),
+)
+BATCH = (torch.randn(2, 6, 8),)
+
+
+def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> frozenset[str]:
+    model = Model() if model is None else model
+    resolved = resolve(plan, model)
+    placements = complete_placements(resolved, model, size)
+    return prove(model, BATCH, resolved, placements, size).partial_grads
+
+
+def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
+    plan = {**ATTENTION.parameters, "blocks.*.attention.<attr:num_heads>": "Shard(0)"}
+    assert run(plan) == frozenset()
+    found = run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
+    assert found == {f"blocks.{i}.scale.{name}" for i in range(3) for name in ("weight", "bias")}
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "an integer that counts all heads": (dict(ATTENTION.parameters), "what it returns differs"),
+    "a gate of which gradients are addends": (
+        dict(FEATURES.parameters), "the gradient of .* differs",
+    ),
+    "a sum that is missing": ({"blocks.*.up.weight": "Shard(0)"}, "does not run"),
+    "a residual inside of the region": (
+        {**FEATURES.parameters, "blocks.*.<enter>": "Replicate()"}, "differs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_contradicted(name: str) -> None:
+    plan, why = WRONG[name]
+    with pytest.raises(Contradiction, match=why):
+        run(plan)
+
+
+def test_borders_and_integers_are_found() -> None:
+    found = arrange(Model(), [ATTENTION, FEATURES], 2, BATCH, sequence=False)
+    assert found.plan["blocks.*.attention.<attr:num_heads>"] == "Shard(0)"
+    assert ATTENTION.parameters.items() <= found.plan.items()
+    # The gate reads what enters the region, but no border around its layers alone is right.
+    assert list(found.left_whole) == ["blocks.*.up.weight, blocks.*.down.weight"]
+
+
+def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
+    plan = arrange(Model(), [ATTENTION], 2, BATCH, sequence=True).plan
+    assert plan["blocks.0.<in>"] == "Replicate() -> Shard(1)"
+    assert plan["blocks.2.<out>"] == "Shard(1) -> Replicate()"
+    assert plan["blocks.*.attention.out.<leave>"] == "Shard(1)"
+    assert plan["blocks.*.norm.weight.<grad>"] == "Partial()"
+    assert run(plan) >= {"blocks.0.norm.weight", "blocks.1.up.weight"}
+
+
+def test_a_block_that_mixes_positions_cannot_be_cut_along_the_sequence() -> None:
+    with pytest.raises(ValueError, match="no way was found to cut activations between the blocks"):
+        arrange(Model(Scanned), [ATTENTION], 2, BATCH, sequence=True)
+
+
+def test_nothing_is_drawn_and_nothing_changed() -> None:
+    model, state = Model(), torch.get_rng_state()
+    before: dict[str, Any] = {name: p.clone() for name, p in model.named_parameters()}
+    arrange(model, [ATTENTION], 2, BATCH, sequence=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
