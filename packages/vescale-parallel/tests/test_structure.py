@@ -146,7 +146,7 @@ def test_sharding_patterns_stand_for_names() -> None:
     assert sorted(found.parameters) == [f"blocks.{i}.weight" for i in range(4)]
     assert list(found.outputs) == ["head"]
     assert list(found.grads) == ["norm.weight"]
-    assert found.attributes == {("blocks.1", "in_features")}
+    assert dict(found.attributes) == {("blocks.1", "in_features"): None}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_sharding_patterns_stand_for_names() -> None:
         ({"blocks.*.wieght": "Shard(0)"}, r"'blocks.\*.wieght' matches nothing in the model"),
         ({"blocks.weight": "Shard(0)"}, "matches nothing"),
         ({"head.weight": "Shard"}, r"expected 'Shard\(d\)'.*got 'Shard'"),
-        ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <grad> or <attr:name>"),
+        ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <enter>, <leave>, <grad>"),
     ],
 )
 def test_a_sharding_plan_that_means_nothing_is_refused(plan: dict[str, str], message: str) -> None:
