@@ -61,8 +61,7 @@ def worst_error(
     """
     whole, expected = _run(model, run, cut, {}, None)
     ranks = [
-        _run(model, run, cut, _rank_weights(model, cut, rank, size), whole)
-        for rank in range(size)
+        _run(model, run, cut, _rank_weights(model, cut, rank, size), whole) for rank in range(size)
     ]
     errors = [0.0]
     # A gradient that is zero but for rounding, of a bias of all keys, is compared with the largest.
