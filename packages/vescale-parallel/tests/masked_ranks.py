@@ -64,7 +64,7 @@ def worst_error(
         _run(model, run, cut, _rank_weights(model, cut, rank, size), whole) for rank in range(size)
     ]
     errors = [0.0]
-    # A gradient that is zero but for rounding, of a bias of all keys, is compared with the largest.
+    # A gradient that is zero but for rounding, of a bias of all keys: compare with the largest.
     least = 0.1 * max(gradient.abs().max().item() for gradient in expected.values())
     for call, output in enumerate(whole.outputs):
         errors.append(_error(sum(r.outputs[call] for r, _ in ranks), output))
