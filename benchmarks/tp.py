@@ -41,7 +41,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
 from torch.utils._pytree import tree_leaves  # noqa: PLC2701 (no public name)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import vescale
 from vescale_parallel import ParallelPlan, with_constraints
@@ -341,7 +341,7 @@ class _CopyIn(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad.contiguous()
         dist.all_reduce(grad)
         return grad
@@ -357,7 +357,7 @@ class _SumOut(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad
 
 
@@ -371,7 +371,7 @@ class _GatherOut(torch.autograd.Function):
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.chunk(dist.get_world_size(), -1)[dist.get_rank()]
 
 

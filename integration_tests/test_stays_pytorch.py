@@ -50,7 +50,7 @@ class Run:
         torch.manual_seed(3)
         return KINDS[self.kind]()
 
-    def parallelize(self, model: nn.Module, *optimizer: Callable[[nn.Module], Any]) -> Any:
+    def parallelize(self, model: nn.Module, *optimizer: Callable[[Any], Any]) -> Any:
         if self.plan is not None:
             plan = vescale.ParallelPlan.from_json(self.plan)
             return vescale.parallelize(plan, model, *optimizer)
@@ -143,7 +143,8 @@ class LossInPartsReentrant(LossInParts):
 def adapted() -> Built:
     model, call = make("nanogpt")
     model.requires_grad_(False)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.mlp[0], block.mlp[2] = Adapter(block.mlp[0]), Adapter(block.mlp[2])
     return model.double(), call
 

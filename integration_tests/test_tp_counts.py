@@ -83,12 +83,16 @@ class SummedGradient(torch.autograd.Function):
     """Where an activation enters a region: its gradients, addends, are summed there."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
+    def backward(ctx: Any, grad: DTensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.redistribute(placements=(Replicate(),))
+
+
+def of_first(x: Any) -> Tensor:
+    return x.full_tensor().of_rank(0)
 
 
 def as_dtensors(layers: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,8 +117,8 @@ def as_dtensors(layers: int) -> tuple[Tensor, dict[str, Tensor]]:
         loss = model(**tokens()).loss
         loss.backward()
         assert isinstance(loss, DTensor)
-        grads = {n: p.grad.full_tensor().of_rank(0) for n, p in model.named_parameters()}
-        return loss.full_tensor().detach().of_rank(0), grads
+        grads = {n: of_first(p.grad) for n, p in model.named_parameters()}
+        return of_first(loss.detach()), grads
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def _run(
         for handle in handles:
             handle.remove()
     named = zip(parameters, gradients, strict=True)
-    return record, {name: gradient for name, gradient in named if gradient is not None}
+    return record, {n: g for n, g in named if g is not None}  # pyright: ignore[reportUnnecessaryComparison]: unused ones have none
 
 
 class _Call(nn.Module):

@@ -322,7 +322,7 @@ class Harmless(nn.Module):
         super().__init__()
         self.positions = nn.Parameter(torch.ones(6, 4))
         self.table = nn.Embedding(8, 4)
-        self.norm = nn.LayerNorm((6, 4))
+        self.norm = nn.LayerNorm([6, 4])
         self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

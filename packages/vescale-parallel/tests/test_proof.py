@@ -64,6 +64,14 @@ class Scanned(Block):
         return super().forward(x_BSF).cumsum(1)
 
 
+class Ungated(Block):
+    """Attention of which nothing is cut, and features."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        x_BSF = x_BSF + self.attention(self.norm(x_BSF))
+        return x_BSF + self.down(self.up(x_BSF).relu())
+
+
 ATTENTION = Group(
     parameters={
         "blocks.*.attention.qkv.weight": "InterleavedShard(0, 3)",
@@ -128,6 +136,15 @@ def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
     assert plan["blocks.*.attention.out.<leave>"] == "Shard(1)"
     assert plan["blocks.*.norm.weight.<grad>"] == "Partial()"
     assert run(plan) >= {"blocks.0.norm.weight", "blocks.1.up.weight"}
+
+
+def test_the_sequence_is_gathered_around_layers_that_stay_whole() -> None:
+    plan = arrange(Model(Ungated), [FEATURES], 2, BATCH, sequence=True).plan
+    assert plan["blocks.*.attention.<in>"] == "Shard(1) -> Replicate()"
+    assert plan["blocks.*.attention.<out>"] == "Replicate() -> Shard(1)"
+    found = run(plan, Model(Ungated))
+    assert "blocks.0.norm.weight" in found
+    assert "blocks.0.attention.qkv.weight" not in found
 
 
 def test_a_block_that_mixes_positions_cannot_be_cut_along_the_sequence() -> None:

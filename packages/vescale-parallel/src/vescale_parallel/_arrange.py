@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,22 +291,43 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     for stack in stacks:
         base[f"{stack[0]}.<in>"] = "Replicate() -> Shard(1)"
         base[f"{stack[-1]}.<out>"] = "Shard(1) -> Replicate()"
-    options = [list(_sequence_borders(model, group, plan)) for group, plan in kept]
+    holders = {_holder(group.entries) for group, _ in kept}
+    options = [list(_sequence_borders(model, group, plan, holders)) for group, plan in kept]
     why = ""
-    for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):
-        plan = dict(base)
-        for part in chosen:
-            plan |= part
-        try:
-            proof = subject.proof_of(plan)
-        except ValueError as error:
-            why = why or str(error)
-            continue
-        return plan | _grad_marks(model, proof)
+    for around in ({}, _around_whole_layers(model, stacks, kept)):
+        for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):
+            plan = base | around
+            for part in chosen:
+                plan |= part
+            try:
+                proof = subject.proof_of(plan)
+            except ValueError as error:
+                why = why or str(error)
+                continue
+            return plan | _grad_marks(model, proof)
     raise ValueError(
         "tensor_parallel.sequence: no way was found to cut activations between the blocks of "
         f"{type(model).__name__} along dim 1; leave it out ({why})"
     )
+
+
+def _around_whole_layers(
+    model: nn.Module, stacks: Sequence[Sequence[str]], kept: Kept
+) -> dict[str, str]:
+    """Return marks that gather the sequence for layers of which nothing is cut.
+
+    Attention that stays whole, for example: every rank computes it for all positions.
+    """
+    cut = {pattern for group, _ in kept for pattern in group.parameters}
+    marks: dict[str, str] = {}
+    for block in (fqn for stack in stacks for fqn in stack):
+        for name, child in model.get_submodule(block).named_children():
+            pattern = generalize_first(f"{block}.{name}")
+            is_cut = any(each.startswith(f"{pattern}.") for each in cut)
+            if not is_cut and any(p.dim() > 1 for p in child.parameters()):
+                marks[f"{pattern}.<in>"] = "Shard(1) -> Replicate()"
+                marks[f"{pattern}.<out>"] = "Replicate() -> Shard(1)"
+    return marks
 
 
 def _names_below(model: nn.Module, fqn: str) -> list[str]:
@@ -315,12 +336,15 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
 
 
 def _sequence_borders(
-    model: nn.Module, group: Group, plan: Mapping[str, str]
+    model: nn.Module, group: Group, plan: Mapping[str, str], holders: Collection[str]
 ) -> Iterator[dict[str, str]]:
     """Yield a group's marks: what enters its region is gathered, what leaves it is cut."""
     inner = {p: t for p, t in plan.items() if not p.endswith((".<enter>", ".<leave>"))}
     leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
     holder = _holder(group.entries)
+    if any(holder.startswith(f"{other}.") for other in holders if other):
+        # Shared experts, inside of the region of all experts: that one leaves for both.
+        yield inner | {f"{p}.<leave>": "Partial()" for p in group.exits}
     for entrance in _entrances(model, holder, "Shard(1)"):
         yield inner | leaves | entrance
         # Where tokens lie flat inside, as in a mixture of experts, the holder leaves as a whole.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 
@@ -179,7 +179,7 @@ def install(
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
             _vocabulary_parallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
-        elif fqn in resolved.left and linear_kind(module) is None:
+        elif linear_kind(module) is None and resolved.left.get(fqn, Partial()) != Partial():
             _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in resolved.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
@@ -254,7 +254,7 @@ def _row_wise(
     *,
     split: bool,
 ) -> None:
-    stack, dim = stack_of(fqn), _dim(leaves)
+    stack, dim, stays = stack_of(fqn), _dim(leaves), isinstance(leaves, Partial)
     bias: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -271,7 +271,7 @@ def _row_wise(
             module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
         if output is None:
             return None
-        total = boundary.leave(output, dim, stack)
+        total = output if stays else boundary.leave(output, dim, stack)
         return total + bias[0] if bias else total
 
     module.register_forward_pre_hook(before)
