@@ -136,3 +136,16 @@ def test_a_model_without_its_own_plan_cannot_use_it() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="expected sharding_policy 'auto'"):
         tensor_parallel_plan(Gated(), "best", 2)
+
+
+def test_blocks_too_large_to_run_are_proven_on_a_small_model_of_their_class() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        config = LlamaConfig(num_hidden_layers=6, num_key_value_heads=8)
+        model = LlamaForCausalLM(config)
+    plan = tensor_parallel_plan(model, "auto", 4, sequence=True)
+    assert plan["lm_head.<out>"] == "Shard(-1)"
+    assert plan["model.embed_tokens.weight"] == "Shard(0)"
+    assert plan["model.layers.*.self_attn.o_proj.weight"] == "Shard(1)"
+    assert plan["model.layers.5.<out>"] == "Shard(1) -> Replicate()"

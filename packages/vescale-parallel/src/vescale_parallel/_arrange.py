@@ -67,6 +67,10 @@ class ShardingProposal:
     left_whole: dict[str, str]
 
 
+# Groups, each with its part of a plan.
+Kept = list[tuple[Group, dict[str, str]]]
+
+
 def arrange(
     model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
@@ -85,36 +89,29 @@ def arrange(
     """
     subject = _Subject(model, batch, blocks_of_whole(model, batch), size)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
-    if not kept:
+    try:
+        proof = subject.proof_of(_together(kept))
+    except ValueError:
         kept, refused = _one_by_one(subject, groups)
+        proof = None if sequence else subject.proof_of(_together(kept))
     if sequence:
         return ShardingProposal(plan=_in_sequence(subject, kept), left_whole=refused)
-    together: dict[str, str] = {}
-    for _, plan in kept:
-        together |= plan
-    if together:
-        together |= _grad_marks(model, subject.proof_of(together))
-    return ShardingProposal(plan=together, left_whole=refused)
+    marks = {} if proof is None else _grad_marks(model, proof)
+    return ShardingProposal(plan=_together(kept) | marks, left_whole=refused)
 
 
-Kept = list[tuple[Group, dict[str, str]]]
+def _together(kept: Kept) -> dict[str, str]:
+    return {pattern: text for _, plan in kept for pattern, text in plan.items()}
 
 
 def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
-    """Return all groups with the likeliest borders, nothing if that is not right."""
+    """Return all groups with the likeliest borders."""
     kept: Kept = []
     for group in groups:
         if not _overlaps(group, kept):
             attributes = _attribute_options(subject.model, group, subject.size)[0]
             borders = next(_borders(subject.model, group))
             kept.append((group, {**group.placed, **attributes, **borders}))
-    together: dict[str, str] = {}
-    for _, plan in kept:
-        together |= plan
-    try:
-        subject.proof_of(together)
-    except ValueError:
-        return []
     return kept
 
 

@@ -46,7 +46,8 @@ def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:
     _set(config, _HEAD_DIMS, _HEAD_DIM)
     _set(config, _HIDDEN, heads * _HEAD_DIM)
     _set(config, _FEATURES, 4 * size)
-    _set(config, _ROWS, 8 * size)
+    # More rows than columns, as tables of a vocabulary have.
+    _set(config, _ROWS, size * (2 * heads * _HEAD_DIM // size + 1))
     if len(set(getattr(config, "layer_types", None) or ())) < 2:
         _set(config, _LAYERS, _FEW_LAYERS)
         if getattr(config, "layer_types", None):
