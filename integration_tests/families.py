@@ -85,6 +85,7 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "num_key_value_heads": 4},
     "two_key_value_heads": {**_SIZES, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "one_key_value_head": {**_SIZES, "num_key_value_heads": 1},
     "mixtral": {**_SIZES, "num_key_value_heads": 4, "num_local_experts": 4},
     "qwen3": {**_SIZES, "num_key_value_heads": 4, "head_dim": 8},
     "gemma2": {
@@ -126,7 +127,7 @@ def make(family: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Any
         return HandWritten(vocabulary=VOCABULARY, depth=2).double(), {"batch": tokens()}
     if family == "branching":
         return Branching().double(), tokens()
-    name = "llama" if family == "two_key_value_heads" else family
+    name = "llama" if "key_value_head" in family else family
     model = hugging_face(name, attention, **CONFIGS[family])
     if family == "mixtral":
         return model, tokens()

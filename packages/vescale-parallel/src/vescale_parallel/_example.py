@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ._torch_private import pytree
 
@@ -16,7 +16,9 @@ _ROWS, _LENGTH = 2, 16
 
 
 def example_from(dataset: Any) -> Any:
-    """Return two samples of a map-style data set as the arguments of a call."""
+    """Return two samples of a map-style data set as the arguments of a call, None of others."""
+    if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return None
     return (default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]]),)
 
 

@@ -89,6 +89,7 @@ def propose_sharding(
     if size == 1 or policy == "fsdp-only":
         return ShardingProposal(plan={}, left_whole={})
     batch = example_of(model) if example_batch is None else example_batch
+    _check_heads(model, size, may_share=policy == "auto" and batch is not None)
     if batch is None and sequence:
         raise ValueError(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
@@ -150,7 +151,7 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
 
 def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
     """Return the plan for the layers that transformers names, or that pair up."""
-    _check_heads(model, size)
+    _check_heads(model, size, may_share=False)
     plan: dict[str, str] = {}
     if policy != "megatron":
         plan |= _huggingface(model, size)
@@ -168,13 +169,15 @@ def _numel(model: nn.Module, fqn: str) -> int:
     return sum(parameter.numel() for parameter in model.get_submodule(fqn).parameters())
 
 
-def _check_heads(model: nn.Module, size: int) -> None:
+def _check_heads(model: nn.Module, size: int, *, may_share: bool) -> None:
     for fqn, module in model.named_modules():
         config = getattr(module, "config", None)
         for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
             for owner in (config, module):
                 count = getattr(owner, name, None)
-                if isinstance(count, int) and count % size:
+                # Ranks may share key-value heads.
+                shared = may_share and name == "num_key_value_heads"
+                if isinstance(count, int) and count % size and not (shared and count < size):
                     raise ValueError(
                         f"expected tensor_parallel.size to divide {name} ({count}) of "
                         f"{fqn or type(model).__name__}, got {size}"
