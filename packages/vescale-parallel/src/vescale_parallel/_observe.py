@@ -16,7 +16,7 @@ from ._fakes import (
     ObservationError,
     all_integer,
     bind,
-    grouped_mm,
+    fake_output,
     is_float,
     skeleton,
     stand_ins,
@@ -299,9 +299,7 @@ class _Mode(TorchDispatchMode):
                 run.read.setdefault(storage, run.where)
         if all_integer(inputs, kwargs, func, args):
             return func(*args, **kwargs)
-        grouped = func is torch.ops.aten._grouped_mm.default
-        with run.fake_mode:
-            out = grouped_mm(func, args, kwargs) if grouped else func(*args, **kwargs)
+        out = fake_output(func, args, kwargs, run.fake_mode)
         flops = flops_of(func, args, kwargs, out)
         if flops is None:
             run.uncounted.see(func, inputs, out)

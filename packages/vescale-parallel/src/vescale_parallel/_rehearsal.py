@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import local_boxes
 
-from ._fakes import all_integer, bind, grouped_mm, skeleton, stand_ins
+from ._fakes import all_integer, bind, fake_output, skeleton, stand_ins
 from ._noted_draws import DrawNotes, NotedDraw
 from ._sharding_plan import Resolved
 from ._structure import block_stacks
@@ -280,7 +280,4 @@ class _FloatsAreFake(TorchDispatchMode):
         inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if all_integer(inputs, kwargs, func, args):
             return func(*args, **kwargs)
-        with self._fake_mode:
-            if func is torch.ops.aten._grouped_mm.default:
-                return grouped_mm(func, args, kwargs)
-            return func(*args, **kwargs)
+        return fake_output(func, args, kwargs, self._fake_mode)

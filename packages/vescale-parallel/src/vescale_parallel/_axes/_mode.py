@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from vescale_parallel._fakes import (
     ObservationError,
     all_integer,
     bind,
-    grouped_mm,
-    grouped_mm_flops,
+    fake_output,
     is_float,
     skeleton,
     stand_ins,
 )
+from vescale_parallel._flops import flops_of
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 from . import (
@@ -219,23 +218,10 @@ class _Mode(TorchDispatchMode):
         if all_integer(inputs, kwargs, func, args):
             out = func(*args, **kwargs)
         else:
-            with run.fake_mode:
-                out, flops = _fake_output(func, args, kwargs)
+            out = fake_output(func, args, kwargs, run.fake_mode)
+            flops = flops_of(func, args, kwargs, out) or 0
         run.record(func, args, kwargs, out, flops)
         return out
-
-
-def _fake_output(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Return what an operator gives for fake tensors, and its flops."""
-    aten = torch.ops.aten
-    if func is aten._grouped_mm.default:
-        out = grouped_mm(func, args, kwargs)
-        return out, grouped_mm_flops(args[0].shape, args[1].shape)
-    if func is aten.masked_fill.Tensor:  # reads the value that it fills with
-        return aten.masked_fill.Scalar(*args[:2], 0), 0
-    out = func(*args, **kwargs)
-    formula = flop_registry.get(func.overloadpacket)
-    return out, int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
