@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel import propose_sharding
 from vescale_parallel._arrange import Group, arrange
 from vescale_parallel._proof import Contradiction, prove
 from vescale_parallel._sharding_plan import resolve
@@ -160,3 +161,22 @@ def test_nothing_is_drawn_and_nothing_changed() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
+
+
+class Wide(nn.Module):
+    """A block with more elements than a proof is run on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 1 << 22), nn.Linear(1 << 22, 8)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return x_BSF + self.down(self.up(x_BSF).relu())
+
+
+def test_blocks_that_are_too_large_to_be_run_stay_whole_with_the_reason() -> None:
+    with torch.device("meta"):
+        model = Model(Wide)
+    found = propose_sharding(model, "auto", 2, example_batch=BATCH)
+    assert found.plan == {}
+    assert any("too large to be run" in why for why in found.left_whole.values())

@@ -93,7 +93,7 @@ def arrange(
         proof = subject.proof_of(_together(kept))
     except ValueError:
         kept, refused = _one_by_one(subject, groups)
-        proof = None if sequence else subject.proof_of(_together(kept))
+        proof = subject.proof_of(_together(kept)) if kept and not sequence else None
     if sequence:
         return ShardingProposal(plan=_in_sequence(subject, kept), left_whole=refused)
     marks = {} if proof is None else _grad_marks(model, proof)
