@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import vescale
 from vescale_testing import World
 
+from .families import InDouble
 from .models import ReturnsLoss, batches
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
@@ -136,22 +135,6 @@ def _of_transformers(name: str) -> nn.Module:
                 use_cache=False,
             )  # fmt: skip
             return Translates(AutoModelForSeq2SeqLM.from_config(t5))
-
-
-class InDouble(TorchFunctionMode):
-    """Has code that asks for float32 compute in float64, so that sums can be compared."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_double, args), **kwargs)
-
-
-def _double(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass(frozen=True)

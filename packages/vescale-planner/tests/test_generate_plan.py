@@ -246,11 +246,7 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
             r"expected world size 8 .*, got 4; start 8 ranks",
         ),
         ({"pipeline_parallel.size": 8}, 8, r"at most 4 pipeline stages, one per block, got 8"),
-        (
-            {"tensor_parallel.size": 8, "tensor_parallel.sharding_policy": "huggingface"},
-            8,
-            r"divide num_attention_heads \(4\)",
-        ),
+        ({"tensor_parallel.size": 8}, 8, r"divide num_attention_heads \(4\)"),
         (
             {"batch.global_size": 6, "data_parallel.size": 4},
             4,
