@@ -61,21 +61,21 @@ class _Block(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """Fused QKV, a scalar parameter per block, a root parameter, odd sizes, tuple outputs."""
+    """Fused QKV, a scalar parameter per block, a root parameter of one row, odd sizes, tuples."""
 
     def __init__(
         self, vocabulary: int = 37, width: int = 24, heads: int = 4, depth: int = 4
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(torch.randn(64, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, 64, width) * 0.02)
         self.blocks = nn.ModuleList([_Block(width, heads) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         ids_BS, labels_BS = batch["input_ids"], batch["labels"]
-        x_BSF = self.embed(ids_BS) + self.positions[: ids_BS.shape[1]]
+        x_BSF = self.embed(ids_BS) + self.positions[:, : ids_BS.shape[1]]
         for block in self.blocks:
             x_BSF, _ = block(x_BSF)
         logits_BSV = self.head(self.norm(x_BSF))

@@ -98,23 +98,23 @@ def _make_slot(
         setattr(face, name, value)
     for hook in (parameter._backward_hooks or {}).values():
         face.register_hook(hook)
-    compute = None
+    compute, shares = None, False
     if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
-        dtype = torch_dtype(plan.precision.param) if local.is_floating_point() else None
-        compute = _make_compute(parameter, local, mesh, tp, dtype or local.dtype)
-    return Slot(fqns, sites, face, compute, shard_dim, partial_over_tp, stages)
+        wanted = torch_dtype(plan.precision.param) if local.is_floating_point() else None
+        owner = stages[0] % pp_size == axis_rank(mesh, "pp")
+        # Not told by shapes: one rank may have all of a short dim, and others nothing.
+        shares = owner and shard_dim is None and wanted in (None, local.dtype)
+        data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
+        compute = nn.Parameter(data, parameter.requires_grad)
+    return Slot(fqns, sites, face, compute, shares, shard_dim, partial_over_tp, stages)
 
 
-def _make_compute(
-    parameter: nn.Parameter, local: Tensor, mesh: DeviceMesh, tp: Placement, dtype: torch.dtype
-) -> nn.Parameter:
-    """Return the plain parameter of a stage: the face's storage if nothing else is needed."""
-    shape = local_shape(parameter.shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
-    if tuple(local.shape) == shape and local.dtype == dtype:
-        data = local
-    else:
-        data = torch.empty(shape, dtype=dtype, device=local.device)
-    return nn.Parameter(data, parameter.requires_grad)
+def _unfilled(
+    shape: torch.Size, mesh: DeviceMesh, tp: Placement, like: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return memory for a tensor-parallel rank's part of a parameter."""
+    part = local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
+    return torch.empty(part, dtype=dtype, device=like.device)
 
 
 def _read_local(

@@ -22,8 +22,9 @@ class Slot:
         sites: Where it hangs: (module, attribute), one per name.
         face: The public parameter: a DTensor of global shape whose local part is this rank's.
         compute: The plain parameter that forward and backward use on this rank; None on
-            stages that do not use it. Without data-parallel sharding it shares the face's
-            storage.
+            stages that do not use it.
+        shares_storage: Whether the compute parameter is the face's own storage; the same on
+            all ranks that exchange the parameter.
         stand_in: What forward finds in its place on stages that do not use it.
         shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
         partial_over_tp: Whether tensor-parallel ranks hold addends of its gradient.
@@ -34,6 +35,7 @@ class Slot:
     sites: tuple[tuple[nn.Module, str], ...]
     face: nn.Parameter
     compute: nn.Parameter | None
+    shares_storage: bool
     shard_dim: int | None
     partial_over_tp: bool
     stages: tuple[int, ...]
@@ -49,11 +51,6 @@ class Slot:
     def local(self) -> Tensor:
         """This rank's part of the face, without autograd."""
         return self.distributed._local_tensor
-
-    @property
-    def shares_storage(self) -> bool:
-        """Whether the compute parameter is the face's own storage."""
-        return self.compute is not None and self.compute.data_ptr() == self.local.data_ptr()
 
     def __post_init__(self) -> None:
         self._held = self._address()
