@@ -42,6 +42,10 @@ from ._failures import (
     named_failures as named_failures,
 )
 from ._fallback import GatherWarning as GatherWarning, strict as strict
+from ._forbid import (
+    GatherForbiddenError as GatherForbiddenError,
+    forbid_gathers as forbid_gathers,
+)
 from ._layout import (
     Box as Box,
     LocalBox as LocalBox,
@@ -70,6 +74,7 @@ __all__ = [
     "DTensor",
     "EmulatedWorld",
     "Explanation",
+    "GatherForbiddenError",
     "GatherWarning",
     "InterleavedShard",
     "LocalBox",
@@ -91,6 +96,7 @@ __all__ = [
     "empty",
     "emulate",
     "explain",
+    "forbid_gathers",
     "full",
     "is_sharded",
     "layout_text",

@@ -308,10 +308,10 @@ def distribute_tensor(
 
 def gather(tensor: DTensor) -> Tensor:
     """Return a copy of the global tensor without autograd. All ranks of the mesh call this."""
-    local = tensor._local_tensor.detach()
-    full = redistribute_local(
-        local, tensor.device_mesh, tensor.shape, tensor.placements, replicated(tensor.device_mesh)
-    )
+    local, made = tensor._local_tensor.detach(), layout_of(tensor)
+    target = made.placed(replicated(made.mesh))
+    _tell_of(made, target)
+    full = redistribute_local(local, made.mesh, made.shape, made.placements, target.placements)
     return full.clone() if full is local else full
 
 
@@ -339,14 +339,19 @@ def moves_told(listener: Callable[[Move], None]) -> Iterator[None]:
         _mover_listeners.remove(listener)
 
 
+def _tell_of(source: Layout, target: Layout) -> None:
+    if source is not target:
+        for listener in _mover_listeners:
+            listener(Move(source, target))
+
+
 def moved(tensor: DTensor, placements: Placements) -> DTensor:
     """Return ``tensor`` under other placements, without autograd; itself if they are the same."""
     made = layout_of(tensor)
     target = made.placed(placements)
     if target is made:
         return tensor
-    for listener in _mover_listeners:
-        listener(Move(made, target))
+    _tell_of(made, target)
     local = redistribute_local(
         tensor._local_tensor, made.mesh, made.shape, made.placements, placements
     )
