@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ._call_form import CallForms, proof_record
+from ._fakes import bind
 from ._linear_kinds import linear_kind
 from ._proof import Proof, blocks_of_whole, prove
 from ._rehearsal import Call
@@ -61,10 +63,18 @@ class ShardingProposal:
     Attributes:
         plan: Pattern to text.
         left_whole: Parameters that were not cut, as patterns, and why.
+        proven_call: The form of call that the plan was proven for; None without a proof.
     """
 
     plan: dict[str, str]
     left_whole: dict[str, str]
+    proven_call: str | None = None
+
+    def proven_calls(self, size: int) -> tuple[str, ...]:
+        """Return what a plan for ``size`` ranks says in ``tensor_parallel.proven_calls``."""
+        if self.proven_call is None:
+            return ()
+        return (proof_record(self.proven_call, size, self.plan),)
 
 
 # Groups, each with its part of a plan.
@@ -95,9 +105,11 @@ def arrange(
         kept, refused = _one_by_one(subject, groups)
         proof = subject.proof_of(_together(kept)) if kept and not sequence else None
     if sequence:
-        return ShardingProposal(plan=_in_sequence(subject, kept), left_whole=refused)
-    marks = {} if proof is None else _grad_marks(model, proof)
-    return ShardingProposal(plan=_together(kept) | marks, left_whole=refused)
+        plan = _in_sequence(subject, kept)
+    else:
+        plan = _together(kept) | ({} if proof is None else _grad_marks(model, proof))
+    form = CallForms(model).form(*bind(model, batch))
+    return ShardingProposal(plan=plan, left_whole=refused, proven_call=form)
 
 
 def _together(kept: Kept) -> dict[str, str]:

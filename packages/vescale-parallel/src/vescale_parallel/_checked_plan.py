@@ -17,8 +17,10 @@ from ._sharding_plan import Resolved
 from ._tensor_parallel import complete_placements
 
 
-def checked_plan(model: nn.Module, resolved: Resolved, size: int, batch: Any) -> Resolved:
-    """Return the plan, completed by the parameters of which ranks hold addends of gradients.
+def checked_plan(
+    model: nn.Module, resolved: Resolved, size: int, batch: Any, *, declared: bool = False
+) -> tuple[Resolved, bool]:
+    """Return the plan, completed by the gradients that are addends, and whether it was proven.
 
     Without an example, or if the model cannot be run without values, only pairs of linears
     within modules that can be called on one tensor are run.
@@ -28,6 +30,7 @@ def checked_plan(model: nn.Module, resolved: Resolved, size: int, batch: Any) ->
         resolved: The plan.
         size: Tensor-parallel ranks.
         batch: An example; None if there is none.
+        declared: Refuse a plan that does not say itself which gradients are addends.
 
     Raises:
         ValueError: With the module whose results or gradients the plan changes.
@@ -42,15 +45,19 @@ def checked_plan(model: nn.Module, resolved: Resolved, size: int, batch: Any) ->
                 f"and on {size} ranks on random weights, {error.why}"
             ) from error
         except RehearsalError:
-            return checked_plan(model, resolved, size, None)
-        for fqn in resolved.grads:
-            if fqn.startswith(proof.proven) and fqn not in proof.partial_grads:
-                raise ValueError(
-                    f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
-                    f"of {fqn!r}; leave out its <grad>"
-                )
+            return checked_plan(model, resolved, size, None, declared=declared)
+        for fqn in sorted(proof.whole_grads.intersection(resolved.grads)):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
+                f"of {fqn!r}; leave out its <grad>"
+            )
+        for fqn in sorted(proof.partial_grads.difference(resolved.grads)) if declared else ():
+            raise ValueError(
+                f"tensor_parallel.communication is 'declared', and ranks hold addends of the "
+                f"gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the sharding plan"
+            )
         grads = {**resolved.grads, **dict.fromkeys(proof.partial_grads, Partial())}
-        return replace(resolved, grads=grads)
+        return replace(resolved, grads=grads), True
     _check_kinds(model, resolved)
     wrong = contradicted_module(model, resolved, size)
     if wrong is not None:
@@ -58,7 +65,7 @@ def checked_plan(model: nn.Module, resolved: Resolved, size: int, batch: Any) ->
             f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
             "rank by rank on random weights, its output or gradients differ"
         )
-    return resolved
+    return resolved, False
 
 
 def _check_kinds(model: nn.Module, resolved: Resolved) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather, announced_failures
+from vescale_dtensor import DTensor, all_gather, announced_failures, forbid_gathers
 
 from ._borrowed import give_back, lend
 from ._draws import Draws
+from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
 from ._mesh import axis_group, axis_rank, axis_size
 from ._pipeline import Pipeline, is_loss
@@ -90,10 +91,13 @@ class Engine:
         self._tp_mesh = None if axis_group(mesh, "tp") is None else mesh["tp"]
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
+        self.guard: CallGuard | None = None
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
         self._checked_loss = False
+        # Open while a forward or backward runs, if the plan has to name what is gathered.
+        self._refusal = contextlib.ExitStack()
         # Under a pipeline all gradients of a step are summed first and reduced once.
         self._eager_units = plan.data_parallel.zero_stage >= 2 and not pipelined
         self._frees = plan.data_parallel.zero_stage == 3
@@ -119,6 +123,8 @@ class Engine:
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
             self._forget_failed_backward()
+            if self.guard is not None:
+                self.guard.check(args, kwargs)
             self._show_compute()
             self._root.gather()
             if not self._frees:
@@ -126,10 +132,11 @@ class Engine:
                     unit.gather()
             forward = self._with_plain_inputs(forward)
             try:
-                if self.pipeline is not None:
-                    return self._call_pipeline(self.pipeline, forward, args, kwargs)
-                with self._draws.of_call(args, kwargs, training=training):
-                    return self._call_directly(forward, args, kwargs)
+                with self._declared():
+                    if self.pipeline is not None:
+                        return self._call_pipeline(self.pipeline, forward, args, kwargs)
+                    with self._draws.of_call(args, kwargs, training=training):
+                        return self._call_directly(forward, args, kwargs)
             finally:
                 self._show_faces()
                 if self._frees and not torch.is_grad_enabled():
@@ -150,6 +157,17 @@ class Engine:
                 return forward(*args, **kwargs)
 
         return run
+
+    def _declared(self) -> contextlib.AbstractContextManager[None]:
+        """Refuse to gather what the plan leaves cut, if it has to name what is moved."""
+        mesh = self._tp_mesh
+        if mesh is None or self._plan.tensor_parallel.communication == "implicit":
+            return contextlib.nullcontext()
+        hint = (
+            "tensor_parallel.communication is 'declared' and the sharding plan does not say so "
+            "(a head's logits are gathered by '<out>': 'Replicate()')"
+        )
+        return forbid_gathers(mesh, hint=hint)
 
     def plain_results(self, module: nn.Module, args: object, output: Any) -> Any:
         """Return the model's output as its caller and its hooks get it, itself a forward hook."""
@@ -225,6 +243,7 @@ class Engine:
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._refusal.enter_context(self._declared())
             self._show_compute()
             if self._root.is_freed:
                 self._root.gather()
@@ -235,6 +254,7 @@ class Engine:
         if not self._in_backward:
             return
         self._in_backward = False
+        self._refusal.close()
         self._open.clear()
         self._show_faces()
         for unit in (self._root, *self._units):
@@ -243,6 +263,7 @@ class Engine:
     def _end_backward(self) -> None:
         with announced_failures():
             self._in_backward = False
+            self._refusal.close()
             self._finish(None)
 
     def _finish(self, scale: Tensor | None) -> None:

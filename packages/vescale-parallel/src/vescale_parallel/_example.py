@@ -16,10 +16,10 @@ _ROWS, _LENGTH = 2, 16
 
 
 def example_from(dataset: Any) -> Any:
-    """Return two samples of a map-style data set as the arguments of a call, None of others."""
+    """Return two samples of a map-style data set as a batch, None of others."""
     if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__getitem__"):
         return None
-    return (default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]]),)
+    return default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]])
 
 
 def small_example(batch: Any) -> Any:

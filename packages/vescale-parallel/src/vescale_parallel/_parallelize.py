@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import announced_failures
 
+from ._call_form import CallForms, proven_forms
 from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
 from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
@@ -22,7 +23,9 @@ from ._draws import Draws, Place
 from ._engine import Engine, ParallelModule, namespace_of
 from ._example import example_from, example_of
 from ._explain import Sharding
+from ._fakes import bind
 from ._foreseen import Foreseen, foreseen, scopes_of
+from ._guard import CallGuard
 from ._loader import ParallelLoader
 from ._mesh import (
     axis_group,
@@ -35,7 +38,7 @@ from ._mesh import (
 from ._optimizer import parallelize_optimizer
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
-from ._policies import tensor_parallel_plan
+from ._policies import propose_sharding
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
@@ -107,7 +110,7 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
-    resolved = _resolve_sharding(plan, model, batch)
+    resolved, guard = _resolve_sharding(plan, model, batch)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
     drawn = _foreseen_draws(plan, model, batch, resolved, tp)
@@ -133,6 +136,7 @@ def _carry_out(
     for slot in slots:
         slot.refuse_calls_outside()
     engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, lift)
+    engine.guard = guard
     if lift is not None:
         model.register_forward_hook(engine.plain_results, prepend=True)
     cls = type(model)
@@ -183,23 +187,30 @@ def _place(mesh: DeviceMesh) -> Place:
     )
 
 
-def _resolve_sharding(plan: ParallelPlan, model: nn.Module, batch: Any) -> Resolved:
+def _resolve_sharding(
+    plan: ParallelPlan, model: nn.Module, batch: Any
+) -> tuple[Resolved, CallGuard | None]:
     section = plan.tensor_parallel
     if section.size == 1:
-        return resolve({}, model)
-    sharding = dict(section.sharding_plan)
+        return resolve({}, model), None
+    sharding, proven = dict(section.sharding_plan), proven_forms(section)
     if not sharding and section.sharding_policy != "manual":
-        sharding = tensor_parallel_plan(
+        proposal = propose_sharding(
             model,
             section.sharding_policy,
             section.size,
             sequence=section.sequence,
             example_batch=batch,
         )
+        form = proposal.proven_call
+        sharding, proven = proposal.plan, [] if form is None else [form]
     resolved = resolve(sharding, model)
     if section.sharding_policy == "manual":
-        return checked_plan(model, resolved, section.size, batch)
-    return resolved
+        resolved, is_proven = checked_plan(
+            model, resolved, section.size, batch, declared=section.communication == "declared"
+        )
+        proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
+    return resolved, CallGuard(model, sharding, resolved, section.size, proven)
 
 
 def _stage_modules(

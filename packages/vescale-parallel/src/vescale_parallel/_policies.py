@@ -74,7 +74,8 @@ def propose_sharding(
         example_batch: What the model is called with, as for :func:`observe`.
 
     Returns:
-        The plan, see :class:`TensorParallel`, and what could not be cut, with the reason.
+        The plan, see :class:`TensorParallel`, what could not be cut, with the reason, and what
+        the plan was proven for.
 
     Raises:
         ValueError: If ``size`` does not divide the number of attention heads, the policy
@@ -123,7 +124,7 @@ def _proposed(
             plan = {**rest, **arranged.plan}
             # An axis of a parameter that is cut along another one is no loss.
             rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in plan}
-            return ShardingProposal(plan=plan, left_whole={**rejected, **arranged.left_whole})
+            return replace(arranged, plan=plan, left_whole={**rejected, **arranged.left_whole})
     plan = _recognised(model, policy, size)
     if batch is None:
         return ShardingProposal(plan=plan, left_whole={})

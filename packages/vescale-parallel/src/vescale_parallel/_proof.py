@@ -60,11 +60,13 @@ class Proof:
 
     Attributes:
         partial_grads: Whole parameters of which ranks' gradients are addends.
+        whole_grads: Whole parameters of which every rank has the whole gradient, and not zero.
         proven: Blocks that were run, one of each kind, the model itself being ``""``.
         too_large: Blocks that only fit in shape, being too large to run.
     """
 
     partial_grads: frozenset[str]
+    whole_grads: frozenset[str]
     proven: tuple[str, ...]
     too_large: tuple[str, ...]
 
@@ -72,6 +74,7 @@ class Proof:
 @dataclass(eq=False)
 class _Found:
     partial: set[str] = field(default_factory=set[str])
+    whole: set[str] = field(default_factory=set[str])
     proven: list[str] = field(default_factory=list[str])
     too_large: list[str] = field(default_factory=list[str])
 
@@ -119,13 +122,15 @@ def prove(
         )
         if kinds.setdefault(kind, fqn) != fqn:
             found.partial |= _renamed(found.partial, kinds[kind], fqn)
+            found.whole |= _renamed(found.whole, kinds[kind], fqn)
         elif sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
             found.too_large.append(fqn)
         else:
-            found.partial |= _prove_block(module, fqn, whole[fqn], how, resolved, placements, size)
+            _prove_block(module, fqn, whole[fqn], how, resolved, placements, size, found)
             found.proven.append(fqn)
     return Proof(
         partial_grads=frozenset(found.partial),
+        whole_grads=frozenset(found.whole),
         proven=tuple(found.proven),
         too_large=tuple(found.too_large),
     )
@@ -190,7 +195,10 @@ class _How:
 def _match(fqn: str, whole: Call, part: Call, size: int) -> _How:
     def placements(ours: Any, theirs: Any, what: str) -> tuple[Placement | None, ...]:
         found: list[Placement | None] = []
-        for one, other in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        pairs = (pytree.tree_leaves(ours), pytree.tree_leaves(theirs))
+        if len(pairs[0]) != len(pairs[1]):
+            raise Contradiction(fqn, f"{what} has {len(pairs[1])} leaves, not {len(pairs[0])}")
+        for one, other in zip(*pairs, strict=True):
             placement = None
             if isinstance(one, Tensor):
                 placement = placement_between(one, other, size)
@@ -217,8 +225,9 @@ def _prove_block(
     resolved: Resolved,
     placements: dict[str, Placement],
     size: int,
-) -> set[str]:
-    """Return the parameters whose gradients are addends; raise if anything differs."""
+    found: _Found,
+) -> None:
+    """Note which gradients are addends; raise if anything differs."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -251,7 +260,8 @@ def _prove_block(
             raise Contradiction(
                 fqn, f"a rank's part raises {type(error).__name__}: {error}"
             ) from error
-    return _compare(fqn, expected, runs, how, placements, size)
+    _compare_results(fqn, expected, runs, how, size)
+    _compare_gradients(fqn, expected, runs, placements, found)
 
 
 def _sequence_lengths(leaves: Sequence[Any], outputs: Sequence[Any], how: _How) -> int:
@@ -314,14 +324,9 @@ def _run(module: nn.Module, given: _Given) -> _Results:
     )
 
 
-def _compare(
-    fqn: str,
-    expected: _Results,
-    runs: Sequence[_Results],
-    how: _How,
-    placements: Mapping[str, Placement],
-    size: int,
-) -> set[str]:
+def _compare_results(
+    fqn: str, expected: _Results, runs: Sequence[_Results], how: _How, size: int
+) -> None:
     kept = [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
     for rank, run in enumerate(runs):
         if run.floats != expected.floats:
@@ -334,18 +339,28 @@ def _compare(
         ):
             if not _same_gradient(grad, whole, placement, size, rank):
                 raise Contradiction(fqn, "the gradient of an input differs")
-    partial: set[str] = set()
+
+
+def _compare_gradients(
+    fqn: str,
+    expected: _Results,
+    runs: Sequence[_Results],
+    placements: Mapping[str, Placement],
+    found: _Found,
+) -> None:
+    size = len(runs)
     for name, whole in expected.grads.items():
         full = f"{fqn}.{name}".strip(".")
         placement = placements.get(full, Replicate())
-        found = [run.grads[name] for run in runs]
+        grads = [run.grads[name] for run in runs]
         parts = [_part(whole, placement, size, rank) for rank in range(size)]
-        if all(_close(grad, part, whole) for grad, part in zip(found, parts, strict=True)):
-            continue
-        if placement != Replicate() or not _close(torch.stack(found).sum(0), whole, whole):
+        if all(_close(grad, part, whole) for grad, part in zip(grads, parts, strict=True)):
+            if placement == Replicate() and bool(whole.any()):
+                found.whole.add(full)
+        elif placement == Replicate() and _close(torch.stack(grads).sum(0), whole, whole):
+            found.partial.add(full)
+        else:
             raise Contradiction(fqn, f"the gradient of {full!r} differs")
-        partial.add(full)
-    return partial
 
 
 def _same_gradient(

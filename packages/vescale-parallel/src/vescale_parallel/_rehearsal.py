@@ -155,7 +155,8 @@ def _rehearse(
         _repeat(copied, first, others)
     for fqn, module in copied.named_modules():
         _watch(fqn, module, inside, calls if fqn in watched else None)
-    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
+    # A forward may change objects that it is given, caches for example.
+    args, kwargs = bind(copied, _snapshot(stand_ins(batch, fake_mode)))
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _quiet(), mode:
             copied(*args, **kwargs)

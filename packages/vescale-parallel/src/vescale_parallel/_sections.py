@@ -65,15 +65,22 @@ class TensorParallel:
             ``"layers.*.mlp.up.weight": "Shard(0)"``. Marks in angle brackets say where
             activations are summed, gathered or cut, whose gradients are addends, and which
             integers are divided; ``docs/guide/plans.md`` lists them.
+        communication: ``"declared"`` refuses to move cut activations where ``sharding_plan``
+            does not say so: gathering logits that the plan leaves cut raises.
+        proven_calls: For what forms of call ``sharding_plan`` was proven when it was found.
+            Other forms are proven when they occur; see ``docs/guide/tensor-parallel.md``.
     """
 
     size: int = 1
     sequence: bool = False
     sharding_policy: Literal["auto", "megatron", "huggingface", "fsdp-only", "manual"] = "auto"
     sharding_plan: Mapping[str, str] = field(default_factory=dict[str, str])
+    communication: Literal["implicit", "declared"] = "implicit"
+    proven_calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choices("tensor_parallel.", self)
+        object.__setattr__(self, "proven_calls", tuple(self.proven_calls))
         _check_size("tensor_parallel.size", self.size)
         object.__setattr__(self, "sharding_plan", FrozenMapping(self.sharding_plan))
 

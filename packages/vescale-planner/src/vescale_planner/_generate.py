@@ -71,9 +71,9 @@ def generate_plan(
     if not found.fits:
         raise ValueError(_no_plan(found, search))
     plan = _fill_in(found.fits[0], search)
-    whole = search.left_whole.get(plan.tensor_parallel.size, {})
     said = reasons(found, workload, cluster, constraints, split)
-    return replace(plan, reasons=(*said, *left_whole(whole)))
+    proposal = search.proposals.get(plan.tensor_parallel.size)
+    return replace(plan, reasons=(*said, *left_whole(proposal.left_whole if proposal else {})))
 
 
 def _world_size() -> int:
@@ -90,6 +90,7 @@ def _fill_in(scored: Scored, search: Search) -> ParallelPlan:
         "tensor_parallel.size": layout.tp,
         "tensor_parallel.sharding_plan": search.sharding(layout.tp),
         "tensor_parallel.sharding_policy": "auto",
+        "tensor_parallel.proven_calls": _proven_calls(search, layout.tp),
         "pipeline_parallel.size": layout.pp,
         "pipeline_parallel.schedule": candidate.schedule,
         "pipeline_parallel.virtual_stages": candidate.virtual_stages,
@@ -113,6 +114,10 @@ def _fill_in(scored: Scored, search: Search) -> ParallelPlan:
     plan = with_constraints(ParallelPlan(), {**chosen, **search.constraints})
     estimate = Estimate(step_seconds=scored.cost.step, memory_bytes=scored.needed_bytes)
     return replace(plan, model=model_signature(search.model), estimate=estimate)
+
+
+def _proven_calls(search: Search, size: int) -> tuple[str, ...]:
+    return search.proposals[size].proven_calls(size) if size in search.proposals else ()
 
 
 def _no_plan(found: Found, search: Search) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel import propose_sharding
+from vescale_parallel import ShardingProposal, propose_sharding
 
 from ._candidates import Candidate, Layout, Rows, candidates, layouts
 from ._cost import Cost, step_cost
@@ -64,7 +64,7 @@ class Search:
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are proven on.
-        left_whole: For each tensor-parallel size that was looked at, what it cannot cut.
+        proposals: For each tensor-parallel size that was looked at, how layers are cut.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Search:
     states: int
     split_method: str
     example_batch: Any = None
-    left_whole: dict[int, dict[str, str]] = field(default_factory=dict["int", "dict[str, str]"])
+    proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
@@ -179,14 +179,13 @@ class Search:
             )
         except ValueError as error:
             return str(error)
-        self.left_whole[tp] = proposal.left_whole
-        plan = proposal.plan
-        if not plan:
+        self.proposals[tp] = proposal
+        if not proposal.plan:
             return (
                 f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "
                 f"{type(self.model).__name__}, so its ranks would repeat each other's work"
             )
-        return plan
+        return proposal.plan
 
     def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:
         if tp == 1 and self.constraints.get("tensor_parallel.size") != 1:

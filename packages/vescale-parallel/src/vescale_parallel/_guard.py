@@ -1,0 +1,118 @@
+"""Prove a plan again when its model is called in a form that it was not proven for.
+
+A proof shows that a plan is right for the way that forward takes for one example. An argument that
+the example lacks may lead elsewhere: another mask, a second input, a branch. Sizes may not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+
+from ._call_form import CallForms
+from ._copies import copied_without_hooks
+from ._example import small_example
+from ._proof import MAX_NUMEL, Contradiction, prove
+from ._rehearsal import RehearsalError
+from ._sharding_plan import Resolved, resolve
+from ._structure import block_stacks
+from ._tensor_parallel import complete_placements
+from ._tiny_twin import plan_of_twin, tiny_twin
+from ._torch_private import pytree
+
+T = TypeVar("T")
+
+
+class CallGuard:
+    """Knows the forms of call that a plan was proven for, and proves it for others.
+
+    Args:
+        model: Still whole; what a proof needs of it is copied.
+        sharding_plan: The plan.
+        resolved: The same for this model, with what a proof has added to it.
+        size: Tensor-parallel ranks.
+        proven: Forms that need no proof.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding_plan: Mapping[str, str],
+        resolved: Resolved,
+        size: int,
+        proven: Iterable[str],
+    ) -> None:
+        self._forms, self._proven, self._size = CallForms(model), set(proven), size
+        self._sharding_plan, self._resolved = dict(sharding_plan), resolved
+        self._whole = copied_without_hooks(model, _without_values, lambda buffer: buffer)
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Prove the plan for a call, unless one of its form was seen.
+
+        Raises:
+            ValueError: With the module that the plan has compute something else.
+        """
+        form = self._forms.form(args, kwargs)
+        if form in self._proven:
+            return
+        named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
+        small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
+        try:
+            _in_fresh_thread(lambda: self._prove(small))
+        except Contradiction as error:
+            raise ValueError(
+                f"the sharding plan was not proven for calls with ({form}), and is wrong for "
+                f"them: in {error.fqn!r}, {error.why}. Make a plan with such a call as "
+                "example_batch, and call the model in no other form"
+            ) from error
+        except RehearsalError as error:
+            warnings.warn(
+                f"the sharding plan was not proven for calls with ({form}), and cannot be: "
+                f"{error}",
+                stacklevel=2,
+            )
+        self._proven.add(form)
+
+    def _prove(self, named: Mapping[str, Any]) -> None:
+        subject, resolved = self._whole, self._resolved
+        if any(_numel(subject, stack[0]) > MAX_NUMEL for stack in block_stacks(subject)):
+            twin = tiny_twin(subject, self._size)
+            if twin is None:
+                return
+            resolved = resolve(plan_of_twin(self._sharding_plan, subject, twin), twin)
+            subject = twin
+        placements = complete_placements(resolved, subject, self._size)
+        proof = prove(subject, named, resolved, placements, self._size)
+        marked = frozenset(resolved.grads)
+        for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
+            raise Contradiction(
+                fqn, "the gradient is a sum over ranks in some forms of call and not in others"
+            )
+
+
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def _numel(model: nn.Module, fqn: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(fqn).parameters())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()
+
+
+def _in_fresh_thread(run: Callable[[], T]) -> T:
+    """Run something without the modes of this thread: autocast, inference, counters, devices."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,192 @@
+"""A plan is proven anew for calls of another form than the one that it was proven for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel import TensorParallel, propose_sharding
+from vescale_parallel._call_form import CallForms, proof_record, proven_forms
+from vescale_parallel._guard import CallGuard
+from vescale_parallel._sharding_plan import resolve
+
+PLAN = {"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None, normed: bool) -> Tensor:
+        h = torch.relu(self.up(x))
+        if normed:
+            h = h / h.norm(dim=-1, keepdim=True)
+        if mask is not None:
+            x = x.masked_fill(mask, 0.0)
+        return x + self.down(h)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        normed: bool = False,
+        stop: Tensor | None = None,
+        notes: Any = None,
+    ) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask, normed)
+        if stop is not None and float(stop) > 0:
+            return -x
+        return x
+
+
+def guard(*, proven: bool = True) -> CallGuard:
+    model = Net()
+    forms = [CallForms(model).form((torch.zeros(2, 8),), {})] if proven else []
+    return CallGuard(model, PLAN, resolve(PLAN, model), 2, forms)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    held = CallGuard._prove
+
+    def prove(self: CallGuard, named: Any) -> None:
+        seen.append(", ".join(named))
+        held(self, named)
+
+    monkeypatch.setattr(CallGuard, "_prove", prove)
+    return seen
+
+
+def test_other_sizes_are_of_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counted(monkeypatch)
+    guarded = guard()
+    guarded.check((torch.zeros(5, 8),), {})
+    guarded.check((), {"x": torch.zeros(7, 8), "mask": None, "normed": False})
+    assert seen == []
+
+
+def test_a_call_of_another_form_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counted(monkeypatch)
+    guarded = guard()
+    for rows in (2, 3):
+        guarded.check((torch.zeros(rows, 8), torch.ones(rows, 8, dtype=torch.bool)), {})
+    assert seen == ["x, mask"]
+
+
+def test_a_branch_that_the_plan_breaks_is_refused_with_the_module() -> None:
+    guarded = guard()
+    with pytest.raises(
+        ValueError, match=r"normed: True, x: float 2d.*'blocks.0', what it returns"
+    ):
+        guarded.check((torch.zeros(2, 8),), {"normed": True})
+
+
+def test_a_refused_form_stays_refused() -> None:
+    guarded = guard()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="normed"):
+            guarded.check((torch.zeros(2, 8),), {"normed": True})
+
+
+def test_without_any_proof_the_first_call_is_proven() -> None:
+    guarded = guard(proven=False)
+    guarded.check((torch.zeros(2, 8),), {})
+    with pytest.raises(ValueError, match="normed"):
+        guard(proven=False).check((torch.zeros(2, 8),), {"normed": True})
+
+
+def test_a_forward_that_needs_values_warns_once() -> None:
+    guarded = guard()
+    with pytest.warns(UserWarning, match=r"stop: float 0d, x: float 2d\), and cannot be"):
+        guarded.check((torch.zeros(2, 8),), {"stop": torch.tensor(1.0)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guarded.check((torch.zeros(2, 8),), {"stop": torch.tensor(-1.0)})
+
+
+def test_a_proof_is_undisturbed_by_what_the_caller_has_switched_on() -> None:
+    guarded = guard()
+    before = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        guarded.check((torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)), {})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_objects_of_the_caller_are_not_changed() -> None:
+    class Appends(Net):
+        def forward(self, x: Tensor, notes: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            notes.seen.append(x)
+            return super().forward(x)
+
+    class Notes:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+    model, notes = Appends(), Notes()
+    CallGuard(model, PLAN, resolve(PLAN, model), 2, []).check(
+        (torch.zeros(2, 8),), {"notes": notes}
+    )
+    assert notes.seen == []
+
+
+def test_a_gradient_that_is_a_sum_in_one_form_only_is_refused() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, inside: bool = True) -> Tensor:
+            h = torch.relu(self.up(x))
+            return self.down(h * self.scale) if inside else self.down(h) * self.scale
+
+    model = Shared()
+    plan = {"up.weight": "Shard(0)", "down.weight": "Shard(1)", "scale.<grad>": "Partial()"}
+    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    guarded.check((torch.zeros(2, 8),), {})
+    with pytest.raises(ValueError, match=r"inside: False.*'scale', the gradient is a sum"):
+        guarded.check((torch.zeros(2, 8),), {"inside": False})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "form"),
+    [
+        ((torch.zeros(2, 8),), {}, "x: float 2d"),
+        ((torch.zeros(2).bfloat16(), torch.zeros(2) > 0), {}, "mask: bool 1d, x: float 1d"),
+        ((), {"x": torch.zeros(1), "normed": True}, "normed: True, x: float 1d"),
+        ((), {"x": [torch.zeros(1), 3], "notes": {"a": object()}},
+         "notes: {a: object}, x: [float 1d, int]"),
+        ((1,), {"stop": "late"}, "stop: 'late', x: int"),
+    ],
+)  # fmt: skip
+def test_a_form_has_names_and_kinds_and_no_sizes(args: Any, kwargs: Any, form: str) -> None:
+    assert CallForms(Net()).form(args, kwargs) == form
+
+
+def test_a_proposal_says_what_it_was_proven_for() -> None:
+    proposal = propose_sharding(Net(), "auto", 2, example_batch=torch.zeros(2, 8))
+    assert proposal.plan
+    assert proposal.proven_call == "x: float 2d"
+
+
+def test_a_record_counts_for_the_sharding_plan_and_size_that_it_was_made_for() -> None:
+    record = proof_record("x: float 2d", 2, PLAN)
+    section = TensorParallel(size=2, sharding_plan=PLAN, proven_calls=(record,))
+    assert proven_forms(section) == ["x: float 2d"]
+    other = dict(list(PLAN.items())[:1])
+    for size, plan in ((4, PLAN), (2, other)):
+        section = TensorParallel(size=size, sharding_plan=plan, proven_calls=(record,))
+        assert proven_forms(section) == []
