@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import announced_failures
 
@@ -39,6 +38,7 @@ from ._optimizer import parallelize_optimizer
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import propose_sharding
+from ._recompute import keep_no_caches, recompute
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
@@ -265,8 +265,9 @@ def _make_engine(
     owned = [index for index in range(len(blocks)) if index in members]
     block_units = [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
     if plan.recompute == "full":
-        for index in range(len(blocks)):
-            _recompute(model.get_submodule(blocks[index]))
+        keep_no_caches(model)
+        for fqn in blocks:
+            recompute(model.get_submodule(fqn))
     pipelined = stages is not None
     engine = Engine(
         plan, mesh, slots, unit(None), block_units, pipelined=pipelined, draws=draws, lift=lift
@@ -285,8 +286,3 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
 def _names_below(model: nn.Module, fqn: str) -> list[str]:
     module = model.get_submodule(fqn)
     return [f"{fqn}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def _recompute(block: nn.Module) -> None:
-    """Run a block's forward again in backward instead of keeping its activations."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -156,7 +156,7 @@ def _rehearse(
     for fqn, module in copied.named_modules():
         _watch(fqn, module, inside, calls if fqn in watched else None)
     # A forward may change objects that it is given, caches for example.
-    args, kwargs = bind(copied, _snapshot(stand_ins(batch, fake_mode)))
+    args, kwargs = bind(copied, snapshot(stand_ins(batch, fake_mode)))
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _quiet(), mode:
             copied(*args, **kwargs)
@@ -221,18 +221,18 @@ def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         inside.append(fqn)
         if calls is not None and fqn not in calls:
-            given.append(_snapshot((args, kwargs)))
+            given.append(snapshot((args, kwargs)))
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         inside.pop()
         if calls is not None and fqn not in calls:
-            calls[fqn] = Call(*given.pop(), _snapshot(output))
+            calls[fqn] = Call(*given.pop(), snapshot(output))
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
 
 
-def _snapshot(tree: Any) -> Any:
+def snapshot(tree: Any) -> Any:
     """Copy the containers of a tree, and objects that a module might change: caches."""
     return pytree.tree_map(_copied_leaf, tree)
 

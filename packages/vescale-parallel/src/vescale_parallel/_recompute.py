@@ -1,0 +1,61 @@
+"""Run blocks again in backward instead of keeping their activations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ._rehearsal import snapshot
+
+
+def recompute(block: nn.Module) -> None:
+    """Have a block run its forward again in backward, in place.
+
+    The second run is called with what the first one was: objects that a forward changes, as it
+    does a cache of keys and values, are copied before, their tensors not.
+    """
+    block.forward = functools.partial(_run, block.forward)
+
+
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before = snapshot((args, kwargs))
+    ran: list[None] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ran:
+            args, kwargs = snapshot(before)
+        ran.append(None)
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def keep_no_caches(model: nn.Module) -> None:
+    """Have transformers' models make no cache in training, unless they are told to.
+
+    A cache would keep what recomputing is to save; nothing but generation reads it.
+    """
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+        names = list(inspect.signature(model.forward).parameters)
+        if "use_cache" in names:
+            hook = functools.partial(_without_cache, names.index("use_cache"))
+            model.register_forward_pre_hook(hook, with_kwargs=True)
+            return
+    for child in model.children():
+        keep_no_caches(child)
+
+
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not module.training or len(args) > place or kwargs.get("use_cache") is not None:
+        return None
+    return args, {**kwargs, "use_cache": False}
