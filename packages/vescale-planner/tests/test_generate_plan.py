@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,6 +312,21 @@ def test_a_model_without_blocks_has_no_pipeline() -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(ValueError, match=r"GiB too much: .* would fit: 8 times the ranks"):
         generate_plan(_llama_70b(), world_size=1, cluster=H200)
+
+
+def test_a_cut_sequence_is_named_where_it_would_fit() -> None:
+    only: dict[str, Any] = {"tensor_parallel.size": 2, "recompute": "none", "batch.global_size": 8}
+    needed: list[int] = []
+    for sequence in (False, True):
+        constraints = {**only, "tensor_parallel.sequence": sequence}
+        plan = generate_plan(_llama(), constraints, world_size=2, cluster=CPU)
+        assert plan.estimate is not None
+        needed.append(plan.estimate.memory_bytes)
+    between = replace(CPU, memory_bytes=sum(needed) // 2)
+    with pytest.raises(ValueError, match=r"would fit: .*tensor_parallel\.sequence True"):
+        generate_plan(_llama(), only, world_size=2, cluster=between)
+    only["tensor_parallel.sequence"] = True
+    assert generate_plan(_llama(), only, world_size=2, cluster=between).tensor_parallel.sequence
 
 
 def test_an_unknown_optimizer_is_refused_with_the_known_ones() -> None:

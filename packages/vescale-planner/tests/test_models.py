@@ -55,10 +55,10 @@ def _candidate(tp: int = 1, pp: int = 1, dp: int = 1, **changes: int | str) -> C
     return replace(plain, **changes)
 
 
-def _ranks(candidate: Candidate) -> tuple[PipelineRank, ...]:
+def _ranks(candidate: Candidate, *, sequence: bool = False) -> tuple[PipelineRank, ...]:
     workload = _workload()
     sharded = frozenset(f"{index}.weight" for index in range(8))
-    parts = local_parts(workload, sharded, candidate.layout.tp)
+    parts = local_parts(workload, sharded, candidate.layout.tp, sequence=sequence)
     starts = list(range(0, 8, 8 // candidate.stages))
     return pipeline_ranks(workload, parts, starts, candidate.layout.pp)
 
@@ -97,6 +97,31 @@ def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
         found = peak_memory(split, _ranks(split), states=2, compute_itemsize=2, output_bytes=0.0)
         assert found.parameters == pytest.approx(whole.parameters / 4)
         assert found.optimizer == pytest.approx(whole.optimizer / 4)
+
+
+@pytest.mark.parametrize(("sequence", "factor"), [(False, 24 / 34 / 4 + 10 / 34), (True, 1 / 4)])
+def test_a_cut_sequence_divides_all_activations(sequence: bool, factor: float) -> None:
+    candidate = _candidate(tp=4)
+    found = peak_memory(
+        candidate,
+        _ranks(candidate, sequence=sequence),
+        states=2,
+        compute_itemsize=2,
+        output_bytes=0.0,
+    )
+    assert found.activations == pytest.approx(8e9 * 8 * factor)
+
+
+def test_a_cut_sequence_divides_what_recomputation_keeps_and_stages_hand_over() -> None:
+    candidate = _candidate(tp=4, pp=2, microbatches=8, recompute="full")
+    kept, over = [], []
+    for sequence in (False, True):
+        ranks = _ranks(candidate, sequence=sequence)
+        blocks = [part for part in ranks[0].parts if part.is_block]
+        kept.append(sum(part.handed_bytes for part in blocks))
+        over.append(step_cost(candidate, ranks, H200, states=2, compute_itemsize=2).pipeline)
+    assert kept[0] == 4 * kept[1] == 4 * 1e7
+    assert over[1] < over[0]
 
 
 def test_recomputation_trades_time_for_memory() -> None:

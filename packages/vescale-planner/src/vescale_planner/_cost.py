@@ -121,7 +121,10 @@ def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int
 
 
 def _tensor_parallel(p: LocalPart, candidate: Candidate, cluster: Cluster) -> float:
-    """Return the all-reduces of one micro-batch: two a block and direction, one elsewhere."""
+    """Return the all-reduces of one micro-batch: two a block and direction, one elsewhere.
+
+    With a cut sequence each is a reduce-scatter and an all-gather, which send the same bytes.
+    """
     tp = candidate.layout.tp
     if tp == 1 or p.share == 0.0 or p.part.output_bytes == 0.0:
         return 0.0
@@ -139,7 +142,7 @@ def _hand_over(candidate: Candidate, ranks: tuple[PipelineRank, ...], cluster: C
     if layout.pp == 1:
         return 0.0
     span = layout.tp * layout.dp * layout.pp
-    width = max((p.part.output_bytes for p in ranks[0].parts if p.is_block), default=0.0)
+    width = max((p.handed_bytes for p in ranks[0].parts if p.is_block), default=0.0)
     once = width * _rows(candidate) / cluster.bytes_per_second(span)
     return 2 * candidate.virtual_stages * (once + cluster.latency_seconds(span))
 

@@ -136,6 +136,8 @@ def _helpers(found: Found, search: Search) -> dict[str, Memory]:
         helpers["recompute 'full'"] = search.score(replace(least, recompute="full")).memory
     if least.layout.dp > 1 and least.zero_stage < 3:
         helpers["data_parallel.zero_stage 3"] = search.score(replace(least, zero_stage=3)).memory
+    if least.layout.tp > 1 and not search.sequence:
+        helpers["tensor_parallel.sequence True"] = search.with_sequence().score(least).memory
     if least.rows > least.microbatches:
         fewer = replace(least, rows=least.microbatches)
         helpers["one row of the batch a micro-batch"] = search.score(fewer).memory

@@ -127,7 +127,7 @@ def _activations(candidate: Candidate, owned: PipelineRank, rank: int) -> float:
     full = candidate.recompute == "full"
     stages: list[float] = []
     for stage in owned.stages:
-        kept = (p.part.output_bytes if full and p.is_block else p.saved_bytes for p in stage)
+        kept = (p.handed_bytes if full and p.is_block else p.saved_bytes for p in stage)
         stages.append(sum(kept) * rows)
     # Recomputation brings back one block at a time.
     again = max((p.saved_bytes * rows for p in owned.parts if p.is_block), default=0.0)

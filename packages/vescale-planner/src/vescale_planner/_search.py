@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -83,6 +83,11 @@ class Search:
     )
     _starts: dict[int, list[int]] = field(default_factory=dict["int", "list[int]"])
 
+    @property
+    def sequence(self) -> bool:
+        """Whether activations between blocks are cut along the sequence."""
+        return bool(self.constraints.get("tensor_parallel.sequence", False))
+
     def run(self, world_size: int) -> Found:
         """Score every candidate of a world size.
 
@@ -137,6 +142,11 @@ class Search:
             self._sharding[tp] = self._make_sharding(tp)
         return self._sharding[tp]
 
+    def with_sequence(self) -> Search:
+        """Return a search that scores the same sharding plans with a cut sequence, unproven."""
+        constraints = {**self.constraints, "tensor_parallel.sequence": True}
+        return replace(self, constraints=constraints, _ranks={})
+
     def starts(self, num_stages: int) -> list[int]:
         """Return the first block of every stage."""
         points = self.constraints.get("pipeline_parallel.split_points")
@@ -174,7 +184,7 @@ class Search:
                 self.model,
                 policy,
                 tp,
-                sequence=self.constraints.get("tensor_parallel.sequence", False),
+                sequence=self.sequence,
                 example_batch=self.example_batch,
             )
         except ValueError as error:
@@ -198,7 +208,8 @@ class Search:
         if key not in self._ranks:
             sharding = self.sharding(tp)
             assert not isinstance(sharding, str)
-            parts = local_parts(self.workload, sharded_names(self.model, sharding), tp)
+            sharded = sharded_names(self.model, sharding)
+            parts = local_parts(self.workload, sharded, tp, sequence=self.sequence)
             starts = self.starts(candidate.stages)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, pp)
         return self._ranks[key]

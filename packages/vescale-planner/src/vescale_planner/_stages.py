@@ -20,12 +20,15 @@ class LocalPart:
         share: Fraction of its parameter bytes that is cut over the tensor-parallel ranks.
         tp: Size of the tensor-parallel axis.
         is_block: Whether it is a block, whose activations are cut with its matrices.
+        sequence: Whether what it hands on, and what stays whole otherwise, is cut along the
+            sequence; blocks only.
     """
 
     part: Part
     share: float
     tp: int
     is_block: bool
+    sequence: bool = False
 
     @cached_property
     def nbytes(self) -> float:
@@ -46,12 +49,22 @@ class LocalPart:
     def saved_bytes(self) -> float:
         """Kept for backward, for one row.
 
-        Without sequence parallelism 10 of the 34 bytes a token and hidden element stay on
-        every rank: norms, residuals and the inputs of cut layers (Korthikanti et al. 2022).
+        Of 34 bytes a token and hidden element 10 are norms, residuals and the inputs of cut
+        layers, which only sequence parallelism cuts (Korthikanti et al. 2022).
         """
         if not self.is_block:
             return self.part.saved_bytes
-        return self.part.saved_bytes * _cut(self.share * 24 / 34, self.tp)
+        inside = 24 / 34 * _cut(self.share, self.tp)
+        return self.part.saved_bytes * (inside + 10 / 34 / self._handed_parts)
+
+    @cached_property
+    def handed_bytes(self) -> float:
+        """What one rank holds of what the part hands to the next, for one row."""
+        return self.part.output_bytes / self._handed_parts
+
+    @property
+    def _handed_parts(self) -> int:
+        return self.tp if self.sequence and self.is_block else 1
 
 
 def _cut(share: float, tp: int) -> float:
@@ -70,7 +83,9 @@ class PipelineRank:
         return tuple(part for stage in self.stages for part in stage)
 
 
-def local_parts(workload: Workload, sharded: frozenset[str], tp: int) -> tuple[LocalPart, ...]:
+def local_parts(
+    workload: Workload, sharded: frozenset[str], tp: int, *, sequence: bool = False
+) -> tuple[LocalPart, ...]:
     """Return all parts of the model as a tensor-parallel rank has them."""
     parts = workload.parts
     found: list[LocalPart] = []
@@ -82,7 +97,8 @@ def local_parts(workload: Workload, sharded: frozenset[str], tp: int) -> tuple[L
         cut = sum(each.nbytes for each in counted if each.fqn in sharded)
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
-        found.append(LocalPart(part, cut / total if total else 0.0, tp, is_block or whole))
+        share = cut / total if total else 0.0
+        found.append(LocalPart(part, share, tp, is_block or whole, sequence))
     return tuple(found)
 
 
