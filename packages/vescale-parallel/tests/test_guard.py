@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -58,6 +59,11 @@ def guard(*, proven: bool = True) -> CallGuard:
     return CallGuard(model, PLAN, resolve(PLAN, model), 2, forms)
 
 
+def called(guarded: CallGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with guarded.proven(args, kwargs):
+        pass
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     held = CallGuard._prove
@@ -73,8 +79,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_other_sizes_are_of_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = counted(monkeypatch)
     guarded = guard()
-    guarded.check((torch.zeros(5, 8),), {})
-    guarded.check((), {"x": torch.zeros(7, 8), "mask": None, "normed": False})
+    called(guarded, (torch.zeros(5, 8),), {})
+    called(guarded, (), {"x": torch.zeros(7, 8), "mask": None, "normed": False})
     assert seen == []
 
 
@@ -82,7 +88,7 @@ def test_a_call_of_another_form_is_proven_once(monkeypatch: pytest.MonkeyPatch) 
     seen = counted(monkeypatch)
     guarded = guard()
     for rows in (2, 3):
-        guarded.check((torch.zeros(rows, 8), torch.ones(rows, 8, dtype=torch.bool)), {})
+        called(guarded, (torch.zeros(rows, 8), torch.ones(rows, 8, dtype=torch.bool)), {})
     assert seen == ["x, mask"]
 
 
@@ -91,37 +97,66 @@ def test_a_branch_that_the_plan_breaks_is_refused_with_the_module() -> None:
     with pytest.raises(
         ValueError, match=r"normed: True, x: float 2d.*'blocks.0', what it returns"
     ):
-        guarded.check((torch.zeros(2, 8),), {"normed": True})
+        called(guarded, (torch.zeros(2, 8),), {"normed": True})
+
+
+def test_a_plan_that_cuts_nothing_in_blocks_needs_no_proof() -> None:
+    class WithHead(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, stop: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return self.head(super().forward(x, stop=stop))
+
+    model, plan = WithHead(), {"head.weight": "Shard(0)", "head.<out>": "Shard(-1)"}
+    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    called(guarded, (torch.zeros(2, 8), torch.tensor(1.0)), {})
 
 
 def test_a_refused_form_stays_refused() -> None:
     guarded = guard()
     for _ in range(2):
         with pytest.raises(ValueError, match="normed"):
-            guarded.check((torch.zeros(2, 8),), {"normed": True})
+            called(guarded, (torch.zeros(2, 8),), {"normed": True})
 
 
 def test_without_any_proof_the_first_call_is_proven() -> None:
     guarded = guard(proven=False)
-    guarded.check((torch.zeros(2, 8),), {})
+    called(guarded, (torch.zeros(2, 8),), {})
     with pytest.raises(ValueError, match="normed"):
-        guard(proven=False).check((torch.zeros(2, 8),), {"normed": True})
+        called(guard(proven=False), (torch.zeros(2, 8),), {"normed": True})
 
 
 def test_a_forward_that_needs_values_warns_once() -> None:
     guarded = guard()
     with pytest.warns(UserWarning, match=r"stop: float 0d, x: float 2d\), and cannot be"):
-        guarded.check((torch.zeros(2, 8),), {"stop": torch.tensor(1.0)})
+        called(guarded, (torch.zeros(2, 8),), {"stop": torch.tensor(1.0)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        guarded.check((torch.zeros(2, 8),), {"stop": torch.tensor(-1.0)})
+        called(guarded, (torch.zeros(2, 8),), {"stop": torch.tensor(-1.0)})
+
+
+def test_a_model_that_cannot_be_copied_is_not_guarded() -> None:
+    model = Net()
+    vars(model)["lock"] = threading.Lock()
+    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    called(guarded, (torch.zeros(2, 8),), {"normed": True})
+
+
+def test_a_call_that_raises_is_not_warned_of() -> None:
+    guarded = guard()
+    args = (torch.zeros(2, 8), None)
+    for stop in (torch.ones(2), torch.ones(2)):
+        with pytest.raises(ValueError, match="one element"), guarded.proven(args, {"stop": stop}):
+            Net()(*args, stop=stop)
 
 
 def test_a_proof_is_undisturbed_by_what_the_caller_has_switched_on() -> None:
     guarded = guard()
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        guarded.check((torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)), {})
+        called(guarded, (torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)), {})
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -136,9 +171,8 @@ def test_objects_of_the_caller_are_not_changed() -> None:
             self.seen: list[Tensor] = []
 
     model, notes = Appends(), Notes()
-    CallGuard(model, PLAN, resolve(PLAN, model), 2, []).check(
-        (torch.zeros(2, 8),), {"notes": notes}
-    )
+    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    called(guarded, (torch.zeros(2, 8),), {"notes": notes})
     assert notes.seen == []
 
 
@@ -156,9 +190,9 @@ def test_a_gradient_that_is_a_sum_in_one_form_only_is_refused() -> None:
     model = Shared()
     plan = {"up.weight": "Shard(0)", "down.weight": "Shard(1)", "scale.<grad>": "Partial()"}
     guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
-    guarded.check((torch.zeros(2, 8),), {})
+    called(guarded, (torch.zeros(2, 8),), {})
     with pytest.raises(ValueError, match=r"inside: False.*'scale', the gradient is a sum"):
-        guarded.check((torch.zeros(2, 8),), {"inside": False})
+        called(guarded, (torch.zeros(2, 8),), {"inside": False})
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,19 @@ def test_one_rank_and_fsdp_only_shard_nothing() -> None:
     assert tensor_parallel_plan(stack_of(Gated(), Gated()), "fsdp-only", 2) == {}
 
 
+def test_a_plan_of_transformers_may_name_layers_that_the_first_block_lacks() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.ModuleDict(), nn.ModuleDict({"mlp": Gated()})])
+            self.config = None
+            ways = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+            self.tp_plan = {f"layers.*.mlp.{name}": way for name, way in ways.items()}
+
+    plan = tensor_parallel_plan(Later(), "huggingface", 2)
+    assert plan["layers.*.mlp.gate.weight"] == "Shard(0)"
+
+
 def test_transformers_plans_are_taken_over() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -123,8 +123,6 @@ class Engine:
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
             self._forget_failed_backward()
-            if self.guard is not None:
-                self.guard.check(args, kwargs)
             self._show_compute()
             self._root.gather()
             if not self._frees:
@@ -132,7 +130,7 @@ class Engine:
                     unit.gather()
             forward = self._with_plain_inputs(forward)
             try:
-                with self._declared():
+                with self._proven(args, kwargs), self._declared():
                     if self.pipeline is not None:
                         return self._call_pipeline(self.pipeline, forward, args, kwargs)
                     with self._draws.of_call(args, kwargs, training=training):
@@ -157,6 +155,11 @@ class Engine:
                 return forward(*args, **kwargs)
 
         return run
+
+    def _proven(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.guard is None else self.guard.proven(args, kwargs)
 
     def _declared(self) -> contextlib.AbstractContextManager[None]:
         """Refuse to gather what the plan leaves cut, if it has to name what is moved."""

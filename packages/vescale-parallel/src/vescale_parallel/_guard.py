@@ -6,8 +6,9 @@ the example lacks may lead elsewhere: another mask, a second input, a branch. Si
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -34,7 +35,8 @@ class CallGuard:
     """Knows the forms of call that a plan was proven for, and proves it for others.
 
     Args:
-        model: Still whole; what a proof needs of it is copied.
+        model: Still whole; what a proof needs of it is copied. One that cannot be copied, and
+            so was never proven, is not guarded.
         sharding_plan: The plan.
         resolved: The same for this model, with what a proof has added to it.
         size: Tensor-parallel ranks.
@@ -51,17 +53,36 @@ class CallGuard:
     ) -> None:
         self._forms, self._proven, self._size = CallForms(model), set(proven), size
         self._sharding_plan, self._resolved = dict(sharding_plan), resolved
-        self._whole = copied_without_hooks(model, _without_values, lambda buffer: buffer)
+        self._whole = _copy_without_values(model)
+        # Tables and heads outside of blocks need no proof.
+        self._needs_proof = _cuts_blocks(model, resolved) and self._whole is not None
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Prove the plan for a call, unless one of its form was seen.
+    @contextlib.contextmanager
+    def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Prove the plan for a call, unless one of its form was seen, and run the call inside.
 
         Raises:
             ValueError: With the module that the plan has compute something else.
         """
-        form = self._forms.form(args, kwargs)
-        if form in self._proven:
+        form = self._forms.form(args, kwargs) if self._needs_proof else ""
+        if not self._needs_proof or form in self._proven:
+            yield
             return
+        doubt = self._doubt(form, args, kwargs)
+        yield
+        # Not of a call that has raised: it could not be proven for the same reason.
+        self._proven.add(form)
+        if doubt is not None:
+            warnings.warn(
+                f"the sharding plan was not proven for calls with ({form}), and cannot be: "
+                f"{doubt}",
+                stacklevel=2,
+            )
+
+    def _doubt(
+        self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> RehearsalError | None:
+        """Return why there is no proof; raise if the plan is wrong."""
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
@@ -73,15 +94,12 @@ class CallGuard:
                 "example_batch, and call the model in no other form"
             ) from error
         except RehearsalError as error:
-            warnings.warn(
-                f"the sharding plan was not proven for calls with ({form}), and cannot be: "
-                f"{error}",
-                stacklevel=2,
-            )
-        self._proven.add(form)
+            return error
+        return None
 
     def _prove(self, named: Mapping[str, Any]) -> None:
         subject, resolved = self._whole, self._resolved
+        assert subject is not None
         if any(_numel(subject, stack[0]) > MAX_NUMEL for stack in block_stacks(subject)):
             twin = tiny_twin(subject, self._size)
             if twin is None:
@@ -95,6 +113,19 @@ class CallGuard:
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
             )
+
+
+def _cuts_blocks(model: nn.Module, resolved: Resolved) -> bool:
+    inside = tuple(f"{fqn}." for stack in block_stacks(model) for fqn in stack) or ("",)
+    return any(fqn.startswith(inside) for fqn in (*resolved.parameters, *resolved.shared))
+
+
+def _copy_without_values(model: nn.Module) -> nn.Module | None:
+    try:
+        return copied_without_hooks(model, _without_values, lambda buffer: buffer)
+    # Arbitrary attributes of a user's modules: locks, files, process groups.
+    except Exception:
+        return None
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:

@@ -19,7 +19,7 @@ from ._groups import groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._proof import MAX_NUMEL
 from ._rehearsal import RehearsalError
-from ._sharding_plan import generalize
+from ._sharding_plan import generalize, matching
 from ._structure import block_stacks
 from ._tiny_twin import plan_of_twin, tiny_twin
 
@@ -211,9 +211,10 @@ def _group_plan(
 ) -> dict[str, str]:
     """Translate the styles of sibling modules; nothing if one of them cannot be cut evenly."""
     plan: dict[str, str] = {}
+    fqns = [fqn for fqn, _ in model.named_modules()]
     for pattern, style in group.items():
         base = start + pattern
-        module = model.get_submodule(base.replace("*", "0"))
+        module = model.get_submodule(matching(base, fqns)[0])
         if style == "replicated_with_grad_allreduce":
             names = [name for name, _ in module.named_parameters(recurse=False)]
             plan |= {f"{base}.{name}.<grad>": "Partial()" for name in names}
