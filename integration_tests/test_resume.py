@@ -17,9 +17,10 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, build
-from .plans import FOUR, ONE, TWO, Constraints, make_plan
-from .training import ROWS, samples, whole
+from .plans import DP, FOUR, ONE, PARTS, PP, TWO, ZERO, Constraints, make_plan
+from .training import samples, whole
 
+ROWS = 24  # of the global batch
 EPOCH = 3  # steps
 STOP, END = 2, 7  # in the middle of the first epoch, and of the third
 ORDER = {"batch.global_size": ROWS, "batch.shuffle": True, "batch.seed": 11}
@@ -31,9 +32,13 @@ KINDS: dict[str, tuple[int, Constraints]] = {
     "zero3": (2, TWO["zero3"]),
     "pp-zero1": (4, FOUR["pp-zero1"]),
     "tp": (2, TWO["tp"]),
+    "zero3-of-3": (3, {DP: 3, ZERO: 3}),
     "hybrid2": (4, FOUR["hybrid2"]),
+    "tp-dp": (4, FOUR["tp-dp"]),
     "pp-interleaved": (2, TWO["pp-interleaved"]),
+    "pp-of-3": (3, {PP: 3, PARTS: 4}),
     "pp-tp": (4, FOUR["pp-tp"]),
+    "zero3-of-4": (4, FOUR["zero3"]),
 }
 # Every kind saves once and loads once.
 SLICE = list(zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True))
@@ -95,7 +100,7 @@ def uninterrupted(name: str) -> Outcome:
     torch.manual_seed(0)
     model = construct(name)
     optimizer = adamw(model)
-    plan, dataset = make_plan(ORDER), samples(EPOCH, uneven=True)
+    plan, dataset = make_plan(ORDER), samples(EPOCH, ROWS, uneven=True)
     _, loader = vescale.parallelize(plan, nn.Linear(1, 1), None, None, dataset)
     losses = train(model, optimizer, halving(optimizer), loader, END)
     parameters = {fqn: whole(p) for fqn, p in model.named_parameters()}
@@ -105,7 +110,7 @@ def uninterrupted(name: str) -> Outcome:
 def start(name: str, constraints: Constraints, *, deferred: bool) -> dict[str, Any]:
     plan = make_plan({**constraints, **ORDER})
     model = vescale.deferred_init(construct, name) if deferred else construct(name)
-    parts = vescale.parallelize(plan, model, adamw, halving, samples(EPOCH, uneven=True))
+    parts = vescale.parallelize(plan, model, adamw, halving, samples(EPOCH, ROWS, uneven=True))
     return dict(zip(("model", "optimizer", "scheduler", "loader"), parts, strict=True))
 
 
@@ -129,8 +134,8 @@ def resume(path: str, name: str, constraints: Constraints, deferred: bool) -> Ou
 
 
 @pytest.fixture
-def worlds(world1: World, world2: World, world4: World) -> dict[int, World]:
-    return {1: world1, 2: world2, 4: world4}
+def worlds(world1: World, world2: World, world3: World, world4: World) -> dict[int, World]:
+    return {1: world1, 2: world2, 3: world3, 4: world4}
 
 
 def check(

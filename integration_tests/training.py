@@ -85,12 +85,14 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def samples(num_batches: int, *, uneven: bool = False) -> list[dict[str, Tensor]]:
+def samples(
+    num_batches: int, rows: int = ROWS, *, uneven: bool = False
+) -> list[dict[str, Tensor]]:
     """Return the rows of ``num_batches`` global batches, in order, as a data set."""
     return [
         {name: tensor[row] for name, tensor in batch.items()}
-        for batch in batches(num_batches, ROWS, uneven=uneven)
-        for row in range(ROWS)
+        for batch in batches(num_batches, rows, uneven=uneven)
+        for row in range(rows)
     ]
 
 

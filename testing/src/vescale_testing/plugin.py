@@ -23,6 +23,12 @@ def world2(pytestconfig: pytest.Config) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
+def world3(pytestconfig: pytest.Config) -> Iterator[World]:
+    """Three gloo ranks: most sizes do not divide."""
+    yield from _world(3, pytestconfig)
+
+
+@pytest.fixture(scope="session")
 def world4(pytestconfig: pytest.Config) -> Iterator[World]:
     """Four gloo ranks."""
     yield from _world(4, pytestconfig)
