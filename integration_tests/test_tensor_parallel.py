@@ -107,6 +107,18 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(world4: World, family: st
     check(world4, family, "sdpa", {TP: 4, SEQUENCE: True})
 
 
+OVERLAP = "tensor_parallel.overlap"
+
+
+# 12 tokens and rows: two parts of 6 without a cut sequence, of 3 of each rank's 6 with it.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "mixtral"])
+@pytest.mark.parametrize("sizes", [{TP: 2}, {TP: 2, SEQUENCE: True}], ids=str)
+def test_sums_that_overlap_with_their_layers_change_nothing(
+    world2: World, family: str, sizes: Constraints
+) -> None:
+    check(world2, family, "sdpa", {**sizes, OVERLAP: 2})
+
+
 def planned(family: str) -> None:
     model, call = make(family)
     vescale.generate_plan(model, {TP: 2, SEQUENCE: True}, world_size=2, example_batch=call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +54,80 @@ def test_uneven_sequences_come_back_whole_with_the_gradients_of_one_device() -> 
     for y_BSF, grad_BSF in run_in_threads(2, lambda r, m: crossed(r, m, whole_BSF)):
         assert torch.equal(y_BSF, whole_BSF * 1 + whole_BSF * 2)
         assert torch.equal(grad_BSF, whole_BSF * 1 + whole_BSF * 2)
+
+
+class AtOnce:
+    """Runs collectives where they are started, and says in which order."""
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self.ranks = ranks
+        self.said: list[str] = []
+
+    def start(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+        result, number = run(x), len(self.said)
+        self.said.append(f"start {number}")
+
+        def wait() -> Tensor:
+            self.said.append(f"wait {number}")
+            return result
+
+        return wait
+
+
+def layer_in_parts(
+    rank: int, meeting: Meeting, x_BSF: Tensor, dim: int | None, num_parts: int
+) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    """Return what a row-cut layer gives, its gradients, and what was started when."""
+    ranks = ThreadRanks(meeting, rank)
+    beside = AtOnce(ranks)
+    boundary = Boundary(ranks, beside=beside, num_parts=num_parts)
+    own = x_BSF.chunk(2, -1)[rank].clone().requires_grad_()
+    weight = WEIGHT.chunk(2, 1)[rank].clone().requires_grad_()
+    total = boundary.leave_layer(lambda x: x @ weight.mT, own, dim, "blocks")
+    cotangent = COTANGENT if dim is None else COTANGENT.chunk(2, dim)[rank]
+    total.backward(cotangent)
+    assert own.grad is not None
+    assert weight.grad is not None
+    return total.detach(), own.grad, weight.grad, beside.said
+
+
+X, COTANGENT = torch.randn(2, 2, 6, 4, dtype=torch.float64)
+WEIGHT = torch.randn(4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+@pytest.mark.parametrize("dim", [None, 1, 0])
+def test_a_sum_in_parts_is_that_of_the_whole(dim: int | None, num_parts: int) -> None:
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    y = x @ weight.mT
+    y.backward(COTANGENT)
+    assert x.grad is not None
+    assert weight.grad is not None
+    runs = run_in_threads(2, lambda r, m: layer_in_parts(r, m, X, dim, num_parts))
+    for rank, (total, grad_x, grad_weight, _) in enumerate(runs):
+        expected = y.detach() if dim is None else y.detach().chunk(2, dim)[rank]
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-13)
+        torch.testing.assert_close(grad_x, x.grad.chunk(2, -1)[rank], rtol=0, atol=1e-13)
+        torch.testing.assert_close(grad_weight, weight.grad.chunk(2, 1)[rank], rtol=0, atol=1e-12)
+
+
+def test_parts_are_sent_before_the_first_is_waited_for_in_both_directions() -> None:
+    forward = ["start 0", "start 1", "start 2", "wait 0", "wait 1", "wait 2"]
+    # The last part first: that is the order in which autograd comes to the layers.
+    backward = ["start 6", "start 7", "start 8", "wait 6", "wait 7", "wait 8"]
+    for *_, said in run_in_threads(2, lambda r, m: layer_in_parts(r, m, X, 1, 3)):
+        assert said == forward + backward
+
+
+def test_positions_that_do_not_divide_into_ranks_are_summed_at_once() -> None:
+    def run(rank: int, meeting: Meeting) -> list[str]:
+        beside = AtOnce(ThreadRanks(meeting, rank))
+        boundary = Boundary(beside.ranks, beside=beside, num_parts=2)
+        left = boundary.leave_layer(lambda x: x, torch.ones(2, LENGTH, 3), 1, "blocks")
+        assert left.shape[1] == part_sizes(LENGTH, 2)[rank]
+        return beside.said
+
+    assert run_in_threads(2, run) == [[], []]
 
 
 def test_a_pipeline_needs_sequences_that_divide() -> None:

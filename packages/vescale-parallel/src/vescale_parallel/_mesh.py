@@ -76,6 +76,15 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
     return mesh.get_group(axis) if axis in (mesh.mesh_dim_names or ()) else None
 
 
+def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Return another group of the ranks along an axis. Every rank of the mesh must call this."""
+    index = (mesh.mesh_dim_names or ()).index(axis)
+    groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist()
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
 def check_agreement(**described: str) -> None:
     """Raise on every rank if ranks were given different things. Every rank must call this.
 

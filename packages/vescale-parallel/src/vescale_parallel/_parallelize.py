@@ -32,6 +32,7 @@ from ._mesh import (
     axis_size,
     build_mesh,
     check_agreement,
+    second_group,
     start_process_group,
 )
 from ._optimizer import parallelize_optimizer
@@ -47,6 +48,7 @@ from ._stages import Staging, stage_module
 from ._structure import block_stacks, check_signature, described_values, model_signature
 from ._tensor_parallel import complete_placements, install
 from ._tp_boundaries import Boundary
+from ._tp_overlap import make_beside
 from ._tp_ranks import ProcessRanks
 from ._units import Unit
 
@@ -127,7 +129,11 @@ def _carry_out(
     if group is not None:
         lift = LiftPlain(mesh["tp"])
         keep_cut = functools.partial(keep_sharded, mesh=mesh["tp"], lift=lift)
-        boundary = Boundary(ProcessRanks(group), even=stages is not None)
+        parts = plan.tensor_parallel.overlap
+        beside = make_beside(ProcessRanks(second_group(mesh, "tp"))) if parts > 1 else None
+        boundary = Boundary(
+            ProcessRanks(group), even=stages is not None, beside=beside, num_parts=parts
+        )
         install(model, resolved, tp, boundary, keep_cut=keep_cut)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
     draws = Draws(_place(mesh), lengths, watches=drawn is None or bool(drawn.cuts))

@@ -67,6 +67,8 @@ class TensorParallel:
             integers are divided; ``docs/guide/plans.md`` lists them.
         communication: ``"declared"`` refuses to move cut activations where ``sharding_plan``
             does not say so: gathering logits that the plan leaves cut raises.
+        overlap: Parts that the outputs of row-cut layers are computed in; the sum over ranks of
+            one is sent while the next is computed. 1 computes them whole.
         proven_calls: For what forms of call ``sharding_plan`` was proven when it was found.
             Other forms are proven when they occur; see ``docs/guide/tensor-parallel.md``.
     """
@@ -76,12 +78,14 @@ class TensorParallel:
     sharding_policy: Literal["auto", "megatron", "huggingface", "fsdp-only", "manual"] = "auto"
     sharding_plan: Mapping[str, str] = field(default_factory=dict[str, str])
     communication: Literal["implicit", "declared"] = "implicit"
+    overlap: int = 1
     proven_calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choices("tensor_parallel.", self)
         object.__setattr__(self, "proven_calls", tuple(self.proven_calls))
         _check_size("tensor_parallel.size", self.size)
+        _check_size("tensor_parallel.overlap", self.overlap)
         object.__setattr__(self, "sharding_plan", FrozenMapping(self.sharding_plan))
 
 

@@ -255,7 +255,15 @@ def _row_wise(
     split: bool,
 ) -> None:
     stack, dim, stays = stack_of(fqn), _dim(leaves), isinstance(leaves, Partial)
+    own = module.forward
     bias: list[Tensor] = []
+
+    @functools.wraps(own)
+    def summed(*args: Any, **kwargs: Any) -> Tensor:
+        if stays:
+            return own(*args, **kwargs)
+        given = list(args) or [kwargs.pop(next(iter(kwargs)))]
+        return boundary.leave_layer(lambda x: own(x, *given[1:], **kwargs), given[0], dim, stack)
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         held = module._parameters.get("bias")
@@ -269,11 +277,9 @@ def _row_wise(
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Any:
         if bias:
             module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
-        if output is None:
-            return None
-        total = output if stays else boundary.leave(output, dim, stack)
-        return total + bias[0] if bias else total
+        return output + bias[0] if bias and output is not None else output
 
+    module.forward = summed
     module.register_forward_pre_hook(before)
     # Also when forward raises: the module must not be left without its bias.
     module.register_forward_hook(after, prepend=True, always_call=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ._tp_overlap import Beside, sum_in_parts
 from ._tp_ranks import Ranks, own_part
 
 Conversion = Callable[[Tensor], Tensor]
@@ -68,14 +69,24 @@ class Boundary:
         ranks: Who they are.
         even: Refuse sequences that do not divide: the stages of a pipeline behind the first
             only see parts.
+        beside: What sums of a layer's parts run on while the next part is computed.
+        num_parts: How many parts; 1 sums whole outputs.
 
     Attributes:
         lengths: How long the cut sequence of each stack of blocks is, as its split found it.
         listener: Called for every activation that crosses; None costs nothing.
     """
 
-    def __init__(self, ranks: Ranks, *, even: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        even: bool = False,
+        beside: Beside | None = None,
+        num_parts: int = 1,
+    ) -> None:
         self.ranks = ranks
+        self._beside, self._num_parts = beside, num_parts
         self._even = even
         self.lengths: dict[str, int] = {}
         self.listener: Callable[[Crossing], None] | None = None
@@ -113,6 +124,27 @@ class Boundary:
             return _convert(x, self.ranks.all_reduce, _as_it_is)
         self.lengths[stack] = x.shape[dim]
         return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
+
+    def leave_layer(
+        self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str
+    ) -> Tensor:
+        """Sum what a layer computes of ``x`` as :meth:`leave` does, perhaps in parts.
+
+        Args:
+            compute: The layer.
+            x: Its input, whose dims but the last are those of its output.
+            dim: As for :meth:`leave`.
+            stack: As for :meth:`leave`.
+        """
+        divides = x.dim() > 1 and (dim is None or x.shape[dim] % self.ranks.size == 0)
+        if self._beside is None or not divides:
+            return self.leave(compute(x), dim, stack)
+        self._entered = None
+        if dim is not None:
+            self.lengths[stack] = x.shape[dim]
+        total = sum_in_parts(compute, x, dim, self._num_parts, self._beside)
+        self._tell("leave", total, dim, self._parts(dim))
+        return total
 
     def split(self, x: Tensor, dim: int, stack: str) -> Tensor:
         """Keep this rank's part of a whole activation.
