@@ -8,6 +8,7 @@ def test_public_names_are_these():
         "Point",
         "RandomOperator",
         "RandomTensor",
+        "Stream",
         "Window",
         "draw_part",
         "draws",

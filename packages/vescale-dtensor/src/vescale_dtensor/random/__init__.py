@@ -10,6 +10,7 @@ from ._operators import (
 from ._random_part import RandomTensor as RandomTensor
 from ._streams import (
     Point as Point,
+    Stream as Stream,
     is_state as is_state,
     state_after_words as state_after_words,
     words_of as words_of,
@@ -22,6 +23,7 @@ __all__ = [
     "Point",
     "RandomOperator",
     "RandomTensor",
+    "Stream",
     "Window",
     "draw_part",
     "draws",

@@ -27,12 +27,13 @@ import torch
 from torch import Generator, Tensor
 
 from ._draws import Fill
-from ._runs import draw_window
+from ._runs import Runs, draw_window
 from ._window import Window
 
 _THREADS_PER_BLOCK = 256
 _OFFSET_PER_COUNTER = 4
 _LARGEST_INT = (1 << 31) - 1
+_BLOCKS_AT_A_TIME = 16
 
 # Fills a contiguous tensor as torch does at an offset, and returns the offset afterwards.
 DrawAt = Callable[[int, Tensor], int]
@@ -110,7 +111,10 @@ class PhiloxTensor:
 
     def draw(self, window: Window, out: Tensor) -> None:
         """Put the elements at ``window``, in drawing order, into ``out``."""
-        draw_window(self.draw_run, window, out)
+        # A run costs a launch and a whole block, however short it is.
+        numel = _BLOCKS_AT_A_TIME * self._grid.block
+        runs = Runs(self.draw_run, gap_numel=numel, scratch_numel=numel)
+        draw_window(runs, window, out)
 
     def draw_run(self, start: int, out: Tensor) -> None:
         """Draw the elements from ``start`` on into ``out``, contiguous, 1D."""

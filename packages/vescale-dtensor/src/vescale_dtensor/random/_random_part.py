@@ -10,13 +10,18 @@ import torch
 from torch import Generator, Tensor
 
 from ._draws import BLOCK, PAIR_NUM_DRAWS, Draws, Fill
-from ._runs import draw_window
-from ._streams import Point, discard
+from ._runs import Runs, draw_window
+from ._stepping import compiled_walk, discard, states_ahead
+from ._streams import Point
 from ._window import Window
 
 _STRIDED_NUMEL = 1 << 14
 # Nearby places are reached by discarding draws.
 _NEAR_NUM_DRAWS = 1 << 16
+# Skipping parts of a smaller tensor saves less than compiling takes.
+_COMPILED_NUM_DRAWS = 1 << 23
+# Generator states in memory at a time, of 5 KiB.
+_NUM_STATES = 256
 
 
 class RandomTensor:
@@ -42,7 +47,7 @@ class RandomTensor:
             window: In units of elements in drawing order, no stride being zero.
             out: Of the shape of ``window``.
         """
-        draw_window(self._draw_run, window, out)
+        draw_window(Runs(self._draw_run, self._draw_rows), window, out)
         if self._num_draws >= 0:
             self._point.stream.arrived(self._num_draws, self._generator.get_state())
 
@@ -61,6 +66,28 @@ class RandomTensor:
             self._fill(self._draws.tail.start(self._numel), last)
             begin = max(start, regular)
             out[begin - start :] = last[begin - regular : stop - regular]
+
+    def _draw_rows(self, start: int, distance: int, out: Tensor) -> bool:
+        """Draw equally distant runs into the rows of ``out`` if that is worth it."""
+        words = self._draws.words_per_element
+        in_blocks = self._draws.tail is not None
+        if in_blocks and any(n % BLOCK for n in (start, distance, out.shape[1], self._numel)):
+            return False
+        walk = compiled_walk() if self._numel * words >= _COMPILED_NUM_DRAWS else None
+        if walk is None:
+            return False
+        num_draws = self._point.num_draws + start * words
+        state = self._point.stream.state(num_draws)
+        copy = torch.empty_like(state)
+        for rows in out.split(_NUM_STATES):
+            states, state = states_ahead(walk, state, distance * words, len(rows))
+            for row, before in zip(rows.unbind(), states.unbind(), strict=True):
+                # torch 2.13 crashes if given a part of a tensor.
+                self._generator.set_state(copy.copy_(before))
+                self._draws.fill(row, self._generator)
+        self._point.stream.arrived(num_draws + len(out) * distance * words, state)
+        self._num_draws = -1
+        return True
 
     def _draw_blocks(self, start: int, out: Tensor) -> None:
         """Draw elements that come from the blocks at multiples of 16."""
@@ -114,7 +141,7 @@ class PairedNormals:
 
     def draw(self, window: Window, out: Tensor) -> None:
         """Put the elements at ``window`` into ``out``, as :class:`RandomTensor` does."""
-        draw_window(self._draw_run, window, out)
+        draw_window(Runs(self._draw_run), window, out)
 
     def _draw_run(self, start: int, out: Tensor) -> None:
         """Draw the elements from ``start`` on into ``out``, contiguous, 1D."""

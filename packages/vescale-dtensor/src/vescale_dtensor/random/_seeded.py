@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from ._draws import Fill, trial
-from ._runs import draw_window
+from ._runs import Runs, draw_window
 from ._streams import Point, draws_between, state_before
 from ._window import Window
 
@@ -64,7 +64,7 @@ class SeededTensor:
 
     def draw(self, window: Window, out: Tensor) -> None:
         """Put the elements at ``window``, in drawing order, into ``out``."""
-        draw_window(self.draw_run, window, out)
+        draw_window(Runs(self.draw_run), window, out)
 
     def draw_run(self, start: int, out: Tensor) -> None:
         """Draw the elements from ``start`` on into ``out``, contiguous, 1D."""

@@ -7,6 +7,7 @@ draws there, by discarding draws or by jumping, whichever is less work.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._mersenne import NUM_WORDS, advance, sequence_numel, untempered
+from ._stepping import discard
 
 # torch.Generator.get_state(), 5056 bytes: u64 seed; i32 left, seeded; u64 next, words[624];
 # then what the serial normal distribution keeps: the second value of its last pair.
@@ -26,7 +28,6 @@ _SPARE_IS_VALID = slice(_WORDS.stop + 24, _WORDS.stop + 28)
 # Draws that take about as long as a jump; see [Note: cost of a jump] in _mersenne.py. Discarding
 # runs at 0.6 G draws/s; a jump takes 2 ms, and 2 ms more if its distance is a new one.
 _JUMP_BEYOND_NUM_DRAWS = 1_500_000
-_DISCARD_NUMEL = 1 << 15
 
 
 class Stream:
@@ -61,6 +62,10 @@ class Stream:
         """Remember that a generator at ``num_draws`` is in ``state``; later reads start there."""
         if num_draws > self._num_left_in_block:
             self._latest = (num_draws, _without_spare(state))
+
+    def digest(self) -> str:
+        """Return what streams of the same words share."""
+        return hashlib.sha256(bytes(_without_spare(self._origin).tolist())).hexdigest()
 
     def _base_draws(self) -> int:
         return self._num_left_in_block + 1
@@ -144,17 +149,6 @@ def _move(state: Tensor, distance: int) -> Tensor:
     # Whole blocks, so that the words stay cut into blocks as drawing would have cut them.
     rest = distance % NUM_WORDS
     return _discard(_jump(state, distance - rest), rest)
-
-
-def discard(generator: torch.Generator, num_draws: int) -> None:
-    """Draw ``num_draws`` words for nothing, in cache-sized pieces."""
-    pairs = torch.empty(min(num_draws // 2, _DISCARD_NUMEL), dtype=torch.int64)
-    while num_draws > 1:
-        piece = pairs[: num_draws // 2]
-        piece.random_(generator=generator)  # two words an element
-        num_draws -= 2 * len(piece)
-    if num_draws:
-        torch.empty(1, dtype=torch.uint8).random_(generator=generator)  # one
 
 
 def _discard(state: Tensor, num_draws: int) -> Tensor:
