@@ -12,11 +12,12 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from vescale_deferred import deferred_init, materialize, read
+from vescale_deferred import deferred_init, fingerprint, materialize, read, skip_init
 from vescale_dtensor import Box
 
 _NUM_SHARDS = 8
@@ -101,6 +102,8 @@ def main() -> None:
         "ordinary": lambda: Model(*size),
         "deferred_init": lambda: deferred_init(Model, *size),
         "deferred_init_and_materialize": lambda: materialize(deferred_init(Model, *size)),
+        "skip_init_and_materialize": lambda: materialize(skip_init(deferred_init(Model, *size))),
+        "deferred_init_and_fingerprint": lambda: fingerprint(deferred_init(Model, *size)),
         "one_of_8_shards_dim_0": lambda: shard(0),
         "one_of_8_shards_dim_1": lambda: shard(1),
     }
@@ -113,6 +116,7 @@ def main() -> None:
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "numba": find_spec("numba") is not None,
         "num_parameters": sum(p.numel() for p in deferred_init(Model, *size).parameters()),
         "cpu_seconds": seconds,
         "whole_over_ordinary": whole / seconds["ordinary"],

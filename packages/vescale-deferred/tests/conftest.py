@@ -1,11 +1,13 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_deferred import deferred_init, is_deferred, materialize, read
+from vescale_dtensor import InterleavedShard, RaggedShard, local_boxes
 
 Check = Callable[[Callable[[], nn.Module]], Any]
 
@@ -44,6 +46,8 @@ def same_as_ordinary() -> Check:
         for name, tensor in reversed(list(_tensors(deferred).items())):
             assert tensor.requires_grad == expected[name].requires_grad, name
             _assert_same(read(tensor), expected[name].detach(), name)
+            _assert_shards_are_parts(tensor, expected[name].detach(), name)
+        assert torch.equal(torch.get_rng_state(), end)
 
         assert materialize(deferred) is deferred
         assert not is_deferred(deferred)
@@ -60,6 +64,32 @@ def same_as_ordinary() -> Check:
         return deferred
 
     return check
+
+
+_NUM_RANKS = 3
+
+
+def _assert_shards_are_parts(tensor: Tensor, expected: Tensor, name: str) -> None:
+    """Read what each of three ranks would hold under every kind of placement."""
+    for placement in _placements(tensor):
+        for rank in range(_NUM_RANKS):
+            for held in local_boxes(tensor.shape, (_NUM_RANKS,), (rank,), (placement,)):
+                got, part = read(tensor, held.box), expected[held.box.slices]
+                where = f"{name} {placement} {rank}"
+                assert torch.equal(got.nan_to_num(), part.nan_to_num()), where
+
+
+def _placements(tensor: Tensor) -> Iterator[Placement]:
+    yield Replicate()
+    yield from (Shard(dim) for dim in range(min(tensor.dim(), 2)))
+    if not tensor.dim() or not tensor.numel():
+        return
+    all_dims = tuple(range(tensor.dim()))
+    for dims, num_units in (((0,), len(tensor)), (all_dims, tensor.numel())):
+        few = num_units // 5
+        yield RaggedShard(dims, 1, (few, 0, num_units - few))
+    if len(tensor) % 2 == 0:
+        yield InterleavedShard(0, 2)
 
 
 def _ties(tensors: dict[str, Tensor]) -> list[list[str]]:

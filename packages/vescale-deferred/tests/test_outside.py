@@ -46,6 +46,9 @@ def _ordinary_and_deferred() -> tuple[Any, Any]:
         lambda net, w: f"{w[0, 0]:.3f}",
         lambda net, w: pickle.dumps(w),
         lambda net, w: torch.from_dlpack(w.detach()),
+        lambda net, w: w.data_ptr(),
+        lambda net, w: net.linear1.share_memory(),
+        lambda net, w: w.detach().apply_(abs),
     ],
 )
 def test_using_a_value_says_which_tensor_is_deferred(use: Callable[[nn.Module, Tensor], Any]):

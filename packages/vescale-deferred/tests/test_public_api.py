@@ -9,7 +9,9 @@ def test_the_public_names_are_these():
         "ReadError",
         "ShardMaker",
         "deferred_init",
+        "fingerprint",
         "is_deferred",
         "materialize",
         "read",
+        "skip_init",
     ]

@@ -62,6 +62,13 @@ def _of_bytes() -> Tensor:
     return weight
 
 
+def _drawn_again() -> Tensor:
+    result = torch.randn(20, 30)
+    while (mask := (result < -1) | (result > 1)).any():
+        result = torch.where(mask, torch.randn(20, 30), result)
+    return result
+
+
 _SLICEABLE: dict[str, Callable[[], Tensor]] = {
     "uniform": lambda: torch.empty(37, 41).uniform_(-1, 2),
     "randint": lambda: torch.randint(0, 100, (20, 30)),
@@ -82,7 +89,7 @@ _SLICEABLE: dict[str, Callable[[], Tensor]] = {
     "where": lambda: torch.where(torch.rand(30, 20) > 0.5, torch.randn(30, 20), torch.zeros(20)),
     "filled_by_memory": lambda: torch.empty(30, 20).t().uniform_(),
     "full": lambda: torch.full((9, 9), 3.5),
-    "drawn_again": lambda: nn.init.trunc_normal_(torch.empty(20, 30), 0, 1, -1, 1),
+    "drawn_again": _drawn_again,
     **{f"normal_{d}": lambda d=d: torch.empty(37, 41, dtype=d).normal_(0.3, 2) for d in _FLOATS},
     **{f"uniform_{d}": lambda d=d: torch.rand(37, 41, dtype=d) for d in _FLOATS},
     **{f"normal_16_{d}": lambda d=d: torch.randn(8, 32, dtype=d) for d in _FLOATS},
@@ -95,6 +102,7 @@ _OTHERS: dict[str, Callable[[], Tensor]] = {
     "tril": lambda: torch.randn(20, 20).tril(),
     "exp": lambda: torch.randn(20, 20).exp_() + torch.ones(20, 20),
     "outer": lambda: torch.outer(torch.arange(20.0), 1 / torch.arange(1.0, 11.0)),
+    "trunc_normal": lambda: nn.init.trunc_normal_(torch.empty(20, 30), 0, 1, -1, 1),
     "orthogonal": lambda: nn.init.orthogonal_(torch.empty(20, 30)),
     "channels_last": lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "strided_normal": lambda: torch.empty(30, 20).t().normal_(),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._generators import Generators
 from ._operators import aten, operator
+from ._real_code import RealCode
 from ._record import Recording, values
 from ._tensor import DeferredTensor, unreadable
 from ._torch_private import OpOverload, TorchDispatchMode, plainly, tree_leaves
@@ -25,13 +26,17 @@ _GEOMETRY_ONLY = aten(
 class Construction(TorchDispatchMode):
     """Records while it is entered, and looks after the tensors when it is left.
 
+    Args:
+        real_code: What makes real tensors.
+
     Attributes:
         generators: Where the generators are while it is entered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, real_code: RealCode | None = None) -> None:
         super().__init__()
         self.generators = Generators()
+        self._real_code = real_code
         self._is_open = False
 
     def __enter__(self) -> Construction:
@@ -51,7 +56,8 @@ class Construction(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with plainly():
-            return Recording(self, self.generators).call(func, args, kwargs or {})
+            recording = Recording(self, self.generators, self._real_code)
+            return recording.call(func, args, kwargs or {})
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record what still makes sense now that the constructor is done."""

@@ -11,10 +11,10 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from ._construction import Construction
+from ._real_code import RealCode, reason_of
 from ._tensor import DeferredTensor
 from ._tensors_of import registered, replace_unregistered
 from ._torch_private import active_modes, plainly
-from ._where import line_of
 from .exceptions import DeferredWarning
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,8 +27,9 @@ def deferred_init(module_or_factory: M | Callable[..., M], *args: Any, **kwargs:
     left them. The tensors of the module know shape, dtype, device and ``requires_grad``;
     :func:`materialize` and :func:`read` give them exactly the values of ordinary construction.
 
-    What cannot be deferred is constructed for real, with a :class:`DeferredWarning` that says
-    why. A constructor that fails does so twice: deferred, and then for real.
+    Where something cannot be deferred, the function or constructor that does it makes real
+    tensors, with a :class:`DeferredWarning` that says why; the rest stays deferred. That is found
+    out by trying, so the constructor then runs several times.
 
     Args:
         module_or_factory: A module class or any callable that returns a module; or a module,
@@ -60,25 +61,9 @@ requires_grad=True, fqn='weight')
         )
     if any(isinstance(mode, Construction) for mode in active_modes()):
         return module_or_factory(*args, **kwargs)  # a part of what is being deferred already
-    construction = Construction()
-    other_generators = _OtherGenerators()
-    try:
-        with construction:
-            module = module_or_factory(*args, **kwargs)
-    except Exception as error:
-        construction.generators.rewind()
-        other_generators.rewind()
-        module = module_or_factory(*args, **kwargs)
-        warnings.warn(
-            f"{_name(module_or_factory)} was constructed for real, it could not be deferred: "
-            f"{type(error).__name__}: {error} ({line_of(error)})",
-            DeferredWarning,
-            stacklevel=2,
-        )
+    module, construction = _construct(module_or_factory, args, kwargs)
+    if construction is None:
         return module
-    except BaseException:
-        construction.generators.rewind()
-        raise
     with plainly():
         construction.generators.settle()
     if not isinstance(cast(object, module), nn.Module):
@@ -109,6 +94,52 @@ def is_deferred(tensor_or_module: Tensor | nn.Module) -> bool:
         replace_unregistered(tensor_or_module, look)
         return found
     return isinstance(tensor_or_module, DeferredTensor)
+
+
+def _construct(
+    factory: Callable[..., M], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[M, Construction | None]:
+    """Return a module and what recorded it: as much as can be, None if nothing."""
+    real_code = RealCode(_attempt.__code__)
+    others = _OtherGenerators()
+    refusal = None
+    while refusal is None:
+        construction = Construction(real_code)
+        try:
+            module = _attempt(construction, factory, args, kwargs)
+        except Exception as error:
+            others.rewind()
+            refusal = None if real_code.learn(error) else reason_of(error)
+        else:
+            for name, reason in real_code.reasons.items():
+                _warn(name, reason)
+            return module, construction
+    module = factory(*args, **kwargs)
+    _warn(_name(factory), refusal)
+    return module, None
+
+
+def _attempt(
+    construction: Construction,
+    factory: Callable[..., M],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> M:
+    """Record a construction; if it fails, torch's generators are where they were."""
+    try:
+        with construction:
+            return factory(*args, **kwargs)
+    except BaseException:
+        construction.generators.rewind()
+        raise
+
+
+def _warn(name: str, reason: str) -> None:
+    warnings.warn(
+        f"{name} was constructed for real, it could not be deferred: {reason}",
+        DeferredWarning,
+        stacklevel=4,
+    )
 
 
 class _OtherGenerators:

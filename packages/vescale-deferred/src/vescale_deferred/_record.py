@@ -21,6 +21,7 @@ from ._generators import Generators
 from ._history import History, Source, Write
 from ._operators import Operator, aten, operator
 from ._read import any_true, read_part
+from ._real_code import RealCode
 from ._replay import replay
 from ._tensor import DeferredTensor, Recorder, assign_data
 from ._torch_private import (
@@ -57,11 +58,15 @@ class Recording:
     Args:
         recorder: Who will take care of the tensors afterwards.
         generators: Where the generators are.
+        real_code: What makes real tensors.
     """
 
-    def __init__(self, recorder: Recorder, generators: Generators) -> None:
+    def __init__(
+        self, recorder: Recorder, generators: Generators, real_code: RealCode | None = None
+    ) -> None:
         self._recorder = recorder
         self._generators = generators
+        self._real_code = real_code
 
     def call(self, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Do what ``func`` does, without values as far as possible."""
@@ -73,7 +78,7 @@ class Recording:
         if op.name == "aten::_has_compatible_shallow_copy_type":
             return len(deferred) == 2
         device = _device(op, deferred, kwargs)
-        if not deferred and (tensors or not op.has_device or device == _META):
+        if not deferred and (tensors or not op.has_device or device == _META or self._is_real()):
             return self._run(op, func, args, kwargs)
         if op.changes_geometry:
             return _change_geometry(op, func, args, kwargs)
@@ -92,6 +97,9 @@ class Recording:
         if not deferred and not any(leaf.numel() for leaf in tree_leaves(outputs)):
             return self._run(op, func, args, kwargs)
         return self._record(op, _Call(func, args, kwargs), mutated, outputs, device)
+
+    def _is_real(self) -> bool:
+        return self._real_code is not None and self._real_code.is_running()
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values that ``tensor`` has now."""

@@ -28,7 +28,7 @@ def replay(sources: Sequence[Source]) -> list[Tensor]:
     The default generator is left as it is. Memory is that of the results and of the temporaries
     of one write at a time.
     """
-    writes = _needed(sources)
+    writes = needed_writes(sources)
     last_use = {history: write.index for write in writes for history in write.histories()}
     kept = {source.history for source in sources}
     storages: _Storages = {}
@@ -45,7 +45,7 @@ def replay(sources: Sequence[Source]) -> list[Tensor]:
         torch.default_generator.set_state(state)
 
 
-def _needed(sources: Iterable[Source]) -> list[Write]:
+def needed_writes(sources: Iterable[Source]) -> list[Write]:
     """Return the writes that the content of ``sources`` depends on, in order."""
     writes: dict[int, Write] = {}
     expanded: dict[History, tuple[int, int]] = {}

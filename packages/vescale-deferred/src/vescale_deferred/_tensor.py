@@ -125,6 +125,8 @@ class DeferredTensor(torch.Tensor):
                 recorder = args[0].deferral.recorder
                 values = recorder.values(args[0], getattr(func, "__name__", "read"))
                 return func(values, *args[1:], **(kwargs or {}))
+            if func in _NEED_MEMORY and isinstance(args[0], DeferredTensor):
+                raise ReadError(unreadable(args[0], func.__name__))
             if func == _SET_DATA:  # a new object each time
                 return assign_data(*args)
             return func(*args, **(kwargs or {}))
@@ -146,6 +148,9 @@ class DeferredTensor(torch.Tensor):
 _READERS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
+# Methods that would crash, or lie, because there is no memory. Constructors that call one run for
+# real, see _real_code.py.
+_NEED_MEMORY = frozenset({torch.Tensor.data_ptr, torch.Tensor.share_memory_, torch.Tensor.apply_})
 _SET_DATA: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
 
 

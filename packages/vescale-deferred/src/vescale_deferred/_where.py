@@ -20,5 +20,10 @@ def line_of(error: BaseException | None = None) -> str:
         stack = traceback.extract_stack()
     else:
         stack = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in stack if not f.filename.startswith((_OURS, _TORCHS))] or list(stack)
+    frames = [f for f in stack if is_foreign(f.filename)] or list(stack)
     return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def is_foreign(filename: str) -> bool:
+    """Return whether a file is neither ours nor torch's."""
+    return not filename.startswith((_OURS, _TORCHS))
