@@ -282,6 +282,12 @@ def test_a_wrong_data_set_is_refused(
 # Ranks that were given different things
 
 
+def filled(value: float) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
 def differ(kind: str) -> None:
     odd = dist.get_rank() == 1
     plan = make_plan({DP: 2, ZERO: 1} if kind == "plan" and odd else {DP: 2})
@@ -292,6 +298,9 @@ def differ(kind: str) -> None:
     if kind == "seed" and odd:
         torch.manual_seed(1)
     model = HandWritten(depth=3 if kind == "model" and odd else 4)
+    if kind == "construction":
+        # The same shapes and random numbers, but another constant.
+        model = vescale.deferred_init(filled, 1.0 if odd else 2.0)
     optimizer_fn = None if kind == "optimizer" and odd else sgd
     scheduler_fn = None if kind == "scheduler" and odd else torch.optim.lr_scheduler.ConstantLR
     vescale.parallelize(plan, model, optimizer_fn, scheduler_fn if optimizer_fn else None)
@@ -302,6 +311,7 @@ DIFFERENCES = {
     "axis": "same plan on every rank",
     "model": "same model on every rank",
     "seed": "same .* on every rank",
+    "construction": "same construction on every rank",
     "optimizer": "same arguments on every rank",
     "scheduler": "same arguments on every rank",
     "world_size": "rank",

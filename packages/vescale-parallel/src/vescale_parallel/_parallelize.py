@@ -61,6 +61,7 @@ def parallelize(
     dataset: Any | None = None,
     *,
     read: Read = read_real,
+    construction: str = "",
 ) -> Any:
     """Make a model, and what trains it, run as a plan says. Every rank must call this.
 
@@ -76,6 +77,7 @@ def parallelize(
         lr_scheduler_fn: Called on the optimizer.
         dataset: A map-style data set; becomes a :class:`ParallelLoader`.
         read: Returns the values of a box of one of the model's tensors.
+        construction: What tells how those values came about, equal on all ranks.
 
     Returns:
         The model; or a tuple of the model, optimizer, scheduler and loader, one for each
@@ -95,6 +97,7 @@ def parallelize(
             model=repr(model_signature(model)),
             arguments=f"optimizer_fn {optimizer_fn is not None}, lr_scheduler_fn "
             f"{lr_scheduler_fn is not None}, dataset {dataset is not None}",
+            construction=construction,
             **described_values(model),
         )
         plan.check_world_size(dist.get_world_size())

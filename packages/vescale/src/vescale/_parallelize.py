@@ -50,8 +50,15 @@ def parallelize(
         >>> model(torch.ones(3, 4)).shape
         torch.Size([3, 2])
     """
+    deferred = vescale_deferred.is_deferred(model)
     parts = vescale_parallel.parallelize(
-        plan, model, optimizer_fn, lr_scheduler_fn, dataset, read=vescale_deferred.read
+        plan,
+        model,
+        optimizer_fn,
+        lr_scheduler_fn,
+        dataset,
+        read=vescale_deferred.read,
+        construction=vescale_deferred.fingerprint(model) if deferred else "",
     )
     # What is left are tensors that the modules hold without having registered them.
     vescale_deferred.materialize(model)
