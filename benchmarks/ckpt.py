@@ -1,8 +1,10 @@
 """How fast checkpoints are saved and loaded, beside the raw disk and torch's own ways.
 
 Run ``python benchmarks/ckpt.py --ranks 2 --gigabytes 1 --directory /a/directory/on/the/disk``.
-It prints one JSON object. Everything is measured in one run, alternating, because a disk is
-never the same twice: read the ratios, not the gigabytes per second.
+It prints one JSON object. Everything is measured in one run, in another order each time, because
+a disk is never the same twice: read the ratios, not the gigabytes per second. What a checkpoint
+holds does not depend on how many ranks wrote it, so with ``--ranks 4`` the loads of columns and
+copies read just what they would after a save by two ranks.
 """
 
 from __future__ import annotations
@@ -12,21 +14,26 @@ import json
 import mmap
 import os
 import platform
+import random
 import resource
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 import vescale_ckpt
@@ -53,15 +60,17 @@ def state_shapes(total_nbytes: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
 
 
-def build(mesh: DeviceMesh, shapes: dict[str, tuple[int, ...]], dim: int) -> dict[str, Any]:
-    """Return a model and Adam's two moments, sharded along ``dim``."""
+def build(
+    mesh: DeviceMesh, shapes: dict[str, tuple[int, ...]], *placements: Placement
+) -> dict[str, Any]:
+    """Return a model and Adam's two moments."""
     generator = torch.Generator().manual_seed(0)
     return {
         part: {
             name: distribute_tensor(
                 torch.randn(shape, generator=generator),
                 mesh,
-                [Shard(min(dim, len(shape) - 1))],
+                [p if p.is_replicate() or len(shape) > 1 else Shard(0) for p in placements],
                 src_data_rank=None,
             )
             for name, shape in shapes.items()
@@ -114,6 +123,22 @@ def raw_read(path: Path, state: dict[str, Any]) -> None:
     os.close(descriptor)
 
 
+def raw_read_direct(path: Path, buffer: mmap.mmap) -> None:
+    """Read a file past the page cache into one aligned buffer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    while os.readv(descriptor, [buffer]):
+        pass
+    os.close(descriptor)
+
+
+def copy_memory(state: dict[str, Any], copy: torch.Tensor) -> None:
+    """Copy this rank's bytes to memory that has been used before."""
+    start = 0
+    for tensor in local_tensors(state):
+        copy[start : start + tensor.numel()].copy_(tensor.view(-1))
+        start += tensor.numel()
+
+
 def forget(directory: Path) -> None:
     """Drop a directory's files from the page cache."""
     for file in directory.rglob("*"):
@@ -127,29 +152,44 @@ def forget(directory: Path) -> None:
 class Meter:
     """Times what all ranks do together."""
 
-    def __init__(self, rank: int, nbytes: int) -> None:
-        self.rank = rank
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.results: dict[str, list[dict[str, float]]] = {}
 
     def measure(self, name: str, action: Callable[[], Any]) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of memory
+        resident = _status("VmRSS")
         dist.barrier()
-        cpu = _cpu_seconds()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        cpu, read = _cpu_seconds(), _bytes_read()
         start = time.perf_counter()
         action()
         dist.barrier()
         seconds = time.perf_counter() - start
-        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
-        used = torch.tensor([_cpu_seconds() - cpu])
+        peak = torch.tensor([float(_status("VmHWM") - resident)])
+        used = torch.tensor([_cpu_seconds() - cpu, _bytes_read() - read], dtype=torch.float64)
         dist.all_reduce(used)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
         self.results.setdefault(name, []).append(
             {
                 "gb_per_second": self.nbytes / seconds / 1e9,
-                "cpu_seconds_per_gb": used.item() / self.nbytes * 1e9,
-                "rss_growth_mb": growth / 1e3,
+                "cpu_seconds_per_gb": used[0].item() / self.nbytes * 1e9,
+                "bytes_read_per_byte": used[1].item() / self.nbytes,
+                "extra_mb_per_rank": peak.item() / 1e3,
             }
         )
+
+
+def _status(field: str) -> int:
+    """Return a line of the kernel's about this process, in kB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise ValueError(field)
+
+
+def _bytes_read() -> int:
+    """Return how many bytes this process has asked files for, from the page cache or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def _cpu_seconds() -> float:
@@ -163,74 +203,141 @@ def run_rank(rank: int, arguments: argparse.Namespace, directory: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=arguments.ranks)
     mesh = init_device_mesh("cpu", (arguments.ranks,))
     shapes = state_shapes(int(arguments.gigabytes * 1e9))
-    state = build(mesh, shapes, 0)
-    rows = build(mesh, shapes, 0)
-    columns = build(mesh, shapes, 1)
-    nbytes = sum(tensor.nbytes for part in state.values() for tensor in part.values())
+    states = {
+        "rows": build(mesh, shapes, Shard(0)),
+        "columns": build(mesh, shapes, Shard(1)),
+        "copies": build(mesh, shapes, Replicate()),
+    }
+    if arguments.ranks == 4:
+        square = init_device_mesh("cpu", (2, 2))
+        states["tp x fsdp"] = build(square, shapes, Shard(1), Shard(0))
+    nbytes = sum(tensor.nbytes for part in states["rows"].values() for tensor in part.values())
     buffer = mmap.mmap(-1, _REQUEST_NBYTES)
     buffer.write(b"\1" * _REQUEST_NBYTES)
-    meter = Meter(rank, nbytes)
-    for repetition in range(arguments.repetitions):
-        _repeat(rank, directory / str(repetition), meter, buffer, state, rows, columns)
+    copy = torch.ones(sum(tensor.numel() for tensor in local_tensors(states["rows"])))
+    meter = Meter(nbytes)
+    with vescale_ckpt.AsyncSaver() as saver:
+        bench = Bench(rank, meter, states, buffer, copy, saver)
+        for repetition in range(arguments.repetitions):
+            bench.repeat(directory / str(repetition), repetition)
     if rank == 0:
         print(json.dumps(_report(arguments, meter), indent=2))
     dist.destroy_process_group()
 
 
-def _repeat(
-    rank: int,
-    directory: Path,
-    meter: Meter,
-    buffer: mmap.mmap,
-    state: dict[str, Any],
-    rows: dict[str, Any],
-    columns: dict[str, Any],
-) -> None:
-    directory.mkdir(exist_ok=True)
-    raw, ours, theirs = directory / f"raw{rank}", directory / "vescale", directory / "dcp"
-    meter.measure("raw buffered write", lambda: raw_write(raw, state))
-    meter.measure(
-        "raw direct write", lambda: raw_write_direct(directory / f"direct{rank}", state, buffer)
-    )
-    meter.measure(
-        "torch.save",
-        lambda: torch.save([t.clone() for t in local_tensors(state)], directory / f"torch{rank}"),
-    )
-    meter.measure("vescale save", lambda: vescale_ckpt.save(ours, state))
-    meter.measure("dcp save", lambda: dcp_save(state, checkpoint_id=theirs))
-    with vescale_ckpt.AsyncSaver() as saver:
-        saver.save(ours, state)  # allocates what later saves use again
-        saver.wait()
-        meter.measure("vescale async save, blocking", lambda: saver.save(ours, state))
-    for temperature in ("cold", "warm"):
-        for name, action in {
-            "raw read": lambda: raw_read(raw, rows),
-            "vescale load": lambda: vescale_ckpt.load(ours, rows),
-            "vescale load to columns": lambda: vescale_ckpt.load(ours, columns),
-            "dcp load": lambda: dcp_load(rows, checkpoint_id=theirs),
-            "dcp load to columns": lambda: dcp_load(columns, checkpoint_id=theirs),
-        }.items():
-            dist.barrier()
-            if temperature == "warm":
-                action()
-            elif rank == 0:
-                forget(directory)
-            meter.measure(f"{name} {temperature}", action)
-    meter.measure("vescale save of columns", lambda: vescale_ckpt.save(ours, columns))
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(directory)
-        os.sync()
-    dist.barrier()
+@dataclass(frozen=True)
+class Bench:
+    """What one rank measures."""
+
+    rank: int
+    meter: Meter
+    states: dict[str, dict[str, Any]]
+    buffer: mmap.mmap
+    copy: torch.Tensor
+    saver: vescale_ckpt.AsyncSaver
+
+    def repeat(self, directory: Path, repetition: int) -> None:
+        directory.mkdir(exist_ok=True)
+        writes, reads = self._writes(directory), self._reads(directory)
+        shuffle = random.Random(repetition).shuffle
+        for actions in (writes, reads):
+            order = list(actions)
+            shuffle(order)
+            for name in order:
+                self._settle()
+                if actions is reads:
+                    self._forget(directory)
+                    self.meter.measure(f"{name} cold", actions[name])
+                    if "direct" not in name:
+                        actions[name]()
+                        self.meter.measure(f"{name} warm", actions[name])
+                else:
+                    self.meter.measure(name, actions[name])
+        rows = self.states["rows"]
+        self.meter.measure("memory copy", lambda: copy_memory(rows, self.copy))
+        self.saver.save(directory / "async", rows)  # allocates what later saves use again
+        self.saver.wait()
+        self.meter.measure(
+            "vescale async save, blocking", lambda: self.saver.save(directory / "async", rows)
+        )
+        self.saver.wait()
+        self._settle()
+        if self.rank == 0:
+            shutil.rmtree(directory)
+        self._settle()
+
+    def _writes(self, directory: Path) -> dict[str, Callable[[], Any]]:
+        rows, columns = self.states["rows"], self.states["columns"]
+        own = {str(i): tensor for i, tensor in enumerate(local_tensors(rows))}
+        file = directory / str(self.rank)
+        threads = FileSystemWriter(directory / "dcp threads", thread_count=2)
+        hugging_face = HuggingFaceStorageWriter(str(directory / "dcp hf"), save_distributed=True)
+        return {
+            "raw buffered write": lambda: raw_write(file.with_suffix(".raw"), rows),
+            "raw direct write": lambda: raw_write_direct(
+                file.with_suffix(".direct"), rows, self.buffer
+            ),
+            "torch.save": lambda: torch.save(own, file.with_suffix(".pt")),
+            "safetensors save": lambda: save_file(own, file.with_suffix(".safetensors")),
+            "dcp save": lambda: dcp_save(rows, checkpoint_id=directory / "dcp"),
+            "dcp threads save": lambda: dcp_save(rows, storage_writer=threads),
+            "dcp hf save": lambda: dcp_save(_flat(rows), storage_writer=hugging_face),
+            "vescale save": lambda: vescale_ckpt.save(directory / "vescale", rows),
+            "vescale save of columns": lambda: vescale_ckpt.save(directory / "columns", columns),
+        }
+
+    def _reads(self, directory: Path) -> dict[str, Callable[[], Any]]:
+        file = directory / str(self.rank)
+        raw = file.with_suffix(".raw")
+        actions: dict[str, Callable[[], Any]] = {
+            "raw read": lambda: raw_read(raw, self.states["rows"]),
+            "raw direct read": lambda: raw_read_direct(file.with_suffix(".direct"), self.buffer),
+            "safetensors load": lambda: load_file(file.with_suffix(".safetensors")),
+        }
+        for name, state in self.states.items():
+            for tool, load in {
+                "vescale": lambda state=state: vescale_ckpt.load(directory / "vescale", state),
+                "dcp": lambda state=state: dcp_load(state, checkpoint_id=directory / "dcp"),
+            }.items():
+                actions[f"{tool} load {name}"] = load
+        return actions
+
+    def _settle(self) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            os.sync()
+        dist.barrier()
+
+    def _forget(self, directory: Path) -> None:
+        if self.rank == 0:
+            forget(directory)
+        dist.barrier()
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{part}.{name}": tensor for part, group in state.items() for name, tensor in group.items()
+    }
 
 
 _RATIOS = {
-    "vescale save": ("raw direct write", "raw buffered write", "torch.save", "dcp save"),
+    "vescale save": (
+        "raw direct write",
+        "raw buffered write",
+        "torch.save",
+        "safetensors save",
+        "dcp save",
+        "dcp threads save",
+        "dcp hf save",
+    ),
     "vescale save of columns": ("raw direct write", "dcp save"),
-    "vescale load cold": ("raw read cold", "dcp load cold"),
-    "vescale load warm": ("raw read warm", "dcp load warm"),
-    "vescale load to columns cold": ("raw read cold", "dcp load to columns cold"),
-    "vescale load to columns warm": ("raw read warm", "dcp load to columns warm"),
+    "vescale async save, blocking": ("memory copy",),
+    "vescale load rows cold": ("raw direct read cold", "raw read cold", "dcp load rows cold"),
+    "vescale load rows warm": ("memory copy", "raw read warm", "dcp load rows warm"),
+    "vescale load columns cold": ("raw read cold", "dcp load columns cold"),
+    "vescale load columns warm": ("raw read warm", "dcp load columns warm"),
+    "vescale load copies cold": ("dcp load copies cold",),
+    "vescale load copies warm": ("dcp load copies warm",),
 }
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,57 @@ def test_an_error_surfaces_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is no directory"), AsyncSaver() as saver:
         saver.save(tmp_path / "file", {"x": 1})
+
+
+def test_how_far_a_save_has_come_can_be_seen(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        assert saver.written_nbytes == 0
+        saver.save(tmp_path / "ckpt", {"w": torch.ones(1000, 1000)})
+        saver.wait()
+        assert saver.written_nbytes == (tmp_path / "ckpt" / "tensors.safetensors").stat().st_size
+        assert not saver.is_saving
+
+
+FORGOTTEN = """
+import vescale_ckpt
+saver = vescale_ckpt.AsyncSaver()
+saver.save("/proc/no/such/place", {"x": 1})
+"""
+
+
+def test_a_failure_that_nobody_asks_for_is_printed_at_the_end() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, check=False
+    )
+    assert "the last save in the background failed, and nobody has asked" in ended.stderr
+    assert "/proc/no" in ended.stderr
+
+
+def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        addresses: set[int] = set()
+        for step in range(3):
+            saver.save(tmp_path / "ckpt", {"w": torch.full((1000,), float(step))})
+            addresses.add(saver._stage._memory.data_ptr())  # pyright: ignore[reportPrivateUsage]
+        assert len(addresses) == 1
+
+
+def save_without_rank_1(path: str) -> str:
+    """Save on all ranks, then on all but one, and return the error."""
+    timeout = timedelta(seconds=1)
+    vescale_ckpt.save(path, {"x": 1}, timeout=timeout)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.save(path, {"x": 2}, timeout=timeout)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(world4: World, tmp_path: Path) -> None:
+    messages = world4.run(save_without_rank_1, str(tmp_path / "ckpt"))
+    assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in messages[0]
+    assert all("lost contact" in message for message in (messages[2], messages[3]))
+    assert vescale_ckpt.load(tmp_path / "ckpt", {"x": 0}) == {"x": 1}
 
 
 def save_while_training(path: str) -> list[str]:

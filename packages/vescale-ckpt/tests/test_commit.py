@@ -21,6 +21,9 @@ from torch.distributed.tensor import Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, _commit
 from vescale_ckpt._boxes import part_of
+from vescale_ckpt._fill import fill
+from vescale_ckpt._group import Ranks
+from vescale_ckpt._pieces import pieces_of
 from vescale_ckpt._read import Reader
 from vescale_dtensor import distribute_tensor
 from vescale_testing import RankError, World
@@ -166,8 +169,8 @@ def test_a_reader_finishes_what_it_has_opened(tmp_path: Path) -> None:
     target = torch.zeros(1000)
     with Reader(path) as reader:
         vescale_ckpt.save(path, state_of(2))
-        for piece in reader.pieces([(part_of("w", target, 0), "model.w")]):
-            reader.fill(piece)
+        pieces = pieces_of(reader.record, [(part_of("w", target, 0), "model.w")])
+        fill(reader, pieces, Ranks(0, 1, None))
     assert torch.equal(target, torch.ones(1000))
 
 

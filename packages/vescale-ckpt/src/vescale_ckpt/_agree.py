@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._boxes import Part
 from ._crc import crc32
@@ -43,85 +43,94 @@ class Agreed:
     same_layout: bool
 
 
-def agree(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> Agreed:
-    """Check that every rank saves the same tensors and values. Every rank must call this.
+class Fingerprint(NamedTuple):
+    """Three short texts about what a rank is about to save.
 
-    Plain tensors count as one value that every rank holds, so their bytes are compared, too, and
-    so are those of DTensors that are replicated to all ranks.
+    Attributes:
+        facts: Differs if a key, shape, dtype or value does, or the bytes of a copy.
+        layouts: Differs if a mesh or placement does.
+        ties: Differs if other tensors share their memory.
+    """
+
+    facts: str
+    layouts: str
+    ties: str
+
+
+def fingerprint(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> Fingerprint:
+    """Return what ranks have to compare: plain tensors count as one value that all have.
+
+    So their bytes are compared, too, and so are those of DTensors that are replicated to all
+    ranks.
+    """
+    keys = sorted(parts)
+    return Fingerprint(
+        _digest(map(": ".join, _facts(encoded, parts, ranks))),
+        _digest(f"{key!r} {parts[key].layout.text}" for key in keys),
+        _digest(map(repr, _ties(parts).items())),
+    )
+
+
+def agree(
+    encoded: Encoded, parts: Mapping[str, Part], by_rank: Sequence[Fingerprint], ranks: Ranks
+) -> Agreed:
+    """Check that every rank saves the same tensors and values. Every rank must call this.
 
     Args:
         encoded: The state of this rank.
         parts: This rank's part of each of its tensors.
+        by_rank: What :func:`fingerprint` has returned on every rank.
         ranks: All ranks.
 
     Raises:
         MismatchError: On every rank, naming keys and ranks.
     """
-    with Step(ranks) as step:
-        facts = _facts(encoded, parts, ranks)
-        meshes = {key: part.mesh_ranks for key, part in parts.items()}
-        step.message = [_digest(facts), _digest(_layouts(parts)), _ties(parts)]
-    if len({message[0] for message in step.messages}) > 1:
-        _raise_difference(facts, ranks)
-    same_layout = len({message[1] for message in step.messages}) == 1
-    leading = meshes if same_layout else _of_rank_0(meshes, ranks)
-    aliases = _common_ties(parts, [message[2] for message in step.messages], ranks)
+    if len({prints.facts for prints in by_rank}) > 1:
+        _raise_difference(encoded, parts, ranks)
+    same_layout = len({prints.layouts for prints in by_rank}) == 1
+    same_ties = len({prints.ties for prints in by_rank}) == 1
+    aliases = _ties(parts) if same_ties else _common_ties(parts, ranks)
     table = tuple(
-        TableEntry(
-            key=key,
-            group=encoded.groups[key][0],
-            name=encoded.groups[key][1],
-            dtype=part.dtype,
-            shape=part.shape,
-        )
+        TableEntry(key, *encoded.groups[key], part.dtype, part.shape)
         for key, part in parts.items()
         if key not in aliases
     )
-    shared = tuple(
-        entry.key
-        for entry in table
-        if same_layout
-        and entry.nbytes >= _MIN_SHARED_NBYTES
-        and _is_everywhere(parts[entry.key], ranks)
-    )
-    elsewhere = set(shared)
-    owned = tuple(
-        entry.key
-        for entry in table
-        if entry.key not in elsewhere
-        and parts[entry.key].is_first_replica
-        and meshes[entry.key] == leading[entry.key]
-    )
+    shared: list[str] = []
+    owned: list[str] = []
+    elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
+    for entry in table:
+        key, part = entry.key, parts[entry.key]
+        large = part.layout.is_whole and entry.nbytes >= _MIN_SHARED_NBYTES
+        if same_layout and large and _is_everywhere(part, ranks):
+            shared.append(key)
+        elif part.layout.is_first_replica and key not in elsewhere:
+            owned.append(key)
     return Agreed(
         tree=encoded.tree,
         table=table,
         aliases=aliases,
-        owned=owned,
-        shared=shared,
+        owned=tuple(owned),
+        shared=tuple(shared),
         same_layout=same_layout,
     )
 
 
-def _facts(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
-    """Return one short text per leaf of the state, equal if and only if the leaf is."""
-    facts = {f"value {key!r}": json.dumps(value) for key, value in encoded.values.items()}
-    for key, part in parts.items():
-        text = f"{part.dtype} {list(part.shape)}"
-        if ranks.size > 1 and _is_everywhere(part, ranks):
+def _facts(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> Iterator[tuple[str, str]]:
+    """Yield the leaves of the state, each with a short text that is equal if the leaf is."""
+    for key in sorted(encoded.values):
+        yield f"value {key!r}", json.dumps(encoded.values[key])
+    for key in sorted(parts):
+        part = parts[key]
+        text = f"{part.dtype} {[*part.shape]}"
+        if part.layout.is_whole and ranks.size > 1 and _is_everywhere(part, ranks):
             text += f" bytes {_checksum(part):08x}"
-        facts[f"tensor {key!r}"] = text
-    return facts
+        yield f"tensor {key!r}", text
 
 
 def _is_everywhere(part: Part, ranks: Ranks) -> bool:
-    return part.is_whole and (part.mesh_ranks is None or len(part.mesh_ranks) == ranks.size)
-
-
-def _layouts(parts: Mapping[str, Part]) -> dict[str, Any]:
-    return {
-        key: [part.mesh_ranks, part.mesh_shape, repr(part.placements)]
-        for key, part in parts.items()
-    }
+    layout = part.layout
+    everywhere = layout.mesh_ranks is None or len(layout.mesh_ranks) == ranks.size
+    return layout.is_whole and everywhere
 
 
 def _checksum(part: Part) -> int:
@@ -131,13 +140,13 @@ def _checksum(part: Part) -> int:
     return checksum
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _digest(texts: Iterable[str]) -> str:
+    return sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
+def _raise_difference(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> None:
     with Step(ranks) as step:
-        step.message = facts
+        step.message = dict(_facts(encoded, parts, ranks))
     everything: list[dict[str, str]] = step.messages
     differing = [
         key
@@ -161,34 +170,49 @@ def _difference(key: str, everything: Sequence[Mapping[str, str]]) -> str:
     return f"{key}: " + "; ".join(f"{text} on {name_ranks(by_text[text])}" for text, _ in common)
 
 
-def _of_rank_0(
-    meshes: Mapping[str, tuple[int, ...] | None], ranks: Ranks
-) -> dict[str, tuple[int, ...] | None]:
-    """Return the meshes of rank 0: where sub-meshes hold copies of a tensor, its mesh writes."""
+def _elsewhere(parts: Mapping[str, Part], ranks: Ranks) -> frozenset[str]:
+    """Return the tensors that have another mesh on rank 0.
+
+    Where sub-meshes hold copies of a tensor, the one that rank 0 is on writes.
+    """
+    keys = sorted(parts)
     with Step(ranks) as step:
-        step.message = meshes if ranks.rank == 0 else None
-    return {key: None if mesh is None else tuple(mesh) for key, mesh in step.messages[0].items()}
+        meshes = list(dict.fromkeys(parts[key].layout.mesh_ranks for key in keys))
+        numbers = {mesh: number for number, mesh in enumerate(meshes)}
+        if ranks.rank == 0:
+            step.message = [meshes, [numbers[parts[key].layout.mesh_ranks] for key in keys]]
+    theirs, which = step.messages[0]
+    leading = [None if mesh is None else tuple(mesh) for mesh in theirs]
+    return frozenset(
+        key
+        for key, number in zip(keys, which, strict=True)
+        if parts[key].layout.mesh_ranks != leading[number]
+    )
 
 
 def _ties(parts: Mapping[str, Part]) -> dict[str, str]:
     """Return, for tensors that are the same memory seen the same way, the first such key."""
-    first: dict[Any, str] = {}
+    by_address: dict[int, list[str]] = {}
+    for key, part in parts.items():
+        if address := part.local.data_ptr():
+            by_address.setdefault(address, []).append(key)
     ties: dict[str, str] = {}
-    for key in sorted(parts):
-        identity = parts[key].identity
-        if identity is not None and first.setdefault(identity, key) != key:
-            ties[key] = first[identity]
-    return ties
+    for keys in by_address.values():
+        if len(keys) > 1:
+            first: dict[Any, str] = {}
+            for key in sorted(keys):
+                identity = parts[key].identity
+                if identity is not None and first.setdefault(identity, key) != key:
+                    ties[key] = first[identity]
+    return dict(sorted(ties.items()))
 
 
-def _common_ties(
-    parts: Mapping[str, Part], by_rank: Sequence[Mapping[str, str]], ranks: Ranks
-) -> dict[str, str]:
+def _common_ties(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
     """Return the ties that no rank contradicts; one that holds nothing of a tensor cannot."""
-    if all(ties == by_rank[0] for ties in by_rank):
-        return dict(by_rank[0])
-    claimed = sorted({pair for ties in by_rank for pair in ties.items()})
-    own = by_rank[ranks.rank]
+    own = _ties(parts)
+    with Step(ranks) as step:
+        step.message = own
+    claimed = sorted({pair for ties in step.messages for pair in ties.items()})
     with Step(ranks) as step:
         step.message = [
             own.get(alias) == key or not (parts[alias].local.numel() or parts[key].local.numel())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,37 +21,52 @@ from .exceptions import CheckpointError
 
 # Before torch 2.13 veScale's is no subclass of torch's.
 _DISTRIBUTED = (DTensor, vescale_dtensor.DTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Layout:
+    """How a tensor lies on the ranks; tensors that lie the same way share one.
+
+    Attributes:
+        boxes: The boxes of the whole tensor that lie in this rank's memory.
+        is_first_replica: Whether no rank before this one holds the same boxes.
+        is_whole: Whether every rank of the mesh, or simply every rank, holds all of the tensor.
+        mesh_ranks: Ranks of the tensor's mesh in the order of their coordinates; None for a
+            plain tensor, which is whole on every rank.
+        mesh_shape: Number of ranks along each mesh axis.
+        placements: How the mesh shares the tensor, one per mesh axis.
+        text: What is equal on all ranks that see the same mesh and placements.
+    """
+
+    boxes: tuple[LocalBox, ...]
+    is_first_replica: bool
+    is_whole: bool
+    mesh_ranks: tuple[int, ...] | None
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    text: str
+
+
+class Part(NamedTuple):
     """What a rank holds of a tensor.
 
     Attributes:
         shape: Shape of the whole tensor.
         dtype: Name of its dtype in safetensors.
         local: This rank's memory, without gradient history.
-        boxes: The boxes of the whole tensor that lie in ``local``.
-        is_first_replica: Whether no rank before this one holds the same boxes.
-        mesh_ranks: Ranks of the tensor's mesh in the order of their coordinates; None for a
-            plain tensor, which is whole on every rank.
-        mesh_shape: Number of ranks along each mesh axis.
-        placements: How the mesh shares the tensor, one per mesh axis.
+        layout: Which boxes lie there, and where the others are.
     """
 
     shape: tuple[int, ...]
     dtype: str
     local: torch.Tensor
-    boxes: tuple[LocalBox, ...]
-    is_first_replica: bool
-    mesh_ranks: tuple[int, ...] | None
-    mesh_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
+    layout: Layout
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank of the mesh, or simply every rank, holds all of the tensor."""
-        return all(isinstance(placement, Replicate) for placement in self.placements)
+    def boxes(self) -> tuple[LocalBox, ...]:
+        """The boxes of the whole tensor that lie in ``local``."""
+        return self.layout.boxes
 
     @property
     def identity(self) -> Any:
@@ -62,35 +78,34 @@ class Part:
         if not local.numel():
             return None
         view = (local.data_ptr(), local.device, local.dtype, local.shape, local.stride())
-        return (*view, self.shape, self.mesh_ranks, self.placements)
+        return (*view, self.shape, self.layout.text)
 
 
 def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
     """Return this rank's part of a tensor, if that can be stored or filled as plain bytes.
 
+    Cheapest under ``torch.no_grad()``.
+
     Raises:
         CheckpointError: With ``key`` and what to do.
     """
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, _DISTRIBUTED) else tensor.detach()
+    distributed = isinstance(tensor, _DISTRIBUTED)
+    local = tensor.to_local() if distributed else tensor
+    if local.requires_grad:
+        local = local.detach()
     _check(key, local)
-    if isinstance(tensor, _DISTRIBUTED):
-        return _part_of_dtensor(key, tensor, local)
-    return Part(
-        shape=tuple(tensor.shape),
-        dtype=NAMES[tensor.dtype],
-        local=local,
-        boxes=(LocalBox(Box.whole(tensor.shape), (0,) * tensor.dim()),),
-        is_first_replica=rank == 0,
-        mesh_ranks=None,
-        mesh_shape=(),
-        placements=(),
-    )
+    shape = tensor.shape
+    if not distributed:
+        return Part(shape, NAMES[local.dtype], local, _plain_layout(shape, rank == 0))
+    try:
+        layout = _layout(shape, tensor.device_mesh, tensor.placements, rank)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"tensor {key!r}{error}") from error
+    return Part(shape, NAMES[local.dtype], local, layout)
 
 
 def _check(key: str, local: torch.Tensor) -> None:
-    plain = type(local) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if not plain or local.layout is not torch.strided or local.is_quantized:
+    if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
         raise CheckpointError(
             f"tensor {key!r} is a {type(local).__name__} of layout {local.layout}, which has no "
             f"plain bytes; convert it to a dense tensor"
@@ -104,43 +119,48 @@ def _check(key: str, local: torch.Tensor) -> None:
         )
 
 
-def _part_of_dtensor(key: str, tensor: DTensor, local: torch.Tensor) -> Part:
-    mesh = tensor.device_mesh
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise CheckpointError(
-            f"tensor {key!r} has placements {tensor.placements}: its value is still to be "
-            f"reduced; redistribute it to Shard or Replicate first"
-        )
-    coordinate = mesh.get_coordinate()
-    # A rank outside the mesh holds nothing, but has to find the same mistakes.
-    somewhere = coordinate or (0,) * len(mesh.shape)
-    try:
-        placements = _understood(tensor)
-        boxes = _boxes(tuple(tensor.shape), tuple(mesh.shape), tuple(somewhere), placements)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"tensor {key!r}: {error}") from error
-    first = coordinate is not None and is_first_replica(coordinate, placements)
-    return Part(
-        shape=tuple(tensor.shape),
-        dtype=NAMES[tensor.dtype],
-        local=local,
-        boxes=() if coordinate is None else boxes,
-        is_first_replica=first,
-        mesh_ranks=_ranks_of(mesh),
-        mesh_shape=tuple(mesh.shape),
-        placements=tuple(placements),
+@lru_cache(maxsize=4096)
+def _plain_layout(shape: torch.Size, is_first_replica: bool) -> Layout:
+    return Layout(
+        boxes=(LocalBox(Box.whole(shape), (0,) * len(shape)),),
+        is_first_replica=is_first_replica,
+        is_whole=True,
+        mesh_ranks=None,
+        mesh_shape=(),
+        placements=(),
+        text="",
     )
 
 
 # Models repeat the same layer many times; a hit costs a twentieth of the computation.
-@lru_cache(maxsize=1024)
-def _boxes(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[Placement, ...],
-) -> tuple[LocalBox, ...]:
-    return local_boxes(shape, mesh_shape, coordinate, placements)
+@lru_cache(maxsize=4096)
+def _layout(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
+) -> Layout:
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise ValueError(
+            f" has placements {placements}: its value is still to be reduced; redistribute it to "
+            f"Shard or Replicate first"
+        )
+    mesh_shape = tuple(mesh.shape)
+    coordinate = mesh.get_coordinate()
+    try:
+        understood = _understood(shape, mesh_shape, placements)
+        # A rank outside the mesh holds nothing, but has to find the same mistakes.
+        somewhere = tuple(coordinate or (0,) * len(mesh_shape))
+        boxes = local_boxes(tuple(shape), mesh_shape, somewhere, understood)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f": {error}") from error
+    mesh_ranks = _ranks_of(mesh)
+    return Layout(
+        boxes=() if coordinate is None else boxes,
+        is_first_replica=coordinate is not None and is_first_replica(coordinate, understood),
+        is_whole=all(isinstance(placement, Replicate) for placement in understood),
+        mesh_ranks=mesh_ranks,
+        mesh_shape=mesh_shape,
+        placements=understood,
+        text=sha256(repr((mesh_ranks, mesh_shape, understood)).encode()).hexdigest(),
+    )
 
 
 @lru_cache(maxsize=64)
@@ -157,21 +177,21 @@ def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement])
     )
 
 
-def _understood(tensor: DTensor) -> tuple[Placement, ...]:
+def _understood(
+    shape: torch.Size, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[Placement, ...]:
     """Return the placements in the words of :func:`vescale_dtensor.local_boxes`."""
     return tuple(
-        _interleaved(tensor, tensor.device_mesh.shape[axis], placement)
-        if isinstance(placement, StridedShard)
-        else placement
-        for axis, placement in enumerate(tensor.placements)
+        _interleaved(shape, size, placement) if isinstance(placement, StridedShard) else placement
+        for size, placement in zip(mesh_shape, placements, strict=True)
     )
 
 
-def _interleaved(tensor: DTensor, num_ranks: int, placement: StridedShard) -> Placement:
+def _interleaved(shape: torch.Size, num_ranks: int, placement: StridedShard) -> Placement:
     parts = int(placement.split_factor)
-    if tensor.shape[placement.dim] % (parts * num_ranks):
+    if shape[placement.dim] % (parts * num_ranks):
         raise ValueError(
             f"{placement!r} over {num_ranks} ranks is supported for a tensor dim that is a "
-            f"multiple of {parts * num_ranks}, got shape {tuple(tensor.shape)}"
+            f"multiple of {parts * num_ranks}, got shape {tuple(shape)}"
         )
     return InterleavedShard(placement.dim, parts)

@@ -12,7 +12,7 @@ ranks wrote, shows up as a wrong checksum.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -93,9 +93,16 @@ class PartialSums:
     See [Note: partial checksums].
     """
 
-    def __init__(self, nbytes: int, block_nbytes: int) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        block_nbytes: int,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._progress = progress
         self.nbytes = nbytes
         self.block_nbytes = block_nbytes
+        self.num_blocks = -(-nbytes // block_nbytes)
         self.written_nbytes = 0
         self._blocks: list[int] = []
         self._registers: list[int] = []
@@ -104,6 +111,7 @@ class PartialSums:
     def add(self, offset: int, piece: memoryview) -> None:
         """Take account of bytes written at ``offset`` of the file."""
         self.written_nbytes += len(piece)
+        self._progress(len(piece))
         position = 0
         while position < len(piece):
             block, start = divmod(offset + position, self.block_nbytes)
@@ -115,29 +123,21 @@ class PartialSums:
             self._trailing.append(block_end - stop)
             position += stop - start
 
-    def folded(self) -> dict[int, int]:
-        """Return the register of each block that this rank has written to."""
-        if not self._blocks:
-            return {}
-        blocks = np.array(self._blocks, np.int64)
-        order = np.argsort(blocks, kind="stable")
-        shifted = append_zeros(
-            np.array(self._registers, np.uint32)[order],
-            np.array(self._trailing, np.int64)[order],
-        )
-        touched, first = np.unique(blocks[order], return_index=True)
-        words = np.bitwise_xor.reduceat(shifted, first)
-        return dict(zip(touched.tolist(), words.tolist(), strict=True))
+    def folded(self) -> U32:
+        """Return a register for every block of the file, zero where this rank wrote nothing."""
+        words = np.zeros(self.num_blocks, np.uint32)
+        if self._blocks:
+            shifted = append_zeros(
+                np.array(self._registers, np.uint32), np.array(self._trailing, np.int64)
+            )
+            np.bitwise_xor.at(words, np.array(self._blocks, np.int64), shifted)
+        return words
 
 
-def combine(nbytes: int, block_nbytes: int, parts: Iterable[dict[int, int]]) -> list[int]:
-    """Return the CRC-32 of every block of a file from what the ranks folded."""
-    num_blocks = -(-nbytes // block_nbytes)
-    full = inversions(min(block_nbytes, nbytes))
-    checksums = [full] * num_blocks
-    if num_blocks:
-        checksums[-1] = inversions(nbytes - (num_blocks - 1) * block_nbytes)
-    for part in parts:
-        for block, word in part.items():
-            checksums[block] ^= word
-    return checksums
+def checksums(nbytes: int, block_nbytes: int, registers: U32) -> list[int]:
+    """Return the CRC-32 of every block of a file from the registers of all ranks, combined."""
+    words = registers ^ np.uint32(inversions(min(block_nbytes, nbytes)))
+    if len(words):
+        last = nbytes - (len(words) - 1) * block_nbytes
+        words[-1] = registers[-1] ^ np.uint32(inversions(last))
+    return words.tolist()

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from json.encoder import encode_basestring
+from typing import NamedTuple
 
 from ._dtypes import DTYPES
 
@@ -20,8 +22,7 @@ _HEADER_ALIGNMENT = 4096
 MAX_FILE_NBYTES = 8 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableEntry:
+class TableEntry(NamedTuple):
     """A tensor as every rank knows it.
 
     Attributes:
@@ -44,8 +45,7 @@ class TableEntry:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Where a whole tensor lies, row by row.
 
     Attributes:
@@ -95,9 +95,10 @@ def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYT
     A group that does not fit into one file is split, neighbours by name staying together, and
     gets an index file in HuggingFace's layout.
     """
-    groups: dict[str, list[TableEntry]] = {}
-    for entry in sorted(table, key=lambda e: e.key):
-        groups.setdefault(entry.group, []).append(entry)
+    groups: dict[str, list[_Sized]] = {}
+    for entry in sorted(table):
+        sized = _Sized(-DTYPES[entry.dtype].itemsize, -entry.nbytes, entry.name, entry)
+        groups.setdefault(entry.group, []).append(sized)
     plan = FilePlan(files={}, tensors={})
     for group, stem in _stems(groups).items():
         shards = _split(groups[group], max_file_nbytes)
@@ -107,6 +108,18 @@ def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYT
         if len(shards) > 1:
             _add_index(stem, groups[group], plan)
     return plan
+
+
+class _Sized(NamedTuple):
+    """A tensor with what decides about its place in a file.
+
+    Wide dtypes first keeps every element aligned; large tensors first keeps most on pages.
+    """
+
+    minus_itemsize: int
+    minus_nbytes: int
+    name: str
+    entry: TableEntry
 
 
 def _stems(groups: Mapping[str, object]) -> dict[str, str]:
@@ -125,15 +138,15 @@ def _stems(groups: Mapping[str, object]) -> dict[str, str]:
     return stems
 
 
-def _split(entries: list[TableEntry], max_file_nbytes: int) -> list[list[TableEntry]]:
-    shards: list[list[TableEntry]] = [[]]
+def _split(entries: list[_Sized], max_file_nbytes: int) -> list[list[_Sized]]:
+    shards: list[list[_Sized]] = [[]]
     filled = 0
     for entry in entries:
-        if shards[-1] and filled + entry.nbytes > max_file_nbytes:
+        if shards[-1] and filled - entry.minus_nbytes > max_file_nbytes:
             shards.append([])
             filled = 0
         shards[-1].append(entry)
-        filled += entry.nbytes
+        filled -= entry.minus_nbytes
     return shards
 
 
@@ -143,38 +156,32 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _lay_out(file: str, entries: list[TableEntry], plan: FilePlan) -> None:
-    # Wide dtypes first keeps every element aligned; large tensors first keeps most on pages.
-    ordered = sorted(entries, key=lambda e: (-DTYPES[e.dtype].itemsize, -e.nbytes, e.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts: list[int] = []
-    position = 0
-    for entry in ordered:
-        starts.append(position)
-        position += entry.nbytes
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [starts[-1], position],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+def _lay_out(file: str, entries: list[_Sized], plan: FilePlan) -> None:
+    ordered = sorted(entries)
+    # Written by hand: for many tensors that takes half as long as the json module.
+    lines = ['{"__metadata__":{"format":"pt"}']
+    stop = 0
+    for _, minus_nbytes, name, entry in ordered:
+        start, stop = stop, stop - minus_nbytes
+        shape = ",".join(map(str, entry.shape))
+        lines.append(
+            f'{encode_basestring(name)}:{{"dtype":"{entry.dtype}","shape":[{shape}],'
+            f'"data_offsets":[{start},{stop}]}}'
+        )
+    text = (",".join(lines) + "}").encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
     head = struct.pack("<Q", len(text)) + text
-    plan.files[file] = PlannedFile(head=head, nbytes=len(head) + position)
-    for entry, start in zip(ordered, starts, strict=True):
-        plan.tensors[entry.key] = StoredTensor(
-            file=file,
-            name=entry.name,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            offset=len(head) + start,
-        )
+    plan.files[file] = PlannedFile(head=head, nbytes=len(head) + stop)
+    offset = len(head)
+    for _, minus_nbytes, name, entry in ordered:
+        plan.tensors[entry.key] = StoredTensor(file, name, entry.dtype, entry.shape, offset)
+        offset -= minus_nbytes
 
 
-def _add_index(stem: str, entries: list[TableEntry], plan: FilePlan) -> None:
+def _add_index(stem: str, entries: list[_Sized], plan: FilePlan) -> None:
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-        "weight_map": {entry.name: plan.tensors[entry.key].file for entry in entries},
+        "metadata": {"total_size": -sum(sized.minus_nbytes for sized in entries)},
+        "weight_map": {sized.name: plan.tensors[sized.entry.key].file for sized in entries},
     }
     text = json.dumps(index, indent=2, ensure_ascii=False).encode()
     plan.files[f"{stem}.safetensors.index.json"] = PlannedFile(head=text, nbytes=len(text))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,17 +14,21 @@ import torch
 from ._boxes import part_of
 from ._dtypes import DTYPES
 from ._files import StoredTensor
+from ._fill import fill
 from ._group import Step, current_ranks
 from ._load import check_targets
 from ._match import Matched, match
+from ._pieces import pieces_of
 from ._read import Reader
 from ._record import Record, StoredFile, is_file_name
-from ._threads import in_threads
+from ._selection import renamed
 from ._tree import Json
 from .exceptions import CheckpointError, CorruptCheckpointError
 
 # As in the safetensors library.
 _MAX_HEADER_NBYTES = 100_000_000
+# No checksums depend on it: what ranks divide among themselves when they read.
+_BLOCK_NBYTES = 1 << 20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -57,7 +60,7 @@ def load_safetensors(
     """
     ranks = current_ranks()
     with Step(ranks):
-        reader = _open(Path(os.path.abspath(path)), rename or {})
+        reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
     with reader, torch.no_grad():
         with Step(ranks):
             state = model.state_dict()
@@ -68,10 +71,10 @@ def load_safetensors(
                 matched.complain(strict=strict)
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = reader.pieces(matched.targets)
+            pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
         with Step(ranks):
-            in_threads(reader.fill, pieces)
+            fill(reader, pieces, ranks)
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
@@ -81,7 +84,14 @@ def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int
     ]
 
 
-def _open(path: Path, rename: Mapping[str, str]) -> Reader:
+def open_safetensors(path: Path, rename: Mapping[str, str], *, below: str = "") -> Reader:
+    """Open safetensors files as a checkpoint without checksums.
+
+    Args:
+        path: A file, or a directory as for :func:`load_safetensors`.
+        rename: Rules for the names.
+        below: The top-level key that is to hold the tensors; empty for none.
+    """
     directory = path if path.is_dir() else path.parent
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -95,12 +105,17 @@ def _open(path: Path, rename: Mapping[str, str]) -> Reader:
         if lacking:
             raise CorruptCheckpointError(f"{directory / file} lacks tensor {lacking[0]!r}")
         for name, tensor in stored.items():
-            key = _renamed(name, rename)
-            if key in tensors:
+            key = renamed(name, rename)
+            full = f"{below}.{key}" if below else key
+            if full in tensors:
                 raise CheckpointError(f"{path} has two tensors that are called {key!r} here")
-            tensors[key] = tensor
-            tree[key] = {"$tensor": key}
-    record = Record(block_nbytes=1, files=files, tensors=tensors, aliases={}, tree=tree)
+            tensors[full] = tensor
+            tree[key] = {"$tensor": full}
+    if below:
+        tree = {below: tree}
+    record = Record(
+        block_nbytes=_BLOCK_NBYTES, files=files, tensors=tensors, aliases={}, tree=tree
+    )
     return Reader(directory, record, follow_links=True)
 
 
@@ -122,13 +137,6 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path / _INDEX} makes no sense: {error!r}") from error
     return files
-
-
-def _renamed(name: str, rename: Mapping[str, str]) -> str:
-    for pattern, template in rename.items():
-        if found := re.fullmatch(pattern, name):
-            return found.expand(template)
-    return name
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:

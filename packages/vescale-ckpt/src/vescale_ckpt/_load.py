@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from ._commit import interrupted
-from ._group import Ranks, Step, current_ranks
+from ._fill import check, fill
+from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
 from ._match import match
-from ._read import Piece, Reader, blocks_of, merged, share
-from ._record import RECORD_NAME
-from ._threads import in_threads
-from .exceptions import CheckpointError, CorruptCheckpointError
+from ._open import open_checkpoint
+from ._pieces import Piece, pieces_of
+from ._read import Reader
+from ._selection import select
+from .exceptions import CheckpointError
 
 _MAX_ATTEMPTS = 5
 
 
 def load(
-    path: str | os.PathLike[str], state: Mapping[str, Any], *, strict: bool = True
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    only: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    verify_first: bool = False,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, Any]:
-    """Read the checkpoint in the directory ``path`` into ``state``.
+    r"""Read the checkpoint in the directory ``path`` into ``state``.
 
     Every rank of the default process group must call this. Tensors and DTensors are filled in
     place, each rank reading the bytes of its own shards, however the checkpoint was sharded when
-    it was saved. Every block that any rank needs is checked before the first tensor changes, and
-    a checkpoint that a save replaces meanwhile is read to its end.
+    it was saved. A block of the files that several ranks need is read by one of them, which sends
+    the others their share. A checkpoint that a save replaces meanwhile is read to its end.
+
+    Every block is checked as it is read. If one is damaged, every rank raises an error that names
+    the file and the tensors, and what the tensors of ``state`` hold then is undefined; nothing
+    has been given to objects with ``load_state_dict()`` yet. Load another checkpoint into them,
+    or pass ``verify_first=True`` to have everything read twice and no tensor changed unless all is
+    well.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory, or its URL, ``s3://...`` for example, if it lies where
+            fsspec can read.
         state: What to fill, with the keys of the saved state. A top-level key of the checkpoint
             that ``state`` leaves out, an optimizer for example, is not read. Objects with
             ``state_dict()`` get their state through ``load_state_dict()``; an object that
             implements :class:`StateTemplate` is asked for the tensors to fill.
-        strict: Whether other keys that only the checkpoint or only ``state`` has are an error.
+        strict: Whether other keys that only the checkpoint or only ``state`` has are an error,
+            and patterns that match nothing in the checkpoint.
+        only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
+            lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
+            of ``state`` stays as it is, and objects of which nothing is wanted are not touched.
+        rename: Regular expressions for whole dotted keys of the checkpoint's tensors and
+            values, and what such a key is called in ``state`` (``\1`` stands for the first
+            group). The first that matches counts.
+        cast: Whether to convert tensors whose dtype in ``state`` is another than in the
+            checkpoint. Floats never become integers, nor complex numbers real.
+        verify_first: Whether to check all that is going to be read before the first tensor
+            changes.
+        timeout: How long ranks wait for one another before they give up on one that hangs.
 
     Returns:
         A dict like ``state``: the same tensors and objects, and the stored Python values.
@@ -46,32 +74,44 @@ def load(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
-    ranks = current_ranks()
-    with _open_same(Path(os.path.abspath(path)), ranks) as reader, torch.no_grad():
+    selection = select(only, rename)
+    ranks = current_ranks(timeout)
+    ranks.meet()
+    with _open_same(path, ranks) as reader, torch.no_grad():
         with Step(ranks):
             try:
-                matched = match(state, reader.record, ranks.rank, strict=strict)
+                matched = match(
+                    state,
+                    reader.record,
+                    ranks.rank,
+                    num_ranks=ranks.size,
+                    strict=strict,
+                    cast=cast,
+                    selection=selection,
+                )
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = reader.pieces(matched.targets)
+            pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
-        _check_blocks(reader, pieces, ranks)
+        if verify_first:
+            with Step(ranks):
+                check(reader, pieces, ranks)
         with Step(ranks):
-            in_threads(reader.fill, pieces)
+            fill(reader, pieces, ranks)
         with Step(ranks):
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
 
 
-def _open_same(path: Path, ranks: Ranks) -> Reader:
+def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> Reader:
     """Open the checkpoint on every rank, the same one even if a save is replacing it."""
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: Reader | None = None
         try:
             with Step(ranks) as step:
                 try:
-                    reader = _open(path)
+                    reader = open_checkpoint(path)
                     step.message = reader.digest
                 except (CheckpointError, OSError):
                     # Perhaps the directory was replaced under our hands: look once more.
@@ -91,18 +131,6 @@ def _close(reader: Reader | None) -> None:
         reader.close()
 
 
-def _open(path: Path) -> Reader:
-    where = path if path.exists() else interrupted(path) or path
-    if not where.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}: no such directory")
-    if not (where / RECORD_NAME).is_file():
-        raise CorruptCheckpointError(
-            f"there is no checkpoint at {path}: {RECORD_NAME}, the file written last, is missing; "
-            f"the save did not finish, or this is another kind of directory"
-        )
-    return Reader(where)
-
-
 def check_targets(pieces: list[Piece]) -> None:
     """Refuse to read two stored tensors into the same memory."""
     keys: dict[tuple[int, torch.Size], Piece] = {}
@@ -113,18 +141,3 @@ def check_targets(pieces: list[Piece]) -> None:
                 f"{first.key!r} and {piece.key!r} share their memory in the given state, but are "
                 f"two tensors in the checkpoint; untie them or load only one of them"
             )
-
-
-def _check_blocks(reader: Reader, pieces: list[Piece], ranks: Ranks) -> None:
-    """Check every block that any rank needs, each on one rank."""
-    with Step(ranks) as step:
-        step.message = blocks_of(pieces, reader.record.block_nbytes)
-    needed: dict[str, list[tuple[int, int]]] = {
-        file: merged(
-            (start, stop) for message in step.messages for start, stop in message.get(file, [])
-        )
-        for file in reader.record.files
-    }
-    with Step(ranks):
-        own = share(needed, reader.record.block_nbytes, ranks.rank, ranks.size)
-        in_threads(reader.check_blocks, own)

@@ -1,41 +1,31 @@
-"""Read byte ranges of a committed checkpoint: check blocks, fill tensors."""
+"""Read blocks of a committed checkpoint, and check them.
+
+[Note: cache]
+What is in the page cache is read from there. What is not is read past it, which takes a fraction
+of the processor time and does not push other data out of memory. Which is which is found out for
+some megabytes at a time, by a read of their last byte that may not wait: what it does not find
+the kernel then starts to read ahead, so asking for all of them would have them read twice.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import torch
-from numpy.lib.stride_tricks import as_strided
 
-from vescale_dtensor import LocalBox
-
-from ._boxes import Part
 from ._crc import crc32
-from ._dtypes import DTYPES
-from ._files import StoredTensor
+from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
+from ._pieces import Piece
 from ._record import RECORD_NAME, Record, parse_record, read_text
-from ._runs import Runs, runs_of
-from ._tensor_bytes import CHUNK_NBYTES, flat_bytes, parts_of
+from ._runs import Bytes
+from ._scratch import pages
+from ._tensor_bytes import CHUNK_NBYTES, parts_of
 from .exceptions import CorruptCheckpointError
-
-# Shorter runs are read together with what lies between them.
-_MIN_REQUEST_NBYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a stored tensor and the memory it is to be read into."""
-
-    key: str
-    stored: StoredTensor
-    runs: Runs
-    target: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +61,7 @@ class Reader:
         self.digest = 0
         self._flags = os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW)
         self._descriptors: dict[str, int] = {}
+        self._direct: dict[str, int | None] = {}
         self._local = threading.local()
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -99,19 +90,11 @@ class Reader:
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        for descriptor in [*self._descriptors.values(), *self._direct.values()]:
+            if descriptor is not None:
+                os.close(descriptor)
         self._descriptors.clear()
-
-    def pieces(self, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
-        """Return what has to be read to fill this rank's part of ``targets``."""
-        pieces: list[Piece] = []
-        for part, key in targets:
-            stored = self.record.stored(key)
-            pieces += [
-                _piece(key, stored, held, part.local) for held in part.boxes if held.box.numel
-            ]
-        return sorted(pieces, key=lambda piece: (piece.stored.file, int(piece.runs.offsets[0])))
+        self._direct.clear()
 
     def check_blocks(self, blocks: Blocks) -> None:
         """Read consecutive blocks and compare their checksums.
@@ -119,20 +102,57 @@ class Reader:
         Raises:
             CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
         """
-        file, length = blocks.file, self.record.block_nbytes
+        self.read_blocks(blocks, self.scratch())
+
+    def read_blocks(self, blocks: Blocks, memory: Bytes) -> Bytes:
+        """Read consecutive blocks into ``memory``, whole pages, and compare their checksums.
+
+        Returns:
+            The blocks, which may be fewer bytes than there is memory.
+
+        Raises:
+            CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
+        """
+        file, length = self.record.files[blocks.file], self.record.block_nbytes
         start = blocks.start * length
-        view = self._scratch()[: min(blocks.stop * length, self.record.files[file].nbytes) - start]
-        self._read(file, start, view)
+        content = memory[: min(blocks.stop * length, file.nbytes) - start]
+        self._read_pages(blocks.file, start, memory, len(content))
         for number in range(blocks.start, blocks.stop):
             position = number * length - start
-            content = view[position : position + length]
-            if crc32(content) != self.record.files[file].checksums[number]:
-                first, last = start + position, start + position + len(content)
-                raise CorruptCheckpointError(
-                    f"{self.path / file}: bytes {first} to {last} do not match their checksum, "
-                    f"{self._tensors_at(file, first, last)}; the file is damaged, load another "
-                    f"checkpoint"
-                )
+            self.check_content(blocks.file, number, content[position : position + length])
+        return content
+
+    def check_content(self, file: str, block: int, content: Bytes) -> None:
+        """Compare the checksum of a block that has been read.
+
+        Raises:
+            CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
+        """
+        checksums = self.record.files[file].checksums
+        if checksums and crc32(content.data) != checksums[block]:
+            raise self.damage(file, block)
+
+    def read_range(self, file: str, start: int, stop: int) -> Bytes:
+        """Return at most CHUNK_NBYTES, unchecked, in the memory of this thread."""
+        base = start - start % PAGE_NBYTES
+        memory = self.scratch()
+        self._read_pages(file, base, memory, stop - base)
+        return memory[start - base : stop - base]
+
+    def damage(self, file: str, block: int) -> CorruptCheckpointError:
+        """Return the error about a block whose checksum is wrong."""
+        first = block * self.record.block_nbytes
+        last = min(first + self.record.block_nbytes, self.record.files[file].nbytes)
+        return CorruptCheckpointError(
+            f"{self.path / file}: bytes {first} to {last} do not match their checksum, "
+            f"{self._tensors_at(file, first, last)}; the file is damaged, load another checkpoint"
+        )
+
+    def scratch(self) -> Bytes:
+        """Return memory of this thread for CHUNK_NBYTES from anywhere in a page."""
+        if not hasattr(self._local, "memory"):
+            self._local.memory = pages(CHUNK_NBYTES + PAGE_NBYTES)
+        return self._local.memory
 
     def content(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return some bytes of a file."""
@@ -141,54 +161,51 @@ class Reader:
         self._read(file, offset, memoryview(buffer))
         return bytes(buffer)
 
-    @torch.no_grad()
-    def fill(self, piece: Piece) -> None:
-        """Read a box into its memory, converting it if that has another dtype."""
-        dtype = DTYPES[piece.stored.dtype]
-        direct = flat_bytes(piece.target)
-        if direct is not None and piece.target.dtype == dtype:
-            self._fill_flat(piece, 0, direct)
-            return
-        start = 0
+    def read_torn(self, piece: Piece) -> None:
+        """Read a piece without checking anything, whatever its alignment and memory."""
+        position = 0
         for part in parts_of(piece.target):
-            packed = torch.empty(part.shape, dtype=dtype)
-            view = flat_bytes(packed)
-            assert view is not None
-            self._fill_flat(piece, start, view)
-            part.copy_(packed)
-            start += len(view)
+            packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
+            for offset, lower, upper in piece.runs.locate(position, len(packed)):
+                self._read(piece.stored.file, offset, packed[lower:upper].data)
+            piece.put(position, packed)
+            position += len(packed)
 
-    def _fill_flat(self, piece: Piece, start: int, view: memoryview) -> None:
-        file, runs = piece.stored.file, piece.runs
-        if runs.nbytes >= _MIN_REQUEST_NBYTES or start % runs.nbytes or len(view) % runs.nbytes:
-            for offset, lower, upper in runs.locate(start, len(view)):
-                self._read(file, offset, view[lower:upper])
-            return
-        first = start // runs.nbytes
-        self._gather(file, runs, first, first + len(view) // runs.nbytes, view)
+    def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
+        """Read from the page cache what is there, and the rest past it; see [Note: cache].
 
-    def _gather(self, file: str, runs: Runs, first: int, last: int, view: memoryview) -> None:
-        """Read short runs a bufferful at a time, with what lies between them."""
-        nbytes = runs.nbytes
-        target = np.frombuffer(view, np.uint8).reshape(last - first, nbytes)
-        buffer = self._scratch()
-        # A stretch of runs at equal distances is one strided copy.
-        for start, stop, step in runs.stretches(first, last):
-            rows = max(1, (len(buffer) - nbytes) // step + 1)
-            for row in range(start, stop, rows):
-                count = min(rows, stop - row)
-                span = buffer[: (count - 1) * step + nbytes]
-                self._read(file, int(runs.offsets[row]), span)
-                band = np.frombuffer(span, np.uint8)
-                target[row - first : row - first + count] = as_strided(
-                    band, (count, nbytes), (step, 1), writeable=False
-                )
+        Args:
+            file: Which file.
+            offset: Where to start, on a page.
+            memory: Whole pages of memory, for all of the bytes.
+            nbytes: How many bytes to read.
+        """
+        done = 0
+        direct = self._direct[file]
+        if (
+            direct is not None
+            and nbytes >= MIN_DIRECT_NBYTES
+            and not self._is_cached(file, offset + nbytes - 1)
+        ):
+            stop = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+            try:
+                done = min(nbytes, os.preadv(direct, [memory.data[:stop]], offset))
+            except OSError as error:
+                # EINVAL: this file system wants another alignment than any we know.
+                if error.errno != errno.EINVAL:
+                    raise
+        self._read(file, offset + done, memory.data[done:nbytes])
 
-    def _scratch(self) -> memoryview:
-        """Return a buffer of this thread that stays allocated."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = memoryview(bytearray(CHUNK_NBYTES))
-        return self._local.buffer
+    def _is_cached(self, file: str, place: int) -> bool:
+        try:
+            return os.preadv(self._descriptors[file], [bytearray(1)], place, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # Nobody can say what is in the cache, so everything is read through it.
+            return True
 
     def _read(self, file: str, offset: int, view: memoryview) -> None:
         descriptor = self._descriptors[file]
@@ -211,6 +228,10 @@ class Reader:
                     f"{self._tensors_at(name, 0, file.nbytes)}: {error.strerror}"
                 ) from error
             self._descriptors[name] = descriptor
+            self._direct[name] = open_direct(name, self._flags, directory)
+            if self._direct[name] is not None:
+                # Otherwise a look at one page of the cache has the disk read its neighbours.
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             actual = os.fstat(descriptor).st_size
             if actual != file.nbytes:
                 lost = self._tensors_at(name, min(actual, file.nbytes), file.nbytes)
@@ -222,7 +243,7 @@ class Reader:
     def _tensors_at(self, file: str, start: int, stop: int) -> str:
         names = [
             repr(key)
-            for key, tensor in self.record.tensors.items()
+            for key, tensor in self.record.extents()
             if tensor.file == file
             and tensor.offset < stop
             and tensor.offset + tensor.nbytes > start
@@ -236,46 +257,3 @@ def _content(directory: int, where: str) -> bytes:
     descriptor = os.open(RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
     with open(descriptor, "rb") as stream:
         return read_text(stream, where)
-
-
-def _piece(key: str, stored: StoredTensor, held: LocalBox, local: torch.Tensor) -> Piece:
-    runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
-    return Piece(key, stored, runs, local[held.local_slices])
-
-
-def blocks_of(pieces: Sequence[Piece], block_nbytes: int) -> dict[str, list[tuple[int, int]]]:
-    """Return half-open intervals of the blocks that ``pieces`` touch, by file."""
-    touched: dict[str, list[tuple[int, int]]] = {}
-    for piece in pieces:
-        first = int(piece.runs.offsets[0]) // block_nbytes
-        last = (int(piece.runs.offsets[-1]) + piece.runs.nbytes - 1) // block_nbytes
-        touched.setdefault(piece.stored.file, []).append((first, last + 1))
-    return {file: merged(intervals) for file, intervals in touched.items()}
-
-
-def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of half-open intervals."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return result
-
-
-def share(
-    intervals: dict[str, list[tuple[int, int]]], block_nbytes: int, rank: int, size: int
-) -> Iterator[Blocks]:
-    """Yield the blocks that one of ``size`` ranks has to check, all about equally many."""
-    total = sum(stop - start for spans in intervals.values() for start, stop in spans)
-    lower, upper = total * rank // size, total * (rank + 1) // size
-    most = CHUNK_NBYTES // block_nbytes
-    position = 0
-    for file in sorted(intervals):
-        for start, stop in intervals[file]:
-            first = start + max(lower - position, 0)
-            last = start + min(upper - position, stop - start)
-            for block in range(first, last, most):
-                yield Blocks(file, block, min(block + most, last))
-            position += stop - start

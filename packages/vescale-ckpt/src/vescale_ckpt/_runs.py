@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
 from vescale_dtensor import Box
 
 Bytes = npt.NDArray[np.uint8]
 
+_Copy = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Equally long runs of bytes, in the row-major order of a box.
+
+class Runs(NamedTuple):
+    """Equally long runs of bytes, in the row-major order of a box: loops within loops.
 
     Attributes:
-        offsets: Where each run starts in the file; increasing.
+        start: Where the first run starts in the file.
         nbytes: Length of each run.
+        counts: Number of turns of each loop, outermost first; a box in one piece, or of no bytes,
+            has none.
+        steps: How far each turn goes in the file: at least as far as the loops inside reach.
     """
 
-    offsets: npt.NDArray[np.int64]
+    start: int
     nbytes: int
+    counts: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs."""
+        return math.prod(self.counts)
 
     @property
     def total_nbytes(self) -> int:
         """Number of bytes in all runs."""
-        return len(self.offsets) * self.nbytes
+        return self.num_runs * self.nbytes
+
+    @property
+    def stop(self) -> int:
+        """Where the last run ends in the file."""
+        turns = zip(self.counts, self.steps, strict=True)
+        return self.start + self.nbytes + sum((count - 1) * step for count, step in turns)
+
+    def offsets(self) -> Iterator[int]:
+        """Yield where each run starts in the file."""
+        for turns in itertools.product(*map(range, self.counts)):
+            yield self.start + sum(map(int.__mul__, turns, self.steps))
 
     def locate(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (file offset, start, stop) for bytes ``start`` onwards of the packed box.
@@ -42,27 +64,20 @@ class Runs:
         while position < nbytes:
             run, skipped = divmod(start + position, self.nbytes)
             length = min(self.nbytes - skipped, nbytes - position)
-            yield int(self.offsets[run]) + skipped, position, position + length
+            yield self._offset(run) + skipped, position, position + length
             position += length
-
-    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Divide runs ``first`` to ``last`` where their distance changes.
-
-        Yields:
-            The first run, the one after the last, and the distance in bytes.
-        """
-        steps = np.diff(self.offsets[first:last])
-        breaks = first + np.flatnonzero(steps[1:] != steps[:-1]) + 2
-        for start, stop in itertools.pairwise([first, *breaks.tolist(), last]):
-            yield start, stop, int(steps[start - first]) if stop - start > 1 else self.nbytes
 
     def bytes_before(self, offset: int) -> int:
         """Return how many bytes of the packed box lie before ``offset`` in the file."""
-        started = int(np.searchsorted(self.offsets, offset, side="left"))
-        if not started:
+        left = offset - self.start
+        if left <= 0:
             return 0
-        within = min(self.nbytes, offset - int(self.offsets[started - 1]))
-        return (started - 1) * self.nbytes + within
+        runs = 0
+        for count, step in zip(self.counts, self.steps, strict=True):
+            turn = min(left // step, count - 1)
+            runs = runs * count + turn
+            left -= turn * step
+        return runs * self.nbytes + min(left, self.nbytes)
 
     def scatter(self, packed: Bytes, start: int, target: Bytes, base: int) -> None:
         """Copy some bytes of the packed box to where they lie in the file.
@@ -73,43 +88,94 @@ class Runs:
             target: Consecutive bytes of the file, among them all those.
             base: Where in the file the first byte of ``target`` lies.
         """
-        stop = start + len(packed)
-        first, last = -(-start // self.nbytes), stop // self.nbytes
-        if last <= first:
-            for offset, lower, upper in self.locate(start, len(packed)):
-                target[offset - base : offset - base + upper - lower] = packed[lower:upper]
+        for position, offset, shape, steps in self._copies(start, len(packed)):
+            places = np.ndarray(shape, np.uint8, target, offset - base, steps)
+            places[...] = packed[position : position + math.prod(shape)].reshape(shape)
+
+    def gather(self, source: Bytes, base: int, start: int, packed: Bytes) -> None:
+        """Copy some bytes of the file to where they are in the packed box.
+
+        Args:
+            source: Consecutive bytes of the file, among them all that are wanted.
+            base: Where in the file the first byte of ``source`` lies.
+            start: Which byte of the packed box the first of them is.
+            packed: Where in memory that is.
+        """
+        for position, offset, shape, steps in self._copies(start, len(packed)):
+            places = np.ndarray(shape, np.uint8, source, offset - base, steps)
+            packed[position : position + math.prod(shape)].reshape(shape)[...] = places
+
+    def _copies(self, start: int, nbytes: int) -> Iterator[_Copy]:
+        """Yield (position, file offset, shape, steps) of copies that make up a packed piece."""
+        if not nbytes:
             return
-        head, tail = first * self.nbytes - start, last * self.nbytes - start
+        first, head = divmod(start, self.nbytes)
+        last, tail = divmod(start + nbytes, self.nbytes)
+        if first == last or not self.counts:
+            yield 0, self._offset(first) + head, (nbytes,), (1,)
+            return
+        position = 0
         if head:
-            self.scatter(packed[:head], start, target, base)
-        for lower, upper, step in self.stretches(first, last):
-            rows = packed[lower * self.nbytes - start : upper * self.nbytes - start]
-            places = target[int(self.offsets[lower]) - base :]
-            as_strided(places, (upper - lower, self.nbytes), (step, 1))[...] = rows.reshape(
-                upper - lower, self.nbytes
-            )
-        if stop > last * self.nbytes:
-            self.scatter(packed[tail:], last * self.nbytes, target, base)
+            position = self.nbytes - head
+            yield 0, self._offset(first) + head, (position,), (1,)
+            first += 1
+        for offset, depth, count in self._loops(first, last):
+            shape = (count, *self.counts[depth + 1 :], self.nbytes)
+            yield position, offset, shape, (*self.steps[depth:], 1)
+            position += math.prod(shape)
+        if tail:
+            yield position, self._offset(last), (tail,), (1,)
+
+    def _loops(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Divide runs ``first`` to ``last`` into (file offset, loop, number of whole turns)."""
+        while first < last:
+            turn, depth = 1, len(self.counts) - 1
+            while depth > 0 and not first % (longer := turn * self.counts[depth]):
+                if first + longer > last:
+                    break
+                turn, depth = longer, depth - 1
+            left = self.counts[depth] - first // turn % self.counts[depth]
+            count = min((last - first) // turn, left)
+            yield self._offset(first), depth, count
+            first += count * turn
+
+    def _offset(self, run: int) -> int:
+        offset = self.start
+        for count, step in zip(reversed(self.counts), reversed(self.steps), strict=True):
+            run, turn = divmod(run, count)
+            offset += turn * step
+        return offset
 
 
-def runs_of(shape: Sequence[int], box: Box, itemsize: int, start: int = 0) -> Runs:
+def runs_of(shape: tuple[int, ...], box: Box, itemsize: int, start: int = 0) -> Runs:
     """Return the byte runs of ``box`` in a row-major tensor that starts at byte ``start``.
 
     Example:
-        >>> runs_of((4, 8), Box((1, 2), (2, 3)), itemsize=4).offsets.tolist()
+        >>> list(runs_of((4, 8), Box((1, 2), (2, 3)), itemsize=4).offsets())
         [40, 72]
     """
+    runs = _runs_of(shape, box, itemsize)
+    return Runs(start + runs.start, runs.nbytes, runs.counts, runs.steps)
+
+
+# As many tensors are alike, most of the work has been done before.
+@lru_cache(maxsize=4096)
+def _runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Runs:
     if not box.numel:
-        return Runs(np.empty(0, np.int64), itemsize)
-    inner = len(shape)
-    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    # Dims from ``inner`` on are whole; one more dim still makes one consecutive run.
-    first = max(inner - 1, 0)
-    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-    offsets = np.array([start], np.int64)
-    for dim in range(len(shape)):
-        count = box.shape[dim] if dim < first else 1
-        steps = (box.offset[dim] + np.arange(count, dtype=np.int64)) * strides[dim]
-        offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
-    return Runs(offsets, math.prod(box.shape[first:]) * itemsize)
+        return Runs(0, 0)
+    start, nbytes, stride = 0, itemsize, itemsize
+    loops: list[tuple[int, int]] = []
+    for size, offset, count in zip(
+        reversed(shape), reversed(box.offset), reversed(box.shape), strict=True
+    ):
+        start += offset * stride
+        if count > 1:
+            if not loops and stride == nbytes:
+                nbytes *= count
+            elif loops and loops[-1][0] * loops[-1][1] == stride:
+                loops[-1] = (loops[-1][0] * count, loops[-1][1])
+            else:
+                loops.append((count, stride))
+        stride *= size
+    loops.reverse()
+    return Runs(start, nbytes, tuple(loop[0] for loop in loops), tuple(loop[1] for loop in loops))

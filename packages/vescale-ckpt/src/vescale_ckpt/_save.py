@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ._agree import Agreed, agree
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ._agree import Agreed, Fingerprint, agree, fingerprint
 from ._boxes import Part, part_of
-from ._commit import Staging, check_replaceable, staging_directory
-from ._crc import combine
+from ._commit import Staging, staging_directory
+from ._crc import PartialSums, checksums
 from ._files import MAX_FILE_NBYTES, FilePlan, plan_files
-from ._group import Ranks, Step, current_ranks
+from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
+from ._per_rank import collect, stacked_part
+from ._rank_files import write_rank_files
 from ._record import RECORD_NAME, Record, StoredFile, dump_record
+from ._series import keep_newest
 from ._slabs import needs_slabs
+from ._storage import Storage
+from ._target import Layout, Target, target_of
 from ._tree import Encoded, encode
-from ._write import Work, Written, create_files, write_files
+from ._write import Work, create_files, write_files
 from .exceptions import CheckpointError
 
 _BLOCK_NBYTES = 1 << 20
+_NOTHING = np.empty(0, np.uint32)
 
 
-def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int | None = None,
+    layout: Layout | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> None:
     """Write ``state`` to the directory ``path``, replacing the checkpoint that is there.
 
     Every rank of the default process group must call this, with the same keys and values and
@@ -34,12 +52,23 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
     Args:
         path: The checkpoint's directory. Files in it that are no part of the checkpoint, a
-            ``config.json`` for example, stay.
+            ``config.json`` for example, stay. Or a URL, ``s3://bucket/step-100`` for example, of
+            a place that fsspec can write to.
         state: Nested dicts and lists of tensors, DTensors, JSON-able Python values, and
             objects with ``state_dict()`` and ``load_state_dict()``. Each top-level key gets
             safetensors files of its own.
+        keep_last: How many of the whole checkpoints beside this one to keep, itself included,
+            once it is committed: those whose names begin alike and end with the highest
+            numbers. None to delete nothing.
+        layout: ``"shared"``: files of whole tensors, to which all ranks write, so that others
+            can read them. ``"per_rank"``: one file for every rank, for places where ranks cannot
+            share files. None for what the place allows. Both load on any number of ranks.
+        timeout: How long ranks wait for one another, for the slowest writer too, before they give
+            up on one that hangs.
 
     Raises:
+        ValueError: If ``keep_last`` is less than one, ``path`` does not end with a number then,
+            or it is a URL, which takes neither ``keep_last`` nor shared files.
         MismatchError: If ranks disagree about a key, a shape, a dtype or a value.
         CheckpointError: If something in ``state`` cannot be stored, or writing failed on any
             rank. Nothing was committed then.
@@ -53,8 +82,9 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
-    ranks = current_ranks()
-    write_checkpoint(path, lambda: snapshot(state, ranks), ranks)
+    target = target_of(path, layout=layout, keep_last=keep_last)
+    ranks = current_ranks(timeout)
+    write_checkpoint(target, lambda: snapshot(state, ranks), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,38 +106,76 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
     Raises:
         CheckpointError: If something in it cannot be stored.
     """
-    encoded = encode(state)
-    parts = {key: part_of(key, tensor, ranks.rank) for key, tensor in encoded.tensors.items()}
+    with torch.no_grad():
+        encoded = encode(state)
+        stacked = {key for keys in encoded.per_rank_tensors.values() for key in keys}
+        parts = {
+            key: stacked_part(key, tensor, ranks)
+            if key in stacked
+            else part_of(key, tensor, ranks.rank)
+            for key, tensor in encoded.tensors.items()
+        }
     return Snapshot(encoded, parts)
 
 
 def write_checkpoint(
-    path: str | os.PathLike[str],
+    target: Target,
     take: Callable[[], Snapshot],
     ranks: Ranks,
     *,
     max_file_nbytes: int = MAX_FILE_NBYTES,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this."""
-    target = Path(os.path.abspath(path))
+    """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
+
+    Args:
+        target: Where to write.
+        take: Returns the state to save.
+        ranks: The ranks that save.
+        max_file_nbytes: When to begin another file.
+        progress: Called with the number of bytes of each request to write.
+    """
+    ranks.meet()
     with Step(ranks) as step:
-        check_replaceable(target)
+        target.check()
         taken = take()
-        step.message = uuid.uuid4().hex
-    token: str = step.messages[0]
-    agreed = agree(taken.encoded, taken.parts, ranks)
-    plan = plan_files(agreed.table, max_file_nbytes)
+        prints = fingerprint(taken.encoded, taken.parts, ranks)
+        step.message = [uuid.uuid4().hex, prints]
+    token: str = step.messages[0][0]
+    by_rank = [Fingerprint(*prints) for _, prints in step.messages]
+    agreed = agree(taken.encoded, taken.parts, by_rank, ranks)
+    collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.parts, ranks)
+    if target.has_rank_files or isinstance(target.where, Storage):
+        write_rank_files(target.where, token, agreed, taken.parts, ranks)
+    else:
+        plan = plan_files(agreed.table, max_file_nbytes)
+        _write_shared(target.where, token, plan, agreed, taken.parts, ranks, progress)
+    if target.keep_last is not None and isinstance(target.where, Path):
+        with Step(ranks):
+            if ranks.rank == 0:
+                keep_newest(target.where, target.keep_last)
+
+
+def _write_shared(
+    path: Path,
+    token: str,
+    plan: FilePlan,
+    agreed: Agreed,
+    parts: Mapping[str, Part],
+    ranks: Ranks,
+    progress: Callable[[int], None],
+) -> None:
     staging: Staging | None = None
     try:
         with Step(ranks):
             if ranks.rank == 0:
-                staging = Staging(target, token)
+                staging = Staging(path, token)
                 create_files(staging.directory, plan)
-        work = _divide(agreed, taken.parts, plan)
-        written = _write_all(staging_directory(target, token), plan, work, ranks)
+        work = _divide(agreed, parts, plan)
+        words = _write_all(staging_directory(path, token), plan, work, ranks, progress)
         with Step(ranks):
             if staging is not None:
-                _commit(staging, plan, agreed, written)
+                _commit(staging, plan, agreed, words)
     finally:
         if staging is not None:
             staging.close()
@@ -125,46 +193,47 @@ def _divide(agreed: Agreed, parts: Mapping[str, Part], plan: FilePlan) -> Work:
 
 
 def _write_all(
-    directory: Path, plan: FilePlan, work: Work, ranks: Ranks
-) -> list[dict[str, Written]]:
-    with Step(ranks):
-        if not directory.is_dir():
-            raise CheckpointError(
-                f"{directory}, made by rank 0, is not visible here; save to a path on a file "
-                f"system that all ranks share"
-            )
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    ranks: Ranks,
+    progress: Callable[[int], None],
+) -> dict[str, list[int]]:
+    """Write this rank's bytes and return the checksums of all files' blocks."""
     with Step(ranks) as step:
-        written = write_files(directory, plan, work, ranks=ranks, block_nbytes=_BLOCK_NBYTES)
-        step.message = {
-            name: [part.nbytes, list(part.blocks), list(part.blocks.values())]
-            for name, part in written.items()
+        sums = {
+            name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
+            for name, file in plan.files.items()
         }
-    return [
-        {
-            name: Written(nbytes=nbytes, blocks=dict(zip(blocks, words, strict=True)))
-            for name, (nbytes, blocks, words) in message.items()
-        }
-        for message in step.messages
-    ]
+        write_files(directory, plan, work, sums, ranks)
+        step.message = [partial.written_nbytes for partial in sums.values()]
+    for (name, file), counts in zip(
+        plan.files.items(), zip(*step.messages, strict=True), strict=True
+    ):
+        if sum(counts) != file.nbytes:
+            raise CheckpointError(
+                f"the ranks wrote {sum(counts)} bytes of file {name!r}, which has {file.nbytes}: "
+                f"their shards do not make up the tensors exactly once; nothing was committed"
+            )
+    # Registers of all ranks combine by XOR; see [Note: partial checksums].
+    registers = np.concatenate([_NOTHING, *(partial.folded() for partial in sums.values())])
+    ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
+    result: dict[str, list[int]] = {}
+    for name, partial in sums.items():
+        words, registers = np.split(registers, [partial.num_blocks])
+        result[name] = checksums(partial.nbytes, _BLOCK_NBYTES, words)
+    return result
 
 
 def _commit(
-    staging: Staging, plan: FilePlan, agreed: Agreed, parts: Sequence[Mapping[str, Written]]
+    staging: Staging, plan: FilePlan, agreed: Agreed, words: Mapping[str, list[int]]
 ) -> None:
-    files: dict[str, StoredFile] = {}
-    for name, file in plan.files.items():
-        written = [part[name] for part in parts if name in part]
-        total = sum(part.nbytes for part in written)
-        if total != file.nbytes:
-            raise CheckpointError(
-                f"the ranks wrote {total} bytes of file {name!r}, which has {file.nbytes}: their "
-                f"shards do not make up the tensors exactly once; nothing was committed"
-            )
-        checksums = combine(file.nbytes, _BLOCK_NBYTES, [part.blocks for part in written])
-        files[name] = StoredFile(nbytes=file.nbytes, checksums=tuple(checksums))
     record = Record(
         block_nbytes=_BLOCK_NBYTES,
-        files=files,
+        files={
+            name: StoredFile(nbytes=file.nbytes, checksums=tuple(words[name]))
+            for name, file in plan.files.items()
+        },
         tensors=plan.tensors,
         aliases=agreed.aliases,
         tree=agreed.tree,

@@ -12,28 +12,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor import Box, InterleavedShard, local_boxes
 
 from ._boxes import Part, is_first_replica
+from ._direct import PAGE_NBYTES
 from ._files import StoredTensor
 from ._group import Ranks
 from ._runs import Bytes, Runs, runs_of
+from ._scratch import Scratch
 from ._stream import FileWriter
 from ._tensor_bytes import flat_bytes
 
 MIN_RUN_NBYTES = 256 << 10
 _MIN_TENSOR_NBYTES = 1 << 20
 _MAX_RANKS = 256
-_ROUND_NBYTES = 4 << 20
-_PAGE_NBYTES = 4096
+# What a rank writes of an exchange, about as much as it sends and receives.
+_ROUND_NBYTES = 6 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +54,42 @@ class _Slab:
     start: int
     stop: int
 
-    def round(self, number: int) -> tuple[int, int]:
-        """Return the bytes of the slab that are exchanged in one round; perhaps none."""
+    def part(self, number: int) -> tuple[int, int]:
+        """Return the bytes of the slab that are exchanged in one go; perhaps none."""
         start = min(self.start + number * _ROUND_NBYTES, self.stop)
         return start, min(start + _ROUND_NBYTES, self.stop)
 
 
-class Scratch:
-    """Memory that stays allocated from one round to the next."""
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor to exchange, seen from one rank.
 
-    def __init__(self) -> None:
-        self._arrays: dict[str, Bytes] = {}
+    Attributes:
+        holders: Who holds what.
+        slabs: Who writes what.
+        own_slab: What this rank writes; perhaps nothing.
+        own_boxes: Where the boxes go that this rank sends; none for a copy.
+        packed: The bytes of these boxes.
+    """
 
-    def take(self, name: str, nbytes: int) -> Bytes:
-        """Return ``nbytes`` of the memory called ``name``, whatever is in it."""
-        if name not in self._arrays or len(self._arrays[name]) < nbytes:
-            self._arrays[name] = np.empty(nbytes, np.uint8)
-        return self._arrays[name][:nbytes]
+    holders: list[_Holder]
+    slabs: list[_Slab]
+    own_slab: _Slab
+    own_boxes: tuple[Runs, ...]
+    packed: list[memoryview]
 
 
 def needs_slabs(part: Part, itemsize: int) -> bool:
     """Return whether a tensor's shards are better exchanged; the same answer on every rank."""
-    if part.mesh_ranks is None or not 1 < len(part.mesh_ranks) <= _MAX_RANKS:
+    if part.layout.mesh_ranks is None or not 1 < len(part.layout.mesh_ranks) <= _MAX_RANKS:
         return False
     if itemsize * math.prod(part.shape) < _MIN_TENSOR_NBYTES:
         return False
-    if not any(_cuts_rows(placement) for placement in part.placements):
+    if not any(_cuts_rows(placement) for placement in part.layout.placements):
         return False
     box = next(boxes[0] for boxes in _boxes_by_rank(part).values() if boxes)
     runs = runs_of(part.shape, box, itemsize)
-    return len(runs.offsets) > 1 and runs.nbytes < MIN_RUN_NBYTES
+    return runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
 
 
 def _cuts_rows(placement: Placement) -> bool:
@@ -91,53 +99,85 @@ def _cuts_rows(placement: Placement) -> bool:
 
 
 def write_slabs(
-    writer: FileWriter | None, stored: StoredTensor, part: Part, ranks: Ranks, scratch: Scratch
+    writer: FileWriter | None,
+    tensors: Iterable[tuple[StoredTensor, Part]],
+    ranks: Ranks,
+    scratch: Scratch,
 ) -> Exception | None:
-    """Exchange a tensor's bytes and write this rank's slab. Every rank must call this.
+    """Exchange the bytes of tensors and write this rank's slabs. Every rank must call this.
 
     Args:
         writer: Where to write; None to take part only, because writing has failed already.
-        stored: Where the tensor lies.
-        part: What this rank holds of it.
-        ranks: All ranks, whether they hold something of it or not.
+        tensors: What to write: where each lies, and what this rank holds of it.
+        ranks: All ranks, whether they hold something of the tensors or not.
         scratch: Memory to use.
 
     Returns:
         What went wrong when writing: the other ranks cannot do without this one's bytes, so it
         must not be raised before everything is exchanged.
     """
-    assert part.mesh_ranks is not None
-    holders = [
-        _Holder(rank, tuple(_runs(stored, box) for box in boxes))
-        for rank, boxes in _boxes_by_rank(part).items()
-    ]
-    slabs = _slabs(stored, holders, part.mesh_ranks)
-    own_slab = next((slab for slab in slabs if slab.rank == ranks.rank), None)
-    own_boxes = next((holder.boxes for holder in holders if holder.rank == ranks.rank), ())
-    packed = [_packed(part.local[held.local_slices]) for held in part.boxes] if own_boxes else []
     failure: Exception | None = None
-    longest = max(slab.stop - slab.start for slab in slabs)
-    for number in range(-(-longest // _ROUND_NBYTES)):
-        sent = _outgoing(slabs, own_boxes, packed, number, ranks.size)
-        start, stop = (0, 0) if own_slab is None else own_slab.round(number)
-        counts = _incoming_counts(holders, start, stop, ranks.size)
-        received = _exchange(sent, counts, ranks, scratch)
-        if writer is not None and failure is None and start < stop:
-            try:
-                slab = scratch.take("slab", stop - start)
-                writer.write(start, _assembled(holders, received, counts, start, slab))
-            except Exception as error:
-                failure = error
+    for batch in _batches(tensors, ranks.rank):
+        counts = [_incoming_counts(tensor, number, ranks.size) for tensor, number in batch]
+        received = _exchange(batch, np.sum(counts, axis=0).tolist(), ranks, scratch)
+        for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
+            start, stop = tensor.own_slab.part(number)
+            if writer is not None and failure is None and start < stop:
+                try:
+                    slab = scratch.take("slab", stop - start)
+                    writer.write(start, _assembled(tensor.holders, pieces, start, slab))
+                except Exception as error:
+                    failure = error
     return failure
+
+
+def _batches(
+    tensors: Iterable[tuple[StoredTensor, Part]], rank: int
+) -> Iterator[list[tuple[_Tensor, int]]]:
+    """Yield parts of slabs, of one tensor or several, that are exchanged together."""
+    batch: list[tuple[_Tensor, int]] = []
+    filled = 0
+    for stored, part in tensors:
+        tensor = _seen_from(rank, stored, part)
+        longest = max(slab.stop - slab.start for slab in tensor.slabs)
+        for number in range(-(-longest // _ROUND_NBYTES)):
+            nbytes = min(_ROUND_NBYTES, longest - number * _ROUND_NBYTES)
+            if batch and filled + nbytes > _ROUND_NBYTES:
+                yield batch
+                batch, filled = [], 0
+            batch.append((tensor, number))
+            filled += nbytes
+    if batch:
+        yield batch
+
+
+def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
+    assert part.layout.mesh_ranks is not None
+    holders = [
+        _Holder(holder, tuple(_runs(stored, box) for box in boxes))
+        for holder, boxes in _boxes_by_rank(part).items()
+    ]
+    slabs = _slabs(stored, holders, part.layout.mesh_ranks)
+    nothing = _Slab(rank, stored.offset, stored.offset)
+    own_boxes = next((holder.boxes for holder in holders if holder.rank == rank), ())
+    return _Tensor(
+        holders=holders,
+        slabs=slabs,
+        own_slab=next((slab for slab in slabs if slab.rank == rank), nothing),
+        own_boxes=own_boxes,
+        packed=[_packed(held.of(part.local)) for held in part.boxes] if own_boxes else [],
+    )
 
 
 def _boxes_by_rank(part: Part) -> dict[int, tuple[Box, ...]]:
     """Return the boxes of the first replicas."""
-    assert part.mesh_ranks is not None
-    boxes = _boxes_by_coordinate(part.shape, part.mesh_shape, part.placements)
+    assert part.layout.mesh_ranks is not None
+    boxes = _boxes_by_coordinate(part.shape, part.layout.mesh_shape, part.layout.placements)
     return {
         rank: boxes[coordinate]
-        for rank, coordinate in zip(part.mesh_ranks, _coordinates(part.mesh_shape), strict=True)
+        for rank, coordinate in zip(
+            part.layout.mesh_ranks, _coordinates(part.layout.mesh_shape), strict=True
+        )
         if coordinate in boxes
     }
 
@@ -167,7 +207,7 @@ def _slabs(
     stored: StoredTensor, holders: list[_Holder], mesh_ranks: tuple[int, ...]
 ) -> list[_Slab]:
     """Divide a tensor's bytes so that ranks write near what they hold, on page boundaries."""
-    starts = {h.rank: int(h.boxes[0].offsets[0]) for h in holders if h.boxes}
+    starts = {h.rank: h.boxes[0].start for h in holders if h.boxes}
     order = sorted(mesh_ranks, key=lambda rank: (starts.get(rank, stored.offset), rank))
     shares = page_shares(stored, len(order))
     return [_Slab(rank, start, stop) for rank, (start, stop) in zip(order, shares, strict=True)]
@@ -179,7 +219,7 @@ def page_shares(stored: StoredTensor, count: int) -> list[tuple[int, int]]:
     cuts = [stored.offset]
     for index in range(1, count):
         cut = stored.offset + stored.nbytes * index // count
-        cuts.append(min(end, -(-cut // _PAGE_NBYTES) * _PAGE_NBYTES))
+        cuts.append(min(end, -(-cut // PAGE_NBYTES) * PAGE_NBYTES))
     cuts.append(end)
     return list(itertools.pairwise(cuts))
 
@@ -192,27 +232,22 @@ def _packed(source: torch.Tensor) -> memoryview:
     return view
 
 
-def _outgoing(
-    slabs: list[_Slab],
-    boxes: tuple[Runs, ...],
-    packed: list[memoryview],
-    number: int,
-    num_ranks: int,
-) -> list[list[memoryview]]:
-    """Return what goes to each rank in a round."""
+def _outgoing(tensor: _Tensor, number: int, num_ranks: int) -> list[list[memoryview]]:
+    """Return what goes to each rank."""
     outgoing: list[list[memoryview]] = [[] for _ in range(num_ranks)]
-    for slab in slabs:
-        start, stop = slab.round(number)
-        for runs, content in zip(boxes, packed, strict=True):
+    for slab in tensor.slabs:
+        start, stop = slab.part(number)
+        for runs, content in zip(tensor.own_boxes, tensor.packed, strict=True):
             lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
             if lower < upper:
                 outgoing[slab.rank].append(content[lower:upper])
     return outgoing
 
 
-def _incoming_counts(holders: list[_Holder], start: int, stop: int, num_ranks: int) -> list[int]:
+def _incoming_counts(tensor: _Tensor, number: int, num_ranks: int) -> list[int]:
+    start, stop = tensor.own_slab.part(number)
     counts = [0] * num_ranks
-    for holder in holders:
+    for holder in tensor.holders:
         counts[holder.rank] = sum(
             runs.bytes_before(stop) - runs.bytes_before(start) for runs in holder.boxes
         )
@@ -220,31 +255,39 @@ def _incoming_counts(holders: list[_Holder], start: int, stop: int, num_ranks: i
 
 
 def _exchange(
-    sent: list[list[memoryview]], counts: list[int], ranks: Ranks, scratch: Scratch
+    batch: list[tuple[_Tensor, int]], counts: list[int], ranks: Ranks, scratch: Scratch
 ) -> Bytes:
-    lengths = [sum(map(len, pieces)) for pieces in sent]
+    """Send what others write, and return what they have sent, in the order of ranks."""
+    by_tensor = [_outgoing(tensor, number, ranks.size) for tensor, number in batch]
+    by_rank = [list(itertools.chain(*pieces)) for pieces in zip(*by_tensor, strict=True)]
+    lengths = [sum(map(len, pieces)) for pieces in by_rank]
     outgoing = scratch.take("outgoing", sum(lengths))
     position = 0
-    for piece in (piece for pieces in sent for piece in pieces):
+    for piece in itertools.chain(*by_rank):
         outgoing[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
         position += len(piece)
     incoming = scratch.take("incoming", sum(counts))
-    dist.all_to_all_single(
-        torch.from_numpy(incoming), torch.from_numpy(outgoing), counts, lengths, group=ranks.group
-    )
+    ranks.exchange(outgoing, lengths, incoming, counts)
     return incoming
 
 
-def _assembled(
-    holders: list[_Holder], received: Bytes, counts: list[int], start: int, slab: Bytes
-) -> memoryview:
+def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]]:
+    """Yield, for each part of a batch, what each rank has sent of it."""
+    # Rows are parts, columns are ranks; what one rank sends of all parts lies together.
+    lengths = np.array(counts, np.int64)
+    stops: list[list[int]] = np.cumsum(lengths.T).reshape(lengths.T.shape).T.tolist()
+    for row_stops, row in zip(stops, counts, strict=True):
+        yield [received[stop - n : stop] for stop, n in zip(row_stops, row, strict=True)]
+
+
+def _assembled(holders: list[_Holder], pieces: list[Bytes], start: int, slab: Bytes) -> memoryview:
     """Put ``slab``, the bytes of the file from ``start`` on, together from all holders."""
     stop = start + len(slab)
-    firsts = np.cumsum([0, *counts])
     for holder in holders:
-        position = int(firsts[holder.rank])
+        position = 0
         for runs in holder.boxes:
             lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
-            runs.scatter(received[position : position + upper - lower], lower, slab, start)
+            packed = pieces[holder.rank][position : position + upper - lower]
+            runs.scatter(packed, lower, slab, start)
             position += upper - lower
-    return memoryview(slab)  # pyright: ignore[reportArgumentType]: see flat_bytes
+    return slab.data

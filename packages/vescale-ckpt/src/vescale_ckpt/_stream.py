@@ -20,11 +20,9 @@ from pathlib import Path
 from types import TracebackType
 
 from ._crc import PartialSums
+from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
 
-_PAGE_NBYTES = 4096
 _BUFFER_NBYTES = 4 << 20
-# Fewer bytes than this are not worth a request of their own to the disk.
-_MIN_DIRECT_NBYTES = 64 << 10
 
 
 class Buffers(AbstractContextManager["Buffers"]):
@@ -65,14 +63,14 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         # The stretch of the file in the current buffer, whose byte 0 is that at ``_base``.
         self._base = self._start = self._stop = 0
         self._cached = os.open(path, os.O_WRONLY)
-        self._direct = _open_direct(path)
+        self._direct = open_direct(path, os.O_WRONLY)
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; cheapest if ``offset`` is where the last write ended."""
         while view:
             if offset != self._stop or self._stop == self._base + _BUFFER_NBYTES:
                 self._flush()
-                self._base = offset // _PAGE_NBYTES * _PAGE_NBYTES
+                self._base = offset // PAGE_NBYTES * PAGE_NBYTES
                 self._start = self._stop = offset
             position = offset - self._base
             count = min(len(view), _BUFFER_NBYTES - position)
@@ -129,9 +127,9 @@ class FileWriter(AbstractContextManager["FileWriter"]):
 
     def _write_stretch(self, start: int, view: memoryview) -> None:
         stop = start + len(view)
-        first = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
-        last = stop // _PAGE_NBYTES * _PAGE_NBYTES
-        if self._direct is None or last - first < _MIN_DIRECT_NBYTES:
+        first = -(-start // PAGE_NBYTES) * PAGE_NBYTES
+        last = stop // PAGE_NBYTES * PAGE_NBYTES
+        if self._direct is None or last - first < MIN_DIRECT_NBYTES:
             _write(self._cached, start, view)
             return
         _write(self._cached, start, view[: first - start])
@@ -143,15 +141,6 @@ class FileWriter(AbstractContextManager["FileWriter"]):
             # This file system wants another alignment than any we know.
             _write(self._cached, first, view[first - start : last - start])
         _write(self._cached, last, view[last - start :])
-
-
-def _open_direct(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOTSUP):
-            return None
-        raise
 
 
 def _write(descriptor: int, offset: int, view: memoryview) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,19 +62,27 @@ def _optimizer_template(
 
     State of the shape of its parameter is sharded like the parameter; all other state is plain
     tensors on the CPU, and ``load_state_dict`` moves it to where it belongs.
+    What is larger than a matrix of the parameter's elements is no state of it, whatever the
+    checkpoint says.
     """
     current = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, Any] = {index: dict(item) for index, item in current["state"].items()}
     for path, tensor in saved.items():
         match path.split(".", 2):
-            case ["state", number, name] if number.isdecimal() and int(number) < len(parameters):
+            case ["state", number, name] if _is_state(number, tensor, parameters):
                 state.setdefault(int(number), {}).setdefault(
                     name, _allocate(tensor, parameters[int(number)])
                 )
             case _:
                 pass
     return {**current, "state": state}
+
+
+def _is_state(number: str, saved: SavedTensor, parameters: Sequence[torch.Tensor]) -> bool:
+    if not number.isdecimal() or len(number) > 9 or int(number) >= len(parameters):
+        return False
+    return math.prod(saved.shape) <= max(parameters[int(number)].numel(), 1) ** 2
 
 
 def _allocate(saved: SavedTensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# While one thread compares checksums the other keeps the disk busy.
-_NUM_THREADS = 2
+# While one thread compares checksums the others keep the disk busy.
+_NUM_THREADS = 3
 
 
 def in_threads(work: Callable[[T], object], items: Iterable[T]) -> None:

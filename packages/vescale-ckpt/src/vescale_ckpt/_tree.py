@@ -1,8 +1,9 @@
 """State as data: nested dicts turned into tagged JSON with references to tensors, and back.
 
 Plain JSON stands for itself. What JSON lacks is an object with a single key that starts with
-a dollar sign: ``{"$tensor": key}``, ``{"$tuple": [...]}``, ``{"$float": "inf"}``, and
-``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain strings.
+a dollar sign: ``{"$tensor": key}``, ``{"$tuple": [...]}``, ``{"$float": "inf"}``,
+``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain strings, and
+``{"$per_rank": [...]}`` with the value of every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
-from .exceptions import CheckpointError, CorruptCheckpointError
+from ._per_rank import PerRank
+from .exceptions import CheckpointError, CorruptCheckpointError, MismatchError
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -38,12 +40,17 @@ class Encoded:
         tensors: The tensors it refers to, by dotted key.
         groups: The top-level key of each tensor and its key below that.
         values: Every Python value by its dotted key, to compare ranks.
+        per_rank: What each rank has its own of, by dotted key: a list, part of the tree, with
+            this rank's value.
+        per_rank_tensors: The keys of the tensors in those values.
     """
 
     tree: dict[str, Json]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     groups: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     values: dict[str, Json] = field(default_factory=dict[str, Json])
+    per_rank: dict[str, list[Json]] = field(default_factory=dict[str, list[Json]])
+    per_rank_tensors: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def note(self, path: tuple[str | int, ...], value: Json) -> None:
         """Remember a Python value; keys that look alike when dotted are told apart."""
@@ -55,7 +62,7 @@ class Encoded:
 
 def dotted(path: tuple[str | int, ...]) -> str:
     """Return the key of a leaf as messages and files show it."""
-    return ".".join(str(part) for part in path)
+    return ".".join(map(str, path))
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
@@ -76,6 +83,8 @@ def encode(state: Mapping[str, Any]) -> Encoded:
 def _encode(value: Any, path: tuple[str | int, ...], encoded: Encoded) -> Json:
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, encoded)
+    if isinstance(value, PerRank):
+        return _encode_per_rank(value, path, encoded)
     if isinstance(value, Stateful):
         return _encode(value.state_dict(), path, encoded)
     if isinstance(value, Mapping):
@@ -104,6 +113,22 @@ def _encode_tensor(
     encoded.tensors[key] = tensor
     encoded.groups[key] = (str(path[0]), dotted(path[1:])) if len(path) > 1 else ("", key)
     return {"$tensor": key}
+
+
+def _encode_per_rank(value: PerRank, path: tuple[str | int, ...], encoded: Encoded) -> Json:
+    own = Encoded({})
+    node = [_encode(value.value, path, own)]
+    if own.per_rank:
+        raise CheckpointError(f"{dotted(path)!r} is a PerRank in a PerRank; leave out one")
+    for key in own.tensors:
+        if key in encoded.tensors:
+            raise CheckpointError(f"two tensors of the state have the key {key!r}")
+    encoded.tensors.update(own.tensors)
+    encoded.groups.update(own.groups)
+    encoded.note(path, "per rank")
+    encoded.per_rank[dotted(path)] = node
+    encoded.per_rank_tensors[dotted(path)] = list(own.tensors)
+    return {"$per_rank": node}
 
 
 def _encode_mapping(
@@ -163,10 +188,20 @@ def elements_of(node: Json) -> list[Json] | None:
     return None
 
 
+def ranks_of(node: Json) -> list[Json] | None:
+    """Return the values that ranks have saved, one if all were the same, otherwise None."""
+    if isinstance(node, dict) and _tag(node) == "$per_rank":
+        values = node["$per_rank"]
+        return values if isinstance(values, list) and values else None
+    return None
+
+
 def references(node: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, tensor key) for every tensor that a tree refers to."""
     if is_reference(node):
         yield dotted(path), node["$tensor"]
+    elif (values := ranks_of(node)) is not None:
+        yield from dict.fromkeys(found for value in values for found in references(value, path))
     elif (items := items_of(node)) is not None:
         for key, item in items:
             yield from references(item, (*path, key))
@@ -198,6 +233,10 @@ def _decode_tagged(node: dict[str, Json], tensor: Callable[[str], Any]) -> Any:
             return float(text)
         case "$dict", {"$dict": pairs}:
             return {key: decode(item, tensor) for key, item in _pairs(pairs)}
+        case "$per_rank", {"$per_rank": list()}:
+            raise MismatchError(
+                f"{_short(node)} was saved for each rank, which has a place in PerRank only"
+            )
         case "$counter", {"$counter": pairs}:
             return Counter({key: decode(item, tensor) for key, item in _pairs(pairs)})
         case _:

@@ -7,9 +7,9 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from ._open import open_checkpoint
 from ._read import Blocks, Reader
 from ._record import Record
 from .exceptions import CheckpointError, CorruptCheckpointError
@@ -24,12 +24,12 @@ def verify(
     """Read every byte of a checkpoint and return what is wrong with it, nothing if all is well.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory or URL.
         num_threads: How many blocks to read at the same time.
         progress: Called with the number of blocks done and to do.
     """
     try:
-        with Reader(Path(path)) as reader:
+        with open_checkpoint(path) as reader:
             return [*_wrong_blocks(reader, num_threads, progress), *_wrong_headers(reader)]
     except OSError as error:
         return [f"cannot read {path}: {error}"]
@@ -92,6 +92,6 @@ def _header(reader: Reader, name: str) -> dict[str, Any]:
 def _expected_header(record: Record, name: str) -> dict[str, Any]:
     return {
         tensor.name: [tensor.dtype, list(tensor.shape), tensor.offset]
-        for tensor in record.tensors.values()
+        for _, tensor in record.extents()
         if tensor.file == name
     }

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ._boxes import Part
@@ -16,9 +15,11 @@ from ._crc import PartialSums
 from ._files import FilePlan
 from ._group import Ranks
 from ._runs import Runs, runs_of
-from ._slabs import MIN_RUN_NBYTES, Scratch, page_shares, write_slabs
+from ._scratch import Scratch
+from ._slabs import MIN_RUN_NBYTES, page_shares, write_slabs
 from ._stream import Buffers, FileWriter
 from ._tensor_bytes import packed_chunks
+from .exceptions import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,6 @@ class Work:
     exchanged: Mapping[str, Part]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What a rank has written of one file: how much, and a register for each block."""
-
-    nbytes: int
-    blocks: dict[int, int]
-
-
 def create_files(directory: Path, plan: FilePlan) -> None:
     """Create the files in full length, so that a full disk is found before anything else."""
     for name, file in plan.files.items():
@@ -72,21 +65,21 @@ def create_files(directory: Path, plan: FilePlan) -> None:
 
 
 def write_files(
-    directory: Path, plan: FilePlan, work: Work, *, ranks: Ranks, block_nbytes: int
-) -> dict[str, Written]:
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    sums: Mapping[str, PartialSums],
+    ranks: Ranks,
+) -> None:
     """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
 
     Args:
         directory: Where the files are.
         plan: Where each tensor lies.
         work: What this rank has to write. Rank 0 writes the files' heads, too.
+        sums: For each file, what takes account of the bytes written.
         ranks: All ranks.
-        block_nbytes: Length of the blocks that have a checksum each.
-
-    Returns:
-        What was written, by file.
     """
-    sums = {name: PartialSums(file.nbytes, block_nbytes) for name, file in plan.files.items()}
     with Buffers() as buffers:
         failure = _write_exchanged(directory, plan, work, sums, buffers, ranks)
         if failure is not None:
@@ -101,11 +94,6 @@ def write_files(
                 for piece in sorted(pieces.get(name, []), key=lambda p: p.offset):
                     _write_piece(writer, piece)
                 writer.finish()
-    return {
-        name: Written(nbytes=partial.written_nbytes, blocks=partial.folded())
-        for name, partial in sums.items()
-        if partial.written_nbytes
-    }
 
 
 def _write_exchanged(
@@ -117,7 +105,7 @@ def _write_exchanged(
     ranks: Ranks,
 ) -> Exception | None:
     """Write slabs; see [Note: slabs]. Takes part in every exchange whatever goes wrong."""
-    failure: Exception | None = None
+    failure = _invisible(directory)
     scratch = Scratch()
     by_file: dict[str, list[str]] = {}
     for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
@@ -129,16 +117,25 @@ def _write_exchanged(
                 writer = stack.enter_context(FileWriter(directory / name, sums[name], buffers))
             except Exception as error:
                 failure = failure or error
-            for key in by_file[name]:
-                usable = writer if failure is None else None
-                error = write_slabs(usable, plan.tensors[key], work.exchanged[key], ranks, scratch)
-                failure = failure or error
+            usable = writer if failure is None else None
+            tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
+            error = write_slabs(usable, tensors, ranks, scratch)
+            failure = failure or error
             try:
                 if writer is not None:
                     writer.finish()
             except Exception as error:
                 failure = failure or error
     return failure
+
+
+def _invisible(directory: Path) -> Exception | None:
+    if directory.is_dir():
+        return None
+    return CheckpointError(
+        f"{directory}, made by rank 0, is not visible here; save to a path on a file system that "
+        f"all ranks share"
+    )
 
 
 def _by_file(pieces: Iterable[_Piece]) -> dict[str, list[_Piece]]:
@@ -154,20 +151,20 @@ def _pieces(plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
             if held.box.numel:
                 stored = plan.tensors[key]
                 runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
-                source = part.local[held.local_slices]
+                source = held.of(part.local)
                 yield _Piece(stored.file, runs, source, 0, runs.total_nbytes)
     for key, part in work.shared.items():
         stored = plan.tensors[key]
         start, stop = page_shares(stored, ranks.size)[ranks.rank]
         if start < stop:
-            runs = Runs(np.array([stored.offset]), stored.nbytes)
+            runs = Runs(stored.offset, stored.nbytes)
             lower, upper = start - stored.offset, stop - stored.offset
             yield _Piece(stored.file, runs, part.local, lower, upper)
 
 
 def _write_piece(writer: FileWriter, piece: _Piece) -> None:
     runs = piece.runs
-    scattered = len(runs.offsets) > 1 and runs.nbytes < MIN_RUN_NBYTES
+    scattered = runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
     # The page cache is better at putting short runs together than the disk.
     write = writer.write_through_cache if scattered else writer.write
     start = 0

@@ -1,96 +1,174 @@
-"""The command line: ``vescale-ckpt inspect PATH`` and ``vescale-ckpt verify PATH``."""
+"""Look at checkpoints, check, compare, copy and delete them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ._commit import read_record
-from ._record import Record
-from ._tree import Json, elements_of, is_reference, items_of
-from ._verify import verify
-from .exceptions import CheckpointError
+import torch
 
-_MAX_VALUE_LENGTH = 60
+from ._convert import convert, open_source
+from ._diff import differences
+from ._inspect import amount, describe
+from ._open import read_record
+from ._series import remove_older
+from ._verify import verify
+
+_DTYPES = {
+    str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vescale-ckpt", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="show what a checkpoint holds")
-    check = commands.add_parser("verify", help="read every byte and compare checksums")
-    for command in (inspect, check):
-        command.add_argument("path", type=Path)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    inspect = command("inspect", _inspect, "show what a checkpoint holds")
+    inspect.add_argument("path", type=_place)
+
+    check = command("verify", _verify, "read every byte and compare checksums")
+    check.add_argument("path", type=_place)
     check.add_argument("--threads", type=int, default=4, help="blocks read at the same time")
-    options = parser.parse_args(arguments)
-    if options.command == "inspect":
-        return _inspect(options.path)
-    return _verify(options.path, options.threads)
+
+    diff = command("diff", _diff, "show in what two checkpoints differ, of any formats")
+    diff.add_argument("a", type=_place)
+    diff.add_argument("b", type=_place)
+    _add_key(diff)
+
+    copy = command("convert", _convert, "write a checkpoint in another format, tensor by tensor")
+    copy.add_argument("source", type=_place, help="ours, HuggingFace's or DCP's")
+    copy.add_argument("target", type=_place)
+    copy.add_argument("--to", choices=["vescale", "hf", "dcp"], required=True)
+    copy.add_argument("--dtype", choices=sorted(_DTYPES), help="of floats, for hf only")
+    _add_max_file(copy)
+    _add_key(copy)
+
+    reshard = command(
+        "reshard",
+        _reshard,
+        "copy a checkpoint into files of another length; to load it on another number of ranks, "
+        "or under another plan, there is no need for that",
+    )
+    reshard.add_argument("source", type=_place)
+    reshard.add_argument("target", type=_place)
+    _add_max_file(reshard)
+
+    gc = command("gc", _gc, "delete all but the last whole checkpoints of a directory")
+    gc.add_argument("directory", type=Path)
+    gc.add_argument("--keep", type=int, required=True, help="how many to keep")
+    gc.add_argument("--prefix", help="what their names begin with, if not all begin alike")
+    gc.add_argument("--thorough", action="store_true", help="read every byte of those to keep")
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    return parser
 
 
-def _inspect(path: Path) -> int:
-    try:
-        record = read_record(path)
-    except (OSError, CheckpointError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    for line in describe(record):
+def _place(text: str) -> Path | str:
+    """Return a path, or a URL as it is: a path has no double slashes."""
+    return text if "://" in text else Path(text)
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--key", default="model", help="the part that HuggingFace files hold")
+
+
+def _add_max_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-file-nbytes", type=int, help="when to begin another file")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    for line in describe(read_record(options.path)):
         print(line)
     return 0
 
 
-def describe(record: Record) -> list[str]:
-    """Return the lines that ``inspect`` prints."""
-    lines = [f"{_amount(file.nbytes):>10}  {name}" for name, file in record.files.items()]
-    total = sum(tensor.nbytes for tensor in record.tensors.values())
-    lines += [f"{_amount(total):>10}  in {len(record.tensors)} tensors", ""]
-    for key, node in record.tree.items():
-        lines += _node_lines(record, key, node, 0)
-    return lines
-
-
-def _node_lines(record: Record, key: str | int, node: Json, depth: int) -> list[str]:
-    indent = "  " * depth
-    if is_reference(node):
-        reference = node["$tensor"]
-        stored = record.stored(reference)
-        alias = record.aliases.get(reference)
-        shape = "x".join(map(str, stored.shape)) or "scalar"
-        same = f", the same as {alias}" if alias else ""
-        return [f"{indent}{key}: {stored.dtype} {shape}, {_amount(stored.nbytes)}{same}"]
-    children = items_of(node)
-    if children is None and (elements := elements_of(node)) is not None:
-        children = list(enumerate(elements))
-    text = json.dumps(node)
-    if not children or (len(text) <= _MAX_VALUE_LENGTH and "$tensor" not in text):
-        return [f"{indent}{key} = {text[:_MAX_VALUE_LENGTH]}"]
-    lines = [f"{indent}{key}"]
-    for name, child in children:
-        lines += _node_lines(record, name, child, depth + 1)
-    return lines
-
-
-def _amount(nbytes: int) -> str:
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.4g} {unit}"
-        amount /= 1000
-    return f"{amount:.4g} TB"
-
-
-def _verify(path: Path, num_threads: int) -> int:
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty() and (done % 64 == 0 or done == total):
-            print(f"\r{done} of {total} blocks", end="", file=sys.stderr, flush=True)
-
-    complaints = verify(path, num_threads=num_threads, progress=progress)
+def _verify(options: argparse.Namespace) -> int:
+    complaints = verify(options.path, num_threads=options.threads, progress=_show("blocks"))
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if not complaints:
-        print(f"{path}: every byte is as it was saved")
+        print(f"{options.path}: every byte is as it was saved")
     return 1 if complaints else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    with open_source(options.a, options.key) as a, open_source(options.b, options.key) as b:
+        found = list(differences(a, b, _show("bytes")))
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    convert(
+        options.source,
+        options.target,
+        options.to,
+        key=options.key,
+        dtype=_DTYPES[options.dtype] if options.dtype else None,
+        max_file_nbytes=options.max_file_nbytes,
+        progress=_show("bytes"),
+    )
+    return 0
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    convert(
+        options.source,
+        options.target,
+        "vescale",
+        key="model",
+        dtype=None,
+        max_file_nbytes=options.max_file_nbytes,
+        progress=_show("bytes"),
+    )
+    return 0
+
+
+def _gc(options: argparse.Namespace) -> int:
+    removed = remove_older(
+        options.directory,
+        keep_last=options.keep,
+        prefix=options.prefix,
+        thorough=options.thorough,
+        dry_run=options.dry_run,
+    )
+    for path in removed:
+        print(f"would delete {path}" if options.dry_run else f"deleted {path}")
+    return 0
+
+
+def _show(unit: str) -> Callable[[int, int], None]:
+    """Return what shows progress on a terminal."""
+    shown = [-1]
+
+    def show(done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if sys.stderr.isatty() and percent != shown[0]:
+            shown[0] = percent
+            counts = (
+                f"{amount(done)} of {amount(total)}" if unit == "bytes" else f"{done} of {total}"
+            )
+            end = "\n" if done == total else ""
+            print(f"\r{counts} {unit}   ", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,97 @@
+"""Open checkpoints of any format to copy and to compare them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ._commit import interrupted
+from ._dcp import DcpSource
+from ._dcp_export import write_dcp
+from ._export import MAX_EXPORTED_FILE_NBYTES, Names, write_safetensors
+from ._files import MAX_FILE_NBYTES
+from ._huggingface import open_safetensors
+from ._open import open_checkpoint
+from ._selection import Selection
+from ._sequential import FileSource, Progress, write_checkpoint_from
+from .exceptions import CheckpointError
+
+Format = Literal["vescale", "hf", "dcp"]
+
+
+def format_of(path: Path) -> Format:
+    """Return which format a checkpoint has."""
+    if path.is_file():
+        return "hf"
+    if (path / "vescale.json").exists() or interrupted(path) is not None:
+        return "vescale"
+    if (path / ".metadata").exists():
+        return "dcp"
+    if any(path.glob("*.safetensors")):
+        return "hf"
+    raise CheckpointError(
+        f"there is no checkpoint at {path}: neither vescale.json, nor safetensors files, nor the "
+        f".metadata of torch.distributed.checkpoint"
+    )
+
+
+@contextmanager
+def open_source(path: Path | str, key: str) -> Iterator[FileSource | DcpSource]:
+    """Open a checkpoint of any format.
+
+    Args:
+        path: Where it is; a URL, which is text, holds one of ours.
+        key: The top-level key below which a HuggingFace model's tensors are to appear.
+    """
+    if isinstance(path, str):
+        with open_checkpoint(path) as reader:
+            yield FileSource(reader)
+        return
+    path = Path(os.path.abspath(path))
+    match format_of(path):
+        case "vescale":
+            with open_checkpoint(path) as reader:
+                yield FileSource(reader)
+        case "hf":
+            with open_safetensors(path, {}, below=key) as reader:
+                yield FileSource(reader)
+        case "dcp":
+            yield DcpSource(path, Selection())
+
+
+def convert(
+    source: Path | str,
+    target: Path | str,
+    to: Format,
+    *,
+    key: str,
+    dtype: torch.dtype | None,
+    max_file_nbytes: int | None,
+    progress: Progress,
+) -> None:
+    """Write a checkpoint in another format, or in other files.
+
+    Raises:
+        CheckpointError: If it cannot be read or written, or an option has no meaning here.
+    """
+    if to != "hf" and dtype is not None:
+        raise CheckpointError("dtypes are converted for HuggingFace only; a load has cast=True")
+    with open_source(source, key) as opened:
+        if to == "vescale":
+            limit = max_file_nbytes or MAX_FILE_NBYTES
+            write_checkpoint_from(opened, target, max_file_nbytes=limit, progress=progress)
+        elif to == "hf":
+            names = Names(key=key, rename={}, skip=(), dtype=dtype)
+            limit = max_file_nbytes or MAX_EXPORTED_FILE_NBYTES
+            write_safetensors(opened, target, names, limit, progress)
+        elif max_file_nbytes is not None:
+            raise CheckpointError("torch's writer decides how large its files are")
+        elif isinstance(opened, DcpSource):
+            raise CheckpointError(f"{source} is a DCP checkpoint already")
+        else:
+            write_dcp(opened, target, progress)

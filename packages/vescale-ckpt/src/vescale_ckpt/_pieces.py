@@ -1,0 +1,138 @@
+"""Pieces of stored tensors, and the memory that their bytes go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vescale_dtensor import Box, LocalBox
+
+from ._boxes import Part
+from ._dtypes import DTYPES
+from ._files import StoredTensor
+from ._record import Record, StoredBox
+from ._runs import Bytes, Runs, runs_of
+from ._tensor_bytes import flat_bytes
+
+
+class Piece(NamedTuple):
+    """A box of a stored tensor and the memory it is to be read into.
+
+    Attributes:
+        key: What the state calls the tensor.
+        stored: Where the whole tensor lies.
+        runs: Where the box lies.
+        target: Memory of the shape of the box, of any device, strides and dtype.
+    """
+
+    key: str
+    stored: StoredTensor
+    runs: Runs
+    target: torch.Tensor
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an element may lie in two blocks and has to be converted nevertheless."""
+        return self.stored.offset % self.stored.itemsize != 0 and self._flat() is None
+
+    def fill_from(self, source: Bytes, base: int) -> None:
+        """Take what there is of the box in consecutive bytes of the file, from ``base`` on."""
+        lower = self.runs.bytes_before(base)
+        upper = self.runs.bytes_before(base + len(source))
+        if (flat := self._flat()) is not None:
+            self.runs.gather(source, base, lower, flat[lower:upper])
+        elif lower < upper:
+            packed = np.empty(upper - lower, np.uint8)
+            self.runs.gather(source, base, lower, packed)
+            self.put(lower, packed)
+
+    @torch.no_grad()
+    def put(self, start: int, packed: Bytes) -> None:
+        """Put consecutive bytes of the packed box, whole elements, where they belong.
+
+        Args:
+            start: Which byte of the packed box the first of them is.
+            packed: The bytes.
+        """
+        if (flat := self._flat()) is not None:
+            flat[start : start + len(packed)] = packed
+            return
+        itemsize = self.stored.itemsize
+        if packed.ctypes.data % itemsize:
+            packed = packed.copy()
+        values = torch.from_numpy(packed).view(DTYPES[self.stored.dtype])
+        position = 0
+        for view in _views(self.target, start // itemsize, start // itemsize + len(values)):
+            view.copy_(values[position : position + view.numel()].view(view.shape))
+            position += view.numel()
+
+    def _flat(self) -> Bytes | None:
+        """Return the memory of ``target`` if it is to hold just the bytes of the box."""
+        if self.target.dtype != DTYPES[self.stored.dtype]:
+            return None
+        view = flat_bytes(self.target)
+        return None if view is None else np.frombuffer(view, np.uint8)
+
+
+def _views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield views that make up elements ``start`` to ``stop`` in row-major order."""
+    if start == stop:
+        return
+    if stop - start == tensor.numel():
+        yield tensor
+        return
+    row = tensor[0].numel()
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _views(tensor[first], head, tail)
+        return
+    if head:
+        yield from _views(tensor[first], head, row)
+        first += 1
+    if first < last:
+        yield tensor[first:last]
+    if tail:
+        yield from _views(tensor[last], 0, tail)
+
+
+def pieces_of(record: Record, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
+    """Return what has to be read to fill this rank's part of ``targets``, in file order."""
+    pieces: list[Piece] = []
+    for part, key in targets:
+        boxes = record.boxes_of(key)
+        for held in part.boxes:
+            if not held.box.numel:
+                continue
+            if len(boxes) == 1:
+                pieces.append(_piece(key, boxes[0].stored, held, part.local))
+            else:
+                pieces += _pieces_from(key, boxes, held, part.local)
+    return sorted(pieces, key=lambda piece: (piece.stored.file, piece.runs.start))
+
+
+def _pieces_from(
+    key: str, boxes: Iterable[StoredBox], held: LocalBox, local: torch.Tensor
+) -> Iterator[Piece]:
+    """Yield what of each stored box lies in a box of this rank."""
+    target = held.of(local)
+    for box, stored in boxes:
+        common = box.intersect(held.box)
+        if common is not None and common.numel:
+            runs = runs_of(box.shape, within(common, box), stored.itemsize, stored.offset)
+            yield Piece(key, stored, runs, target[within(common, held.box).slices])
+
+
+def within(inner: Box, outer: Box) -> Box:
+    """Return the elements of ``inner`` as counted from the first of ``outer``."""
+    offset = tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+    return Box(offset, inner.shape)
+
+
+def _piece(key: str, stored: StoredTensor, held: LocalBox, local: torch.Tensor) -> Piece:
+    runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
+    target = local if held.box.shape == local.shape else held.of(local)
+    return Piece(key, stored, runs, target)
