@@ -275,7 +275,7 @@ def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]
     """Yield, for each part of a batch, what each rank has sent of it."""
     # Rows are parts, columns are ranks; what one rank sends of all parts lies together.
     lengths = np.array(counts, np.int64)
-    stops: list[list[int]] = np.cumsum(lengths.T).reshape(lengths.T.shape).T.tolist()
+    stops = np.cumsum(lengths.T).reshape(lengths.T.shape).T
     for row_stops, row in zip(stops, counts, strict=True):
         yield [received[stop - n : stop] for stop, n in zip(row_stops, row, strict=True)]
 
