@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import vescale
+from vescale_ckpt import RngState
 from vescale_testing import World
 
 from .models import HandWritten, build
@@ -85,6 +86,7 @@ class Outcome:
     losses: list[float]
     tensors: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+    random_state: Tensor
 
 
 def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -104,7 +106,9 @@ def uninterrupted(name: str) -> Outcome:
     _, loader = vescale.parallelize(plan, nn.Linear(1, 1), None, None, dataset)
     losses = train(model, optimizer, halving(optimizer), loader, END)
     parameters = {fqn: whole(p) for fqn, p in model.named_parameters()}
-    return Outcome(losses=losses, tensors={}, parameters=parameters)
+    return Outcome(
+        losses=losses, tensors={}, parameters=parameters, random_state=torch.get_rng_state()
+    )
 
 
 def start(name: str, constraints: Constraints, *, deferred: bool) -> dict[str, Any]:
@@ -118,19 +122,24 @@ def save(path: str, name: str, constraints: Constraints) -> Outcome:
     torch.manual_seed(0)
     state = start(name, constraints, deferred=True)
     losses = train(**state, steps=STOP)
-    vescale.save(path, {**state, "step": STOP})
+    vescale.save(path, {**state, "step": STOP, "random": RngState()})
     tensors = values(state["model"], state["optimizer"])
-    return Outcome(losses=losses, tensors=tensors, parameters={})
+    return Outcome(
+        losses=losses, tensors=tensors, parameters={}, random_state=torch.get_rng_state()
+    )
 
 
 def resume(path: str, name: str, constraints: Constraints, deferred: bool) -> Outcome:
     torch.manual_seed(1)  # what is loaded must not depend on where the model started
     state = start(name, constraints, deferred=deferred)
-    assert vescale.load(path, {**state, "step": 0})["step"] == STOP
+    assert vescale.load(path, {**state, "step": 0, "random": RngState()})["step"] == STOP
+    random_state = torch.get_rng_state()
     tensors = values(state["model"], state["optimizer"])
     losses = train(**state, steps=END - STOP)
     parameters = {fqn: whole(p) for fqn, p in state["model"].named_parameters()}
-    return Outcome(losses=losses, tensors=tensors, parameters=parameters)
+    return Outcome(
+        losses=losses, tensors=tensors, parameters=parameters, random_state=random_state
+    )
 
 
 @pytest.fixture
@@ -147,6 +156,7 @@ def check(
     saved = worlds[ranks].run(save, str(path), name, constraints)
     ranks, constraints = KINDS[after]
     for outcome in worlds[ranks].run(resume, str(path), name, constraints, deferred):
+        assert torch.equal(outcome.random_state, saved[0].random_state)
         assert outcome.tensors.keys() == saved[0].tensors.keys()
         for key, tensor in saved[0].tensors.items():
             assert torch.equal(outcome.tensors[key], tensor), key
