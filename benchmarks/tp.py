@@ -205,6 +205,7 @@ def build(config: LlamaConfig, only: list[str] | None) -> tuple[dict[str, Conten
         "transformers": transformers_plan,
         "vescale": lambda config: ours(config, {}),
         "vescale sequence": lambda config: ours(config, {"tensor_parallel.sequence": True}),
+        "vescale overlap": lambda config: ours(config, {"tensor_parallel.overlap": 2}),
     }
     runs: dict[str, Contender] = {}
     notes: list[str] = []

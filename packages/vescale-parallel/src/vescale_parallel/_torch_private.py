@@ -44,19 +44,22 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def group_timeout() -> timedelta:
-    """Return how long a collective of the default group waits.
+def group_timeout() -> timedelta | None:
+    """Return how long a collective of the default group waits, None if it has no limit.
 
     Groups made later, a mesh's among them, otherwise wait for torch's own half hour.
     """
     group: Any = _get_default_group()
     device = "cuda" if "cuda" in str(group._device_types) else "cpu"
-    return group._get_backend(torch.device(device)).options._timeout
+    options = group._get_backend(torch.device(device)).options
+    return None if options is None else options._timeout
 
 
 def set_timeout(group: ProcessGroup) -> None:
     """Give a group the timeout of the default group."""
-    _set_pg_timeout(group_timeout(), group)
+    timeout = group_timeout()
+    if timeout is not None:
+        _set_pg_timeout(timeout, group)
 
 
 def is_in_backward() -> bool:
