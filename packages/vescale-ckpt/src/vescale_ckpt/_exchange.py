@@ -176,26 +176,28 @@ def exchange(
             ahead.result()
             if number + 1 < len(rounds):
                 ahead = pool.submit(window.load, turns, rounds[number + 1])
-            sent = _of_round(outgoing, turns)
-            content = scratch.take("outgoing", sum(t.stop - t.start for t in sent))
-            position = 0
-            for transfer in sent:
+            sent, expected = _of_round(outgoing, turns), _of_round(incoming, turns)
+            content = scratch.take("outgoing", sum(_by_peer(sent, ranks.size)))
+            received = scratch.take("incoming", sum(_by_peer(expected, ranks.size)))
+            for transfer, packed in _places(sent, content):
                 _, file, runs = asked[transfer.piece]
-                packed = content[position : position + transfer.stop - transfer.start]
                 base = schedule.start(file, transfer.block)
                 runs.gather(window.content(transfer.block), base, transfer.start, packed)
-                position += len(packed)
-            expected = _of_round(incoming, turns)
-            received = scratch.take("incoming", sum(t.stop - t.start for t in expected))
             ranks.exchange(
                 content, _by_peer(sent, ranks.size), received, _by_peer(expected, ranks.size)
             )
-            position = 0
-            for transfer in expected:
-                packed = received[position : position + transfer.stop - transfer.start]
+            for transfer, packed in _places(expected, received):
                 pieces[transfer.piece].put(transfer.start, packed)
-                position += len(packed)
     return window.failure
+
+
+def _places(transfers: Iterable[_Transfer], memory: Bytes) -> Iterator[tuple[_Transfer, Bytes]]:
+    """Yield transfers with their share of the memory that travels."""
+    position = 0
+    for transfer in transfers:
+        stop = position + transfer.stop - transfer.start
+        yield transfer, memory[position:stop]
+        position = stop
 
 
 class _Window:
