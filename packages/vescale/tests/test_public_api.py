@@ -31,5 +31,5 @@ def test_the_five_calls_take_these_arguments() -> None:
     assert names(vescale.parallelize) == [
         "plan", "model", "optimizer_fn", "lr_scheduler_fn", "dataset",
     ]  # fmt: skip
-    assert names(vescale.save) == ["path", "state"]
-    assert names(vescale.load) == ["path", "state", "strict"]
+    assert names(vescale.save) == ["path", "state", "keep_last"]
+    assert names(vescale.load) == ["path", "state", "strict", "only", "rename", "cast"]
