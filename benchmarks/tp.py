@@ -8,7 +8,8 @@ the whole batch: no parallelism. The figure to compare on a machine with few cor
 time a rank spends per step; with ``--small`` nearly all of it is the host's.
 
 Operators, collectives and the bytes that this rank sends (a ring's for reductions) are counted
-at the dispatcher in a step that is not timed. Prints JSON.
+at the dispatcher in a step that is not timed; what ``vescale overlap`` runs on a thread of its own
+is not seen there. Prints JSON.
 """
 
 from __future__ import annotations
