@@ -137,6 +137,20 @@ def test_a_forward_that_needs_values_warns_once() -> None:
         called(guarded, (torch.zeros(2, 8),), {"stop": torch.tensor(-1.0)})
 
 
+def test_a_plan_for_one_block_of_a_large_model_is_not_proven_on_a_small_one_that_lacks_it() -> (
+    None
+):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, vocab_size=64))
+    mlp = "model.layers.4.mlp"
+    plan = {f"{mlp}.{name}_proj.weight": "Shard(0)" for name in ("gate", "up")}
+    plan[f"{mlp}.down_proj.weight"] = "Shard(1)"
+    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    called(guarded, (torch.zeros(1, 4, dtype=torch.long),), {})
+
+
 def test_a_model_that_cannot_be_copied_is_not_guarded() -> None:
     model = Net()
     vars(model)["lock"] = threading.Lock()

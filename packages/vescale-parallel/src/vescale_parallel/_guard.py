@@ -20,12 +20,12 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import small_example
-from ._proof import MAX_NUMEL, Contradiction, prove
+from ._proof import Contradiction, prove
 from ._rehearsal import RehearsalError
 from ._sharding_plan import Resolved, resolve
 from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
-from ._tiny_twin import plan_of_twin, tiny_twin
+from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
 from ._torch_private import pytree
 
 T = TypeVar("T")
@@ -100,11 +100,11 @@ class CallGuard:
     def _prove(self, named: Mapping[str, Any]) -> None:
         subject, resolved = self._whole, self._resolved
         assert subject is not None
-        if any(_numel(subject, stack[0]) > MAX_NUMEL for stack in block_stacks(subject)):
+        if has_large_blocks(subject):
             twin = tiny_twin(subject, self._size)
-            if twin is None:
+            resolved = None if twin is None else self._resolved_for(twin)
+            if twin is None or resolved is None:
                 return
-            resolved = resolve(plan_of_twin(self._sharding_plan, subject, twin), twin)
             subject = twin
         placements = complete_placements(resolved, subject, self._size)
         proof = prove(subject, named, resolved, placements, self._size)
@@ -113,6 +113,14 @@ class CallGuard:
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
             )
+
+    def _resolved_for(self, twin: nn.Module) -> Resolved | None:
+        """Return the plan for a twin, None if it names blocks that the twin does not have."""
+        assert self._whole is not None
+        try:
+            return resolve(plan_of_twin(self._sharding_plan, self._whole, twin), twin)
+        except ValueError:
+            return None
 
 
 def _cuts_blocks(model: nn.Module, resolved: Resolved) -> bool:
@@ -131,10 +139,6 @@ def _copy_without_values(model: nn.Module) -> nn.Module | None:
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, parameter.requires_grad)
-
-
-def _numel(model: nn.Module, fqn: str) -> int:
-    return sum(parameter.numel() for parameter in model.get_submodule(fqn).parameters())
 
 
 def _plain(tensor: Tensor) -> Tensor:

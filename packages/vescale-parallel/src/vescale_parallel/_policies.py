@@ -17,11 +17,9 @@ from ._fakes import ObservationError
 from ._foreseen import draw_marks
 from ._groups import groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
-from ._proof import MAX_NUMEL
 from ._rehearsal import RehearsalError
 from ._sharding_plan import generalize, matching
-from ._structure import block_stacks
-from ._tiny_twin import plan_of_twin, tiny_twin
+from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -96,7 +94,7 @@ def propose_sharding(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
-    if max((_numel(model, stack[0]) for stack in block_stacks(model)), default=0) > MAX_NUMEL:
+    if has_large_blocks(model):
         twin = tiny_twin(model, size)
         if twin is not None:
             found = propose_sharding(twin, policy, size, sequence=sequence)
@@ -164,10 +162,6 @@ def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
     if policy != "huggingface":
         plan |= _paired_linears(model, size, covered=plan)
     return plan
-
-
-def _numel(model: nn.Module, fqn: str) -> int:
-    return sum(parameter.numel() for parameter in model.get_submodule(fqn).parameters())
 
 
 def _check_heads(model: nn.Module, size: int, *, may_share: bool) -> None:

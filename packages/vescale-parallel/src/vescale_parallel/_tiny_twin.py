@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._proof import MAX_NUMEL
 from ._sharding_plan import generalize
 from ._structure import block_stacks
 
@@ -27,6 +28,12 @@ _FEATURES = (
 _ROWS = ("vocab_size",)
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 _FEW_LAYERS = 4
+
+
+def has_large_blocks(model: nn.Module) -> bool:
+    """Return whether blocks are too large to be run for a proof."""
+    firsts = (model.get_submodule(stack[0]) for stack in block_stacks(model))
+    return any(sum(p.numel() for p in block.parameters()) > MAX_NUMEL for block in firsts)
 
 
 def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:
