@@ -106,6 +106,7 @@ def test_a_sum_in_parts_is_that_of_the_whole(dim: int | None, num_parts: int) ->
     runs = run_in_threads(2, lambda r, m: layer_in_parts(r, m, X, dim, num_parts))
     for rank, (total, grad_x, grad_weight, _) in enumerate(runs):
         expected = y.detach() if dim is None else y.detach().chunk(2, dim)[rank]
+        # float64 of order 1; products over parts may be summed in another order.
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-13)
         torch.testing.assert_close(grad_x, x.grad.chunk(2, -1)[rank], rtol=0, atol=1e-13)
         torch.testing.assert_close(grad_weight, weight.grad.chunk(2, 1)[rank], rtol=0, atol=1e-12)

@@ -15,7 +15,6 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 @pytest.fixture
 def walk() -> Walk:
-    pytest.importorskip("numba")
     found = compiled_walk()
     assert found is not None
     return found
