@@ -1,9 +1,10 @@
 """What deferred construction costs, against ordinary construction in the same process.
 
 Prints one JSON object. Times are CPU seconds of the process, the least of the repetitions, one
-thread; the ordinary and the deferred run alternate, so that both see the same machine.
+thread; the ordinary and the deferred run alternate, so that both see the same machine. On CUDA
+they are seconds until the device is done.
 
-    python benchmarks/deferred.py [--hidden 1024] [--layers 8] [--repetitions 5]
+    python benchmarks/deferred.py [--hidden 1024] [--layers 8] [--repetitions 5] [--device cuda]
 """
 
 import argparse
@@ -76,12 +77,19 @@ def _far_shards(hidden: int, layers: int) -> dict[str, float]:
     }
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object], device: str) -> float:
     gc.collect()
     torch.manual_seed(0)
-    start = time.process_time()
+    start = _now(device)
     run()
-    return time.process_time() - start
+    return _now(device) - start
+
+
+def _now(device: str) -> float:
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -91,39 +99,46 @@ def main() -> None:
     parser.add_argument("--far-hidden", type=int, default=16384)
     parser.add_argument("--far-layers", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    size = options.hidden, options.layers
+    device: str = options.device
+
+    def model() -> Model:
+        with torch.device(device):
+            return Model(options.hidden, options.layers)
 
     def shard(dim: int) -> nn.Module:
-        return materialize(deferred_init(Model, *size), make=_shard(dim, _NUM_SHARDS - 1))
+        return materialize(deferred_init(model), make=_shard(dim, _NUM_SHARDS - 1))
 
     runs: dict[str, Callable[[], object]] = {
-        "ordinary": lambda: Model(*size),
-        "deferred_init": lambda: deferred_init(Model, *size),
-        "deferred_init_and_materialize": lambda: materialize(deferred_init(Model, *size)),
-        "skip_init_and_materialize": lambda: materialize(skip_init(deferred_init(Model, *size))),
-        "deferred_init_and_fingerprint": lambda: fingerprint(deferred_init(Model, *size)),
+        "ordinary": model,
+        "deferred_init": lambda: deferred_init(model),
+        "deferred_init_and_materialize": lambda: materialize(deferred_init(model)),
+        "skip_init_and_materialize": lambda: materialize(skip_init(deferred_init(model))),
+        "deferred_init_and_fingerprint": lambda: fingerprint(deferred_init(model)),
         "one_of_8_shards_dim_0": lambda: shard(0),
         "one_of_8_shards_dim_1": lambda: shard(1),
     }
-    seconds = {name: _seconds(run) for name, run in runs.items()}
+    seconds = {name: _seconds(run, device) for name, run in runs.items()}
     for _ in range(options.repetitions - 1):
         for name, run in runs.items():
-            seconds[name] = min(seconds[name], _seconds(run))
+            seconds[name] = min(seconds[name], _seconds(run, device))
     whole = seconds["deferred_init_and_materialize"]
-    result = {
+    result: dict[str, object] = {
         "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "numba": find_spec("numba") is not None,
-        "num_parameters": sum(p.numel() for p in deferred_init(Model, *size).parameters()),
-        "cpu_seconds": seconds,
+        "num_parameters": sum(p.numel() for p in deferred_init(model).parameters()),
+        "seconds": seconds,
         "whole_over_ordinary": whole / seconds["ordinary"],
         "speedup_of_one_of_8_shards_dim_0": whole / seconds["one_of_8_shards_dim_0"],
         "speedup_of_one_of_8_shards_dim_1": whole / seconds["one_of_8_shards_dim_1"],
-        "shards_of_one_64th": _far_shards(options.far_hidden, options.far_layers),
     }
+    if device == "cpu":
+        result["shards_of_one_64th"] = _far_shards(options.far_hidden, options.far_layers)
     print(json.dumps(result, indent=2))
 
 

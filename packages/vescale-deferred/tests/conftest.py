@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_deferred import deferred_init, is_deferred, materialize, read
 from vescale_dtensor import InterleavedShard, RaggedShard, local_boxes
 
-Check = Callable[[Callable[[], nn.Module]], Any]
+Check = Callable[..., Any]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -21,24 +22,37 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _assert_same(got: Tensor, expected: Tensor, name: str) -> None:
     assert got.dtype == expected.dtype, name
+    assert got.device == expected.device, name
     assert got.stride() == expected.stride(), name
     assert torch.equal(got.nan_to_num(), expected.nan_to_num()), name
 
 
 @pytest.fixture
 def same_as_ordinary() -> Check:
-    """Construct ordinarily and deferred under one seed; compare everything there is."""
+    """Construct ordinarily and deferred under one seed; compare everything there is.
 
-    def check(factory: Callable[[], nn.Module]) -> Any:
+    ``accelerator`` is ``torch.cuda`` or what takes its place, ``ordinarily`` the circumstances of
+    ordinary construction.
+    """
+
+    def check(
+        factory: Callable[[], nn.Module],
+        *,
+        accelerator: Any = None,
+        ordinarily: AbstractContextManager[object] | None = None,
+    ) -> Any:
+        modules = [torch] if accelerator is None else [torch, accelerator]
         torch.manual_seed(17)
         torch.empty(5).normal_()  # leaves the generator in a block, with a spare normal
-        start = torch.get_rng_state()
-        ordinary = factory()
-        end = torch.get_rng_state()
+        start = _states(modules)
+        with ordinarily or nullcontext():
+            ordinary = factory()
+        end = _states(modules)
 
-        torch.set_rng_state(start)
+        for module, state in zip(modules, start, strict=True):
+            module.set_rng_state(state)
         deferred = deferred_init(factory)
-        assert torch.equal(torch.get_rng_state(), end)
+        assert all(map(torch.equal, _states(modules), end))
         assert is_deferred(deferred)
 
         expected = _tensors(ordinary)
@@ -47,11 +61,11 @@ def same_as_ordinary() -> Check:
             assert tensor.requires_grad == expected[name].requires_grad, name
             _assert_same(read(tensor), expected[name].detach(), name)
             _assert_shards_are_parts(tensor, expected[name].detach(), name)
-        assert torch.equal(torch.get_rng_state(), end)
+        assert all(map(torch.equal, _states(modules), end))
 
         assert materialize(deferred) is deferred
         assert not is_deferred(deferred)
-        assert torch.equal(torch.get_rng_state(), end)
+        assert all(map(torch.equal, _states(modules), end))
         got = _tensors(deferred)
         assert list(got) == list(expected)
         assert list(deferred.state_dict()) == list(ordinary.state_dict())
@@ -64,6 +78,10 @@ def same_as_ordinary() -> Check:
         return deferred
 
     return check
+
+
+def _states(modules: list[Any]) -> list[Tensor]:
+    return [module.get_rng_state() for module in modules]
 
 
 _NUM_RANKS = 3

@@ -25,8 +25,11 @@ def _ordinary_and_deferred(make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     torch.empty(5).normal_()
     state = torch.get_rng_state()
     ordinary = _Holder(make).tensor.detach()
+    end = torch.get_rng_state()
     torch.set_rng_state(state)
-    return ordinary, deferred_init(_Holder, make).tensor
+    deferred = deferred_init(_Holder, make).tensor
+    assert torch.equal(torch.get_rng_state(), end)
+    return ordinary, deferred
 
 
 def _random_boxes(shape: tuple[int, ...], num_boxes: int) -> Iterator[Box]:
@@ -186,6 +189,32 @@ def test_large_parts_are_read_in_bands_and_stay_exact():
     )
     for box in (Box((0, 0, 0), (2, 2001, 1009)), Box((1, 7, 100), (2, 1900, 901))):
         assert torch.equal(read(deferred, box), ordinary[box.slices])
+
+
+@pytest.mark.parametrize("bounds", [(-3.0, 3.0), (-1.0, 1.2), (0.2, 0.5)])
+def test_searches_in_pieces_decide_as_the_whole_does(
+    bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("vescale_deferred._read._FIRST_SEARCHED_NUMEL", 100)
+    monkeypatch.setattr("vescale_deferred._read._SEARCHED_NUMEL", 1000)
+    for shape in ((70, 31), (3, 1200)):
+        ordinary, deferred = _ordinary_and_deferred(
+            lambda shape=shape: nn.init.trunc_normal_(torch.empty(shape), 0, 1, *bounds)
+        )
+        assert torch.equal(read(deferred), ordinary)
+
+
+@pytest.mark.parametrize("limit", [-1.0, 0.5, 2.0])
+@pytest.mark.parametrize("other", [torch.zeros(20), 3.0, torch.tensor(1.5, dtype=torch.float64)])
+def test_where_chooses_all_some_or_none(limit: float, other: Tensor | float):
+    def make() -> Tensor:
+        condition = torch.rand(30, 20) > limit
+        return torch.where(condition, torch.randn(30, 20, dtype=torch.bfloat16), other)
+
+    ordinary, deferred = _ordinary_and_deferred(make)
+    part = read(deferred, Box((3, 2), (20, 11)))
+    assert part.dtype == ordinary.dtype
+    assert torch.equal(part, ordinary[3:23, 2:13])
 
 
 def test_a_read_neither_draws_nor_depends_on_other_reads():

@@ -9,7 +9,8 @@ from torch import Tensor
 from ._generators import Generators
 from ._operators import aten, operator
 from ._real_code import RealCode
-from ._record import Recording, values
+from ._record import Recording
+from ._replay import values
 from ._tensor import DeferredTensor, unreadable
 from ._torch_private import OpOverload, TorchDispatchMode, plainly, tree_leaves
 from .exceptions import DeferredError, ReadError

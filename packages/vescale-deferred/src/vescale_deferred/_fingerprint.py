@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor.random import Point, Stream, Window
+from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window
 
 from ._history import History, Source, Write
 from ._replay import needed_writes
@@ -77,6 +77,8 @@ class _Digest:
         for leaf in (*leaves, *write.outputs, *write.mutated):
             self._leaf(leaf)
         self._point(write.point)
+        if isinstance(write.draws, PhiloxDraws):
+            self._add(str(write.draws.grid))
 
     def tensor(self, fqn: str, tensor: Tensor) -> None:
         """Take in a tensor of the module."""
@@ -92,10 +94,12 @@ class _Digest:
         match leaf:
             case Source():
                 ordinal = self._histories.setdefault(leaf.history, len(self._histories))
-                nbytes, device = leaf.history.nbytes, leaf.history.device
+                nbytes, device = leaf.history.nbytes, leaf.history.device.type
                 self._add("deferred", f"{ordinal} {nbytes} {device} {leaf.window}")
             case Tensor():
                 self._real(leaf)
+            case torch.device():  # ranks of one host differ in the index
+                self._add("device", leaf.type)
             case _:
                 self._add(type(leaf).__name__, repr(leaf))
 
@@ -103,7 +107,7 @@ class _Digest:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
             self._add(type(tensor).__name__, f"{tuple(tensor.shape)} {tensor.dtype}")
             return
-        self._add("real", f"{Window.of(tensor)} {tensor.device}")
+        self._add("real", f"{Window.of(tensor)} {tensor.device.type}")
         packed = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if packed.numel():
             memory = (ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())

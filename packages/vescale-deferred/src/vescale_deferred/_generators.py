@@ -6,17 +6,28 @@ the generator's state is set to a *marker*: words that no seed produces and that
 :class:`Point` the generator is at. Whoever saves a state saves the marker, and whoever restores it
 restores the point; a state that is no marker was set by the constructor, and starts a new stream.
 At the end the markers are replaced by the states of their points.
+
+CUDA's generators need none of this: their state is a seed and an offset, and is moved at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
-from vescale_dtensor.random import Point, is_state
+from vescale_dtensor.random import (
+    CudaKernels,
+    Fill,
+    PhiloxDraws,
+    Point,
+    Window,
+    is_state,
+    philox_draws,
+)
 
 from ._markers import marker_state, marker_value
 from .exceptions import CannotDefer, DeferredError
@@ -27,12 +38,15 @@ class Generators:
 
     def __init__(self) -> None:
         self._points: list[Point] = []
-        self._initial: dict[int, tuple[Generator, Tensor]] = {}
+        self._moved: dict[int, Generator] = {}
+        self._undo: dict[int, Callable[[], object]] = {}
+        for generator in _default_generators():
+            self.watch(generator)
 
     def point(self, generator: Generator) -> Point:
-        """Return where ``generator`` is."""
+        """Return where ``generator`` of the CPU is."""
         state = generator.get_state()
-        self._initial.setdefault(id(generator), (generator, state))
+        self._watch(generator, state, generator.set_state)
         marker = marker_value(state)
         if marker is None:
             return Point.of(state)
@@ -46,6 +60,7 @@ class Generators:
     def move(self, generator: Generator, point: Point) -> None:
         """Put ``generator`` at ``point``."""
         self._points.append(point)
+        self._moved[id(generator)] = generator
         generator.set_state(marker_state(generator.get_state(), len(self._points) - 1))
 
     @contextmanager
@@ -55,9 +70,29 @@ class Generators:
         yield
         self.move(generator, Point.of(generator.get_state()))
 
+    def draw_on_cuda(
+        self, fill: Fill, window: Window, generator: Generator, kernels: CudaKernels
+    ) -> PhiloxDraws | None:
+        """Move ``generator`` as ``fill`` does; return what that draws, None if it is not known."""
+        state = self.watch_cuda(generator, kernels)
+        found = philox_draws(fill, window, state, kernels)
+        if found is not None:
+            kernels.set_state(generator, found.end)
+        return found
+
+    def watch(self, generator: Generator) -> None:
+        """Remember where a generator is that is about to draw for real."""
+        self._watch(generator, generator.get_state(), generator.set_state)
+
+    def watch_cuda(self, generator: Generator, kernels: CudaKernels) -> Tensor:
+        """Return the state of a generator that is about to draw."""
+        state = kernels.state(generator)
+        self._watch(generator, state, partial(kernels.set_state, generator))
+        return state
+
     def settle(self) -> None:
         """Leave every generator in the state that ordinary construction would have left."""
-        for generator, _ in self._initial.values():
+        for generator in self._moved.values():
             if marker_value(generator.get_state()) is not None:
                 generator.set_state(self.point(generator).state())
 
@@ -70,10 +105,21 @@ class Generators:
 
     def rewind(self) -> None:
         """Put every generator back to where it was before."""
-        for generator, state in self._initial.values():
-            generator.set_state(state)
+        for undo in reversed(self._undo.values()):
+            undo()
 
     def check_untouched(self, before: Tensor) -> None:
         """Raise if the default generator drew although the operator was not known to draw."""
         if not torch.equal(before, torch.default_generator.get_state()):
             raise CannotDefer("an operator drew random numbers without saying so")
+
+    def _watch(
+        self, generator: Generator, state: Tensor, set_state: Callable[[Tensor], object]
+    ) -> None:
+        """Remember the first state of a generator; the generator too, so that its id stays."""
+        self._undo.setdefault(id(generator), partial(set_state, state))
+
+
+def _default_generators() -> list[Generator]:
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *on_cuda]

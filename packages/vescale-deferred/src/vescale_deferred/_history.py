@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import Draws, Point, Window
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 
 from ._torch_private import OpOverload, storage_key, tree_leaves
 
 _next_index = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator and its arguments, deferred tensors among them."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +105,7 @@ class Write:
         outputs: The new tensors it returned, flat; None for what is not recorded.
         mutated: The arguments it wrote to.
         overwrites: Whether the result does not depend on what was in the mutated histories.
-        point: Where the generator was, for a random operator.
+        point: Where the generator was, for a random operator; its state if it is one of CUDA.
         draws: What a random operator draws, if that is known.
         default_dtype: torch's default at the time.
         index: Orders all writes of the process.
@@ -108,8 +117,8 @@ class Write:
     outputs: tuple[Source | None, ...] = ()
     mutated: tuple[Source, ...] = ()
     overwrites: bool = True
-    point: Point | None = None
-    draws: Draws | None = None
+    point: Point | Tensor | None = None
+    draws: Draws | PhiloxDraws | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     index: int = field(default_factory=lambda: next(_next_index))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import RandomTensor, Window
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
 from ._history import Entry, History, Source, Write
 from ._operators import aten, operator
@@ -26,6 +26,8 @@ from ._torch_private import plainly
 
 # Temporaries are about this large, several at a time.
 _BAND_NUMEL = 1 << 22
+# A search for a true element may be over soon; pieces fit into the cache.
+_FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL = 1 << 14, 1 << 19
 # A chain of writes this long is replayed.
 _MAX_DEPTH = 60
 
@@ -38,7 +40,7 @@ _COPIES = aten("copy_ clone _to_copy")
 # difference. exp, sin, log or pow are not of this kind.
 _POINTWISE = aten(
     "add sub mul div neg abs sign sqrt floor ceil round trunc clamp clamp_min clamp_max maximum "
-    "minimum relu where masked_fill eq ne lt le gt ge logical_and logical_or logical_not "
+    "minimum relu masked_fill eq ne lt le gt ge logical_and logical_or logical_not "
     "logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor"
 )
 _POINTWISE_IN_PLACE = frozenset(f"{name}_" for name in _POINTWISE)
@@ -64,32 +66,41 @@ def any_true(source: Source) -> bool:
     """Return whether any element of a boolean tensor is true, without holding all of them."""
     with plainly():
         reader = _Reader()
-        for band, _ in _bands(source.window):
+        for band, _ in _bands(source.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
             reader.forget_values()
-            out = torch.empty(band.shape, dtype=torch.bool)
+            out = torch.empty(band.shape, dtype=torch.bool, device=source.history.device)
             reader.read(replace(source, window=band), out)
             if bool(out.any()):
                 return True
     return False
 
 
-def _bands(window: Window) -> Iterator[tuple[Window, tuple[int | slice, ...]]]:
-    """Cut a window along its first dims into pieces of bounded size, with their index in it."""
+def _bands(
+    window: Window, first_numel: int = _BAND_NUMEL, largest_numel: int = _BAND_NUMEL
+) -> Iterator[tuple[Window, tuple[int | slice, ...]]]:
+    """Cut a window along its first dims into pieces, with their index in it.
+
+    Each is twice as large as the one before, within the bounds.
+    """
     row_numel = window.numel // window.shape[0] if window.numel and window.shape else 0
-    if window.numel <= _BAND_NUMEL:
+    if window.numel <= first_numel:
         yield window, ()
-    elif row_numel > _BAND_NUMEL:
+    elif row_numel > largest_numel:
         for position in range(window.shape[0]):
             offset = window.offset + position * window.stride[0]
             row = Window(window.shape[1:], window.stride[1:], offset, window.dtype)
-            for band, index in _bands(row):
+            for band, index in _bands(row, first_numel, largest_numel):
                 yield band, (position, *index)
     else:
-        step = _BAND_NUMEL // row_numel
-        for begin in range(0, window.shape[0], step):
-            shape = (min(step, window.shape[0] - begin), *window.shape[1:])
+        begin, numel = 0, first_numel
+        while begin < window.shape[0]:
+            num_rows = min(max(numel // row_numel, 1), window.shape[0] - begin)
             offset = window.offset + begin * window.stride[0]
-            yield Window(shape, window.stride, offset, window.dtype), (slice(begin, begin + step),)
+            shape = (num_rows, *window.shape[1:])
+            band = Window(shape, window.stride, offset, window.dtype)
+            yield band, (slice(begin, begin + num_rows),)
+            begin += num_rows
+            numel = min(2 * numel, largest_numel)
 
 
 class _Reader:
@@ -98,7 +109,7 @@ class _Reader:
     def __init__(self) -> None:
         self._values: dict[tuple[History, int, Window], Tensor] = {}
         self._storages: dict[tuple[History, int], torch.UntypedStorage] = {}
-        self._random: dict[int, RandomTensor] = {}
+        self._random: dict[int, RandomTensor | PhiloxDraws] = {}
         self._depth = 0
 
     def forget_values(self) -> None:
@@ -165,6 +176,8 @@ class _Reader:
         elif name in _COPIES:
             original = write.args[1] if name == "aten::copy_" else write.args[0]
             target.copy_(self._argument(original, written.shape, part))
+        elif name == "aten::where":
+            self._choose(write, written.shape, part, target)
         elif name in _POINTWISE | _POINTWISE_IN_PLACE and _is_exact(write):
             self._compute(name, write, written.shape, part, target)
         elif name in ("aten::cat", "aten::stack"):
@@ -190,16 +203,25 @@ class _Reader:
             args[0] = args[0].clone()  # others may read the same part
         target.copy_(call(write, tuple(args), write.kwargs))
 
+    def _choose(self, write: Write, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
+        """Compute ``where``, and only what is chosen if that is the same for all elements."""
+        condition = self._argument(write.args[0], shape, part)
+        num_chosen = int(condition.count_nonzero())
+        if 0 < num_chosen < condition.numel():
+            self._compute("aten::where", write, shape, part, target)
+            return
+        chosen = self._argument(write.args[1 if num_chosen else 2], shape, part)
+        if isinstance(chosen, Tensor):
+            target.copy_(chosen)
+        else:
+            target.fill_(chosen)
+
     def _draw(self, write: Write, written: Window, part: Part, target: Tensor) -> None:
-        if write.draws is None or write.point is None:
+        if write.draws is None:
             raise NotSliceable
-        # Elements are drawn in row-major order, or in that of the memory.
-        is_by_memory = write.draws.tail is None and written.is_dense
-        if not written.is_contiguous and not is_by_memory:
-            raise NotSliceable
-        order = Window(written.shape, written.stride, 0, written.dtype)
+        order = Window(written.shape, _drawing_order(write.draws, written), 0, written.dtype)
         if write.index not in self._random:
-            self._random[write.index] = RandomTensor(written.numel, write.draws, write.point)
+            self._random[write.index] = _drawn(write, write.draws, written)
         self._random[write.index].draw(select(order, part), target)
 
     def _join(self, write: Write, part: Part, target: Tensor, *, is_stack: bool) -> None:
@@ -229,6 +251,26 @@ class _Reader:
                 own = _without_dim(part, at) if is_stack else _with(part, at, inner)
                 piece.copy_(self._argument(tensor, shape, own))
             base += size
+
+
+def _drawn(
+    write: Write, draws: Draws | PhiloxDraws, written: Window
+) -> RandomTensor | PhiloxDraws:
+    if isinstance(draws, PhiloxDraws):
+        return draws
+    assert isinstance(write.point, Point)
+    return RandomTensor(written.numel, draws, write.point)
+
+
+def _drawing_order(draws: Draws | PhiloxDraws, written: Window) -> tuple[int, ...]:
+    """Return how far apart neighbours along each dim are drawn: by memory, or row after row."""
+    if isinstance(draws, PhiloxDraws):
+        return draws.strides
+    if draws.tail is None:
+        return memory_order(written)
+    if not written.is_contiguous:
+        raise NotSliceable
+    return written.stride
 
 
 def _cut(value: Tensor, shape: tuple[int, ...], part: Part) -> Tensor:

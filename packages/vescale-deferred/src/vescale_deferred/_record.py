@@ -8,21 +8,21 @@ arguments, and its results are recorded as constants.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import Draws, Point, Window, draws, fill_of
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 
 from ._certain import certain
+from ._draw import draw_on_cpu, draw_on_cuda
 from ._generators import Generators
-from ._history import History, Source, Write
+from ._history import Call, History, Source, Write
 from ._operators import Operator, aten, operator
 from ._read import any_true, read_part
 from ._real_code import RealCode
-from ._replay import replay
+from ._replay import values
 from ._tensor import DeferredTensor, Recorder, assign_data
 from ._torch_private import (
     OpOverload,
@@ -43,13 +43,6 @@ _GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    func: OpOverload
-    args: _Args
-    kwargs: _Kwargs
 
 
 class Recording:
@@ -87,16 +80,21 @@ class Recording:
             return self._early(op, func, args, kwargs, mutated)
         # A fill tells its geometry without running.
         outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs)
-        if outputs is None or (op.is_random and device.type != "cpu"):
-            if op.is_random and device.type != "cpu":
-                self._warn(f"{op.name} is not deferred, only random numbers of the CPU can be")
+        call = Call(func, args, kwargs)
+        drawn = None
+        if op.is_random and device.type not in ("cpu", "meta"):
+            drawn = draw_on_cuda(call, outputs, device, self._generators)
+            if drawn is None:
+                self._warn(f"{op.name} on {device} is not deferred, how it draws is not known")
+                outputs = None
+        if outputs is None:
             return self._early(op, func, args, kwargs, mutated)
         if device == _META:
             return outputs
         # What has no elements needs no memory; lazy modules begin with such tensors.
         if not deferred and not any(leaf.numel() for leaf in tree_leaves(outputs)):
             return self._run(op, func, args, kwargs)
-        return self._record(op, _Call(func, args, kwargs), mutated, outputs, device)
+        return self._record(op, call, mutated, outputs, device, drawn)
 
     def _is_real(self) -> bool:
         return self._real_code is not None and self._real_code.is_running()
@@ -113,10 +111,11 @@ class Recording:
     def _record(
         self,
         op: Operator,
-        call: _Call,
+        call: Call,
         mutated: list[DeferredTensor],
         outputs: Any,
         device: torch.device,
+        drawn: PhiloxDraws | None,
     ) -> Any:
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
         sources = _deferred_leaves((args, kwargs))
@@ -124,10 +123,11 @@ class Recording:
         if not mutated and not any(created):
             return result  # views only
         written = tuple(tensor.deferral.source() for tensor in mutated)
-        point = known = None
-        if op.is_random:
+        point: Point | Tensor | None = None if drawn is None else drawn.state
+        known: Draws | PhiloxDraws | None = drawn
+        if op.is_random and drawn is None:
             window = written[0].window if written else next(filter(None, created)).window
-            point, known = self._draw(op, call, window)
+            point, known = draw_on_cpu(call, window, self._generators)
         # An operator that also reads what it writes, such as x.copy_(x), overwrites nothing.
         histories = [source.history for source in sources]
         is_apart = all(histories.count(out.history) == 1 for out in written)
@@ -144,7 +144,7 @@ class Recording:
         return result
 
     def _wrap(
-        self, call: _Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
+        self, call: Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
     ) -> tuple[Any, list[Source | None]]:
         """Return ``outputs`` as deferred tensors, and for each leaf the history it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
@@ -168,36 +168,14 @@ class Recording:
 
         return tree_map(wrap, outputs), created
 
-    def _draw(self, op: Operator, call: _Call, window: Window) -> tuple[Point, Draws | None]:
-        """Move the generator as ``call`` does; return where it was."""
-        generator = call.kwargs.get("generator") or torch.default_generator
-        point = self._generators.point(generator)
-        fill = fill_of(call.func, call.args)
-        found = None if fill is None else draws(fill, window, point)
-        if found is not None:
-            self._generators.move(generator, found[1])
-            return point, found[0]
-        # What it draws can only be learned by drawing.
-        target = id(call.args[0]) if op.mutated and op.overwrites else None
-
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, DeferredTensor):
-                return leaf
-            if id(leaf) == target:
-                return torch.empty_strided(window.shape, window.stride, dtype=window.dtype)
-            return values(leaf)
-
-        with self._generators.drawing(generator):
-            args, kwargs = tree_map(real, (call.args, call.kwargs))
-            call.func(*args, **kwargs)
-        return point, None
-
     def _run(self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Run an operator on tensors that are real."""
         generator = kwargs.get("generator") or torch.default_generator
         if op.is_random and generator.device.type == "cpu":
             with self._generators.drawing(generator):
                 return func(*args, **kwargs)
+        if op.is_random:
+            self._generators.watch(generator)
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
         self._generators.check_untouched(before)
@@ -292,18 +270,15 @@ def _scalar(tensor: DeferredTensor) -> Any:
     return read_part(source).item()
 
 
-def values(tensor: DeferredTensor) -> Tensor:
-    """Return the values of ``tensor``, in memory of their own."""
-    return replay([tensor.deferral.source()])[0]
-
-
 def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
     """Return the device of an operator's results."""
-    device = kwargs.get("device")
-    if device is not None:
-        return torch.device(device)
-    # A tensor without dims follows the others.
-    return max(deferred, key=Tensor.dim).device if deferred else _CPU
+    if kwargs.get("device") is None:
+        # A tensor without dims follows the others.
+        return max(deferred, key=Tensor.dim).device if deferred else _CPU
+    device: Any = torch.device(kwargs["device"])
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _on_meta(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import Point
+from vescale_dtensor.random import Draws, PhiloxDraws, Point
 
 from ._history import History, Source, Write
 from ._operators import operator
+from ._tensor import DeferredTensor
 from ._torch_private import plainly, tree_leaves, tree_map
 
 _Storages = dict[History, torch.UntypedStorage]
@@ -45,6 +46,11 @@ def replay(sources: Sequence[Source]) -> list[Tensor]:
         torch.default_generator.set_state(state)
 
 
+def values(tensor: DeferredTensor) -> Tensor:
+    """Return the values of ``tensor``, in memory of their own."""
+    return replay([tensor.deferral.source()])[0]
+
+
 def needed_writes(sources: Iterable[Source]) -> list[Write]:
     """Return the writes that the content of ``sources`` depends on, in order."""
     writes: dict[int, Write] = {}
@@ -68,7 +74,8 @@ def needed_writes(sources: Iterable[Source]) -> list[Write]:
 
 def _storage(history: History, storages: _Storages) -> torch.UntypedStorage:
     if history not in storages:
-        storages[history] = torch.UntypedStorage(history.nbytes, device=history.device)
+        memory = torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
+        storages[history] = memory.untyped_storage()
     return storages[history]
 
 
@@ -96,6 +103,9 @@ def call(write: Write, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         if write.point is None:
             return write.func(*args, **kwargs)
+        if isinstance(write.draws, PhiloxDraws):
+            return _draw_on_cuda(write, write.draws, args)
+        assert isinstance(write.point, Point)
         return _draw(write, write.point, args, kwargs)
     finally:
         if write.default_dtype is not default_dtype:
@@ -110,9 +120,20 @@ def _draw(write: Write, point: Point, args: tuple[Any, ...], kwargs: dict[str, A
         kwargs = {**kwargs, "generator": generator}
     generator.set_state(point.state())
     result = write.func(*args, **kwargs)
-    if write.draws is not None:
+    if isinstance(write.draws, Draws):
         point.stream.arrived(point.num_draws + write.draws.num_draws, generator.get_state())
     return result
+
+
+def _draw_on_cuda(write: Write, draws: PhiloxDraws, args: tuple[Any, ...]) -> Tensor:
+    if write.mutated:
+        out: Tensor = args[0]
+    else:
+        (source,) = filter(None, write.outputs)
+        window, device = source.window, source.history.device
+        out = torch.empty_strided(window.shape, window.stride, dtype=window.dtype, device=device)
+    draws.draw_whole(out)
+    return out
 
 
 def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:

@@ -1,7 +1,6 @@
 """Parts of what CUDA draws: against an emulation of torch's kernels, and against a GPU."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -11,83 +10,24 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import local_boxes, local_shape
 from vescale_dtensor.random import Fill, Window, draw_part
 from vescale_dtensor.random._cuda_part import Grid, Launch, PhiloxTensor, launches, measured_grid
-
-_MASK = 2**32 - 1
-
-
-def _philox(counter: int, subsequence: Tensor, seed: int) -> list[Tensor]:
-    """Return the four words of Philox4x32-10 for every subsequence, as int64."""
-    low, high = subsequence & _MASK, subsequence >> 32
-    c = [torch.full_like(low, counter & _MASK), torch.full_like(low, counter >> 32), low, high]
-    key = [seed & _MASK, seed >> 32]
-    for _ in range(10):
-        high_0, low_0 = _product(c[0], 0xD2511F53)
-        high_1, low_1 = _product(c[2], 0xCD9E8D57)
-        c = [high_1 ^ c[1] ^ key[0], low_1, high_0 ^ c[3] ^ key[1], low_0]
-        key = [(key[0] + 0x9E3779B9) & _MASK, (key[1] + 0xBB67AE85) & _MASK]
-    return c
-
-
-def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a product of two words."""
-    low, middle = a * (b & 0xFFFF), a * (b >> 16)
-    carried = (low >> 16) + (middle & 0xFFFF)
-    return (middle >> 16) + (carried >> 16), (carried & 0xFFFF) << 16 | low & 0xFFFF
+from vescale_testing.philox import PhiloxKernels
 
 
 class _Device:
-    """Draws float32 (or, two to a counter, float64) elements as the kernels of a GPU do.
-
-    Args:
-        num_threads: How many the device holds.
-        method: ``"uniform"`` or ``"normal"``.
-    """
+    """An emulated GPU, for draws of standard uniform or normal numbers."""
 
     def __init__(self, num_threads: int, method: str, seed: int = 0) -> None:
-        self.num_threads = num_threads
+        self._kernels = PhiloxKernels(num_threads)
         self._method = method
         self._seed = seed
 
     def draw_at(self, offset: int, out: Tensor) -> int:
-        unroll = 2 if out.dtype is torch.float64 else 4
-        num_threads = min(self.num_threads, -(-len(out) // 256) * 256)
-        values = self._values(offset // 4, len(out), num_threads, unroll)
-        out.copy_(values)
-        return offset + ((len(out) - 1) // (num_threads * unroll) + 1) * 4
-
-    def _values(self, counter: int, numel: int, num_threads: int, unroll: int) -> Tensor:
-        threads = torch.arange(num_threads)
-        rows: list[Tensor] = []
-        while len(rows) * num_threads < numel:
-            words = _philox(counter, threads, self._seed)
-            rows += (_doubles if unroll == 2 else _floats)(words, self._method)
-            counter += 1
-        return torch.cat(rows)[:numel]
-
-
-def _floats(words: list[Tensor], method: str) -> list[Tensor]:
-    if method == "uniform":
-        # (0, 1], whose upper end torch makes the lower one.
-        values = [((w.double() + 0.5) * 2.0**-32).float() for w in words]
-        return [torch.where(value == 1.0, 0.0, value) for value in values]
-    return [*_box_muller(words[0], words[1]), *_box_muller(words[2], words[3])]
-
-
-def _box_muller(x: Tensor, y: Tensor) -> list[Tensor]:
-    radius = (-2 * ((x.double() + 0.5) * 2.0**-32).log()).sqrt()
-    angle = (y.double() + 0.5) * 2.0**-32 * 2 * math.pi
-    return [(radius * angle.sin()).float(), (radius * angle.cos()).float()]
-
-
-def _doubles(words: list[Tensor], method: str) -> list[Tensor]:
-    assert method == "uniform"
-    pairs = ((words[0], words[1]), (words[2], words[3]))
-    return [((x ^ (y << 21)).double() + 0.5) * 2.0**-53 for x, y in pairs]
+        return self._kernels.draw(self._method, (0.0, 1.0), self._seed, offset, out)
 
 
 def test_the_emulation_draws_what_gpus_were_seen_to_draw():
     # Printed by torch.rand(4, device="cuda") and torch.randn after seed 0 in many a bug report.
-    uniform, normal = _Device(2048 * 80, "uniform"), _Device(2048 * 80, "normal")
+    uniform, normal = _Device(2048 * 80, "uniform_"), _Device(2048 * 80, "normal_")
     out = torch.empty(4)
     offset = uniform.draw_at(0, out)
     torch.testing.assert_close(
@@ -107,13 +47,13 @@ _DEVICES = [(1024, torch.float32, 4), (512, torch.float64, 2)]
 
 @pytest.mark.parametrize(("num_threads", "dtype", "unroll"), _DEVICES)
 def test_the_grid_of_a_device_is_found(num_threads: int, dtype: torch.dtype, unroll: int):
-    device = _Device(num_threads, "uniform")
+    device = _Device(num_threads, "uniform_")
     grid = measured_grid(device.draw_at, num_threads, dtype, torch.device("cpu"))
     assert grid == Grid(num_threads, unroll)
 
 
 def test_a_device_that_spreads_elements_otherwise_is_noticed():
-    device = _Device(768, "uniform")
+    device = _Device(768, "uniform_")
     for num_threads in (512, 1024):
         assert (
             measured_grid(device.draw_at, num_threads, torch.float32, torch.device("cpu")) is None
@@ -122,7 +62,7 @@ def test_a_device_that_spreads_elements_otherwise_is_noticed():
 
 @pytest.mark.parametrize(("num_threads", "dtype", "unroll"), _DEVICES)
 def test_runs_are_those_of_the_whole(num_threads: int, dtype: torch.dtype, unroll: int):
-    device = _Device(num_threads, "uniform", seed=9)
+    device = _Device(num_threads, "uniform_", seed=9)
     grid = Grid(num_threads, unroll)
     block = grid.block
     for numel in (1, 255, 1000, block - 1, block, block + 1, 3 * block, 5 * block + 77):
@@ -153,7 +93,7 @@ def test_a_tensor_of_more_than_2_gib_is_drawn_in_halves_after_one_step():
 
 
 def test_runs_cross_from_launch_to_launch():
-    device = _Device(512, "uniform")
+    device = _Device(512, "uniform_")
     grid = Grid(512, 4)
     pieces = [Launch(0, 3000, 8), Launch(3000, 5001, 16), Launch(8001, 100, 28)]
     whole = torch.empty(8101)

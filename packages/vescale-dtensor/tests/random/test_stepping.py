@@ -7,7 +7,9 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import local_boxes
 from vescale_dtensor.random import Fill, Point, RandomTensor, Window, draw_part, draws
-from vescale_dtensor.random._stepping import Walk, compiled_walk, discard, states_ahead
+from vescale_dtensor.random._mersenne import NUM_WORDS
+from vescale_dtensor.random._stepping import Walk, compiled_walk, discard, words_ahead
+from vescale_dtensor.random._streams import state_before, words_of
 
 _FILLS = [Fill("normal_", (0.0, 0.02)), Fill("uniform_", (-1.0, 2.0)), Fill("random_", ())]
 _DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -20,15 +22,28 @@ def walk() -> Walk:
     return found
 
 
-@pytest.mark.parametrize("distance", [1, 2, 623, 624, 625, 1248, 2497, 100_000])
+@pytest.mark.parametrize("distance", [624, 625, 1248, 2497, 100_000])
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 700])
-def test_states_ahead_are_those_after_drawing(walk: Walk, distance: int, drawn: int):
+def test_words_ahead_are_those_of_generators_that_draw(walk: Walk, distance: int, drawn: int):
     generator = Generator().manual_seed(3)
     discard(generator, drawn)
-    states, end = states_ahead(walk, generator.get_state(), distance, 3)
-    for state in (*states, end):
-        assert torch.equal(state, generator.get_state())
+    words, end = words_ahead(walk, generator.get_state(), distance, (3, NUM_WORDS))
+    shorter, same_end = words_ahead(walk, generator.get_state(), distance, (3, 100))
+    assert torch.equal(shorter, words[:, :100])
+    assert torch.equal(same_end, end)
+    for row in words:
+        state = state_before(())
+        words_of(state).copy_(row)
+        expected = torch.rand(2000, generator=generator.clone_state())
+        assert torch.equal(torch.rand(2000, generator=_at(state)), expected)
         discard(generator, distance)
+    assert torch.equal(end, generator.get_state())
+
+
+def _at(state: Tensor) -> Generator:
+    generator = Generator()
+    generator.set_state(state)
+    return generator
 
 
 @pytest.fixture
@@ -46,7 +61,7 @@ def _drawn(fill: Fill, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tens
 @pytest.mark.usefixtures("compiled_for_all")
 @pytest.mark.parametrize("fill", _FILLS, ids=lambda fill: fill.method)
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(300, 160), (500, 51), (20, 30, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(300, 160), (500, 51), (20, 30, 64), (6, 20_032)], ids=str)
 def test_column_shards_are_those_of_one_device(
     fill: Fill, dtype: torch.dtype, shape: tuple[int, ...]
 ):

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
+from ._cuda_kernels import THREADS_PER_BLOCK, CudaKernels
 from ._draws import Fill
 from ._runs import Runs, draw_window
-from ._window import Window
+from ._window import Window, memory_order
 
-_THREADS_PER_BLOCK = 256
 _OFFSET_PER_COUNTER = 4
 _LARGEST_INT = (1 << 31) - 1
 _BLOCKS_AT_A_TIME = 16
@@ -58,8 +58,10 @@ class Grid:
 
     def offset_after(self, offset: int, numel: int) -> int:
         """Return where drawing ``numel`` elements in one launch leaves the generator."""
-        blocks_needed = -(-numel // _THREADS_PER_BLOCK)
-        num_threads = min(self.num_threads, blocks_needed * _THREADS_PER_BLOCK)
+        if not numel:
+            return offset
+        blocks_needed = -(-numel // THREADS_PER_BLOCK)
+        num_threads = min(self.num_threads, blocks_needed * THREADS_PER_BLOCK)
         num_counters = -(-numel // (num_threads * self.unroll))
         return offset + num_counters * _OFFSET_PER_COUNTER
 
@@ -165,48 +167,83 @@ def measured_grid(
     return grid if torch.equal(part, whole[7:]) else None
 
 
-def cuda_tensor(
-    fill: Fill, window: Window, generator: Generator
-) -> tuple[PhiloxTensor, Callable[[], Tensor]]:
-    """Return what draws elements of ``window``, and the state of the generator in the end.
+@dataclass(frozen=True, slots=True, eq=False)
+class PhiloxDraws:
+    """What one call of a random method draws on a CUDA device.
+
+    Attributes:
+        fill: What is drawn.
+        kernels: By which.
+        state: Of the generator, before.
+        end: Of the generator, afterwards.
+        grid: How the kernels spread elements over threads.
+        strides: How far apart in drawing order neighbours along each dim are.
+        tensor: The elements.
+    """
+
+    fill: Fill
+    kernels: CudaKernels
+    state: Tensor
+    end: Tensor
+    grid: Grid
+    strides: tuple[int, ...]
+    tensor: PhiloxTensor
+
+    def draw(self, window: Window, out: Tensor) -> None:
+        """Put the elements at ``window``, in drawing order, into ``out``."""
+        self.tensor.draw(window, out)
+
+    def draw_whole(self, out: Tensor) -> None:
+        """Draw all elements into ``out``, which has the geometry of the call."""
+        self.kernels.draw(self.fill, self.state, out)
+
+
+def philox_draws(
+    fill: Fill, window: Window, state: Tensor, kernels: CudaKernels
+) -> PhiloxDraws | None:
+    """Return what ``fill`` draws for ``window``; None if parts cannot be drawn without the whole.
+
+    Args:
+        fill: What is drawn.
+        window: The geometry of the tensor.
+        state: Of the generator, from ``kernels``.
+        kernels: Of the device where it is drawn.
 
     Raises:
-        NotImplementedError: If torch draws in another way than described here.
+        NotImplementedError: If elements of ``window`` share memory.
     """
-    grid = _grid(fill, window.dtype, generator.device)
     is_one_launch = _fits(window.span, window.dtype.itemsize)
-    if grid is None or not (is_one_launch or window.is_dense):
-        raise NotImplementedError(
-            f"how this torch draws {fill.method}{fill.parameters} for {window} on "
-            f"{generator.device} is not the way that can be cut; draw the whole"
-        )
-    state = generator.get_state()
-    pieces, end = launches(window.numel, window.dtype.itemsize, grid, int(_offset(state)))
-    tensor = PhiloxTensor(_drawing(fill, state, generator.device), grid, pieces)
-    return tensor, lambda: _state_at(state, end)
+    if window.dtype.is_complex or not (is_one_launch or window.is_dense):
+        return None
+    grid = _grid(fill, window.dtype, kernels)
+    if grid is None:
+        return None
+    strides = memory_order(window)
+    offset = int(_offset(state))
+    pieces, end = launches(window.numel, window.dtype.itemsize, grid, offset)
+    return PhiloxDraws(
+        fill,
+        kernels,
+        state,
+        _state_at(state, end),
+        grid,
+        strides,
+        PhiloxTensor(_drawing(fill, state, kernels), grid, pieces),
+    )
 
 
-@lru_cache(maxsize=256)
-def _grid(fill: Fill, dtype: torch.dtype, device: torch.device) -> Grid | None:
-    properties = torch.cuda.get_device_properties(device)
-    threads_per_processor = properties.max_threads_per_multi_processor
-    blocks_per_processor = threads_per_processor // _THREADS_PER_BLOCK
-    num_blocks = properties.multi_processor_count * blocks_per_processor
-    state = Generator(device).manual_seed(0).get_state()
-    draw_at = _drawing(fill, state, device)
+@lru_cache(maxsize=1024)
+def _grid(fill: Fill, dtype: torch.dtype, kernels: CudaKernels) -> Grid | None:
+    draw_at = _drawing(fill, torch.zeros(16, dtype=torch.uint8), kernels)
     try:
-        return measured_grid(draw_at, num_blocks * _THREADS_PER_BLOCK, dtype, device)
+        return measured_grid(draw_at, kernels.num_threads, dtype, kernels.device)
     except (RuntimeError, TypeError):
         return None
 
 
-def _drawing(fill: Fill, state: Tensor, device: torch.device) -> DrawAt:
-    generator = Generator(device)
-
+def _drawing(fill: Fill, state: Tensor, kernels: CudaKernels) -> DrawAt:
     def draw_at(offset: int, out: Tensor) -> int:
-        generator.set_state(_state_at(state, offset))
-        fill(out, generator)
-        return int(_offset(generator.get_state()))
+        return int(_offset(kernels.draw(fill, _state_at(state, offset), out)))
 
     return draw_at
 

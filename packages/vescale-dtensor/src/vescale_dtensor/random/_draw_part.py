@@ -11,12 +11,13 @@ from torch import Generator, Tensor
 
 from vescale_dtensor._layout import Box, LocalBox
 
-from ._cuda_part import cuda_tensor
+from ._cuda_kernels import cuda_kernels
+from ._cuda_part import philox_draws
 from ._draws import Fill, draws
 from ._random_part import PairedNormals, RandomTensor
 from ._seeded import SeededTensor, seed_rule
 from ._streams import Point
-from ._window import Window
+from ._window import Window, memory_order
 
 # Up to here all is drawn and the part is copied: cheaper than moving the generator.
 _WHOLE_NUMEL = 1 << 14
@@ -149,7 +150,7 @@ def _on_cpu(fill: Fill, window: Window, generator: Generator) -> _Drawing:
             draw = PairedNormals(fill, point).draw
         else:
             draw = RandomTensor(window.numel, known, point).draw
-        return _Drawing(draw, _memory_order(window), end.state)
+        return _Drawing(draw, memory_order(window), end.state)
     rule = seed_rule(fill, window.dtype)
     if rule is None:
         raise NotImplementedError(
@@ -161,23 +162,15 @@ def _on_cpu(fill: Fill, window: Window, generator: Generator) -> _Drawing:
 
 
 def _on_cuda(fill: Fill, window: Window, generator: Generator) -> _Drawing:
-    tensor, end = cuda_tensor(fill, window, generator)
-    return _Drawing(tensor.draw, _memory_order(window), end)
-
-
-def _memory_order(window: Window) -> tuple[int, ...]:
-    """Return the strides of elements counted in the order of the memory, gaps left out."""
-    strides = [0] * len(window.shape)
-    count, extent = 1, 1
-    for dim in sorted(range(len(window.shape)), key=lambda dim: window.stride[dim]):
-        stride, size = window.stride[dim], window.shape[dim]
-        if size > 1:
-            if stride < extent:
-                raise NotImplementedError(f"elements of {window} share memory")
-            strides[dim] = count
-            count *= size
-            extent += stride * (size - 1)
-    return tuple(strides)
+    kernels = cuda_kernels(generator.device)
+    assert kernels is not None
+    found = philox_draws(fill, window, kernels.state(generator), kernels)
+    if found is None:
+        raise NotImplementedError(
+            f"how this torch draws {fill.method}{fill.parameters} for {window} on "
+            f"{generator.device} is not the way that can be cut; draw the whole"
+        )
+    return _Drawing(found.draw, found.strides, lambda: found.end)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -185,6 +178,5 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _default_generator(device: torch.device) -> Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index]
+    kernels = cuda_kernels(device)
+    return torch.default_generator if kernels is None else kernels.default_generator()

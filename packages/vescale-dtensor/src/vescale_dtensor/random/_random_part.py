@@ -7,12 +7,13 @@ the generator at the place where it would have been. So the bits are those of th
 from __future__ import annotations
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ._draws import BLOCK, PAIR_NUM_DRAWS, Draws, Fill
+from ._mersenne import NUM_WORDS
 from ._runs import Runs, draw_window
-from ._stepping import compiled_walk, discard, states_ahead
-from ._streams import Point
+from ._stepping import compiled_walk, discard, words_ahead
+from ._streams import Point, state_before, words_of
 from ._window import Window
 
 _STRIDED_NUMEL = 1 << 14
@@ -20,8 +21,12 @@ _STRIDED_NUMEL = 1 << 14
 _NEAR_NUM_DRAWS = 1 << 16
 # Skipping parts of a smaller tensor saves less than compiling takes.
 _COMPILED_NUM_DRAWS = 1 << 23
-# Generator states in memory at a time, of 5 KiB.
-_NUM_STATES = 256
+# Words in memory at a time.
+_NUM_WORDS = 1 << 18
+# In a state, for whole blocks of 16 elements; two at most for each element.
+_PACKED_NUM_WORDS = 608
+# Setting a state takes as long as drawing about so many words.
+_SHORT_NUM_WORDS = 600
 
 
 class RandomTensor:
@@ -73,21 +78,45 @@ class RandomTensor:
         in_blocks = self._draws.tail is not None
         if in_blocks and any(n % BLOCK for n in (start, distance, out.shape[1], self._numel)):
             return False
+        num_words, step = out.shape[1] * words, distance * words
         walk = compiled_walk() if self._numel * words >= _COMPILED_NUM_DRAWS else None
-        if walk is None:
+        if walk is None or step <= num_words:
             return False
         num_draws = self._point.num_draws + start * words
         state = self._point.stream.state(num_draws)
-        copy = torch.empty_like(state)
-        for rows in out.split(_NUM_STATES):
-            states, state = states_ahead(walk, state, distance * words, len(rows))
-            for row, before in zip(rows.unbind(), states.unbind(), strict=True):
-                # torch 2.13 crashes if given a part of a tensor.
-                self._generator.set_state(copy.copy_(before))
-                self._draws.fill(row, self._generator)
-        self._point.stream.arrived(num_draws + len(out) * distance * words, state)
+        is_short = num_words <= _SHORT_NUM_WORDS
+        length = 1 + num_words if is_short else NUM_WORDS
+        fill = self._fill_together if is_short else self._fill_apart
+        for rows in out.split(max(1, _NUM_WORDS // length)):
+            ahead, state = words_ahead(walk, state, step, (len(rows), length))
+            fill(ahead, rows)
+        self._point.stream.arrived(num_draws + len(out) * step, state)
         self._num_draws = -1
         return True
+
+    def _fill_apart(self, ahead: Tensor, rows: Tensor) -> None:
+        """Fill each row from a state of its own."""
+        state = state_before(())
+        state_words = words_of(state)
+        for words, row in zip(ahead.unbind(), rows.unbind(), strict=True):
+            state_words.copy_(words)
+            self._generator.set_state(state)
+            self._draws.fill(row, self._generator)
+
+    def _fill_together(self, ahead: Tensor, rows: Tensor) -> None:
+        """Fill short rows, as many elements from a state as it has words for."""
+        state = state_before(())
+        state_words = words_of(state)[1 : 1 + _PACKED_NUM_WORDS]
+        drawn = torch.empty(rows.numel(), dtype=rows.dtype)
+        numel = _PACKED_NUM_WORDS // self._draws.words_per_element
+        packed = ahead[:, 1:].reshape(-1)
+        packed = nn.functional.pad(packed, (0, -len(packed) % _PACKED_NUM_WORDS))
+        pieces = packed.view(-1, _PACKED_NUM_WORDS).unbind()
+        for words, piece in zip(pieces, drawn.split(numel), strict=True):
+            state_words.copy_(words)
+            self._generator.set_state(state)
+            self._draws.fill(piece, self._generator)
+        rows.copy_(drawn.view_as(rows))
 
     def _draw_blocks(self, start: int, out: Tensor) -> None:
         """Draw elements that come from the blocks at multiples of 16."""

@@ -19,8 +19,8 @@ from ._mersenne import NUM_WORDS
 _SHIFT = 397
 _DISCARD_NUMEL = 1 << 15
 
-# Takes a state as 632 integers, a distance, and where to put states that far apart: the first is
-# the given one, which is changed to what follows the last.
+# Takes a state as 632 integers, a distance, and where to put words: row i gets those from the one
+# before i * distance on. The state is changed to what follows all distances.
 Walk = Callable[[Any, int, Any], None]
 
 
@@ -35,19 +35,24 @@ def discard(generator: Generator, num_draws: int) -> None:
         torch.empty(1, dtype=torch.uint8).random_(generator=generator)  # one
 
 
-def states_ahead(walk: Walk, state: Tensor, distance: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the states 0, 1, ... times ``distance`` draws later, and the one after them.
+def words_ahead(
+    walk: Walk, state: Tensor, distance: int, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return words as a state holds them, and the state after all distances.
+
+    Row i holds the word that was drawn last before i times ``distance`` draws, and what follows.
+    624 in a row make a state.
 
     Args:
         walk: From :func:`compiled_walk`.
         state: Of a generator.
-        distance: At least one.
-        count: How many states.
+        distance: No less than the words of a row that follow the first.
+        shape: How many rows, of how many words.
     """
     end = state.clone()
-    states = torch.empty(count, len(state), dtype=torch.uint8)
-    walk(end.view(torch.int64).numpy(), distance, states.view(torch.int64).numpy())
-    return states, end
+    words = torch.empty(shape, dtype=torch.int64)
+    walk(end.view(torch.int64).numpy(), distance, words.numpy())
+    return words, end
 
 
 @lru_cache(maxsize=1)
@@ -62,20 +67,15 @@ def compiled_walk() -> Walk | None:
     one, twist = uint32(1), uint32(0x9908B0DF)
     upper, lower = uint32(0x80000000), uint32(0x7FFFFFFF)
 
-    def walk(state: Any, distance: int, states: Any) -> None:
+    def walk(state: Any, distance: int, words: Any) -> None:
         # The integers of a state: seed; left and seeded; next; the words; the spare normal.
         w = state[3 : 3 + NUM_WORDS].astype(uint32)
-        place = NUM_WORDS + 1 - (state[1] & int64(0xFFFFFFFF))
-        for index in range(len(states) + 1):
-            target = state if index == len(states) else states[index]
-            target[:] = state
-            target[3 : 3 + NUM_WORDS] = w
-            if index:
-                target[1] = (state[1] >> 32 << 32) + NUM_WORDS + 1 - place
-                target[2] = place
-            place += distance
-            while place > NUM_WORDS:
-                place -= NUM_WORDS
+        at = NUM_WORDS - (state[1] & int64(0xFFFFFFFF))  # of the last word that was drawn
+        num_rows, length = words.shape
+        row, done = 0, 0  # words of this row that are passed
+        while row < num_rows or at == NUM_WORDS:
+            if at == NUM_WORDS:
+                at = 0
                 # In neither loop is a word read after it was written nearby: they vectorise.
                 for i in range(NUM_WORDS - _SHIFT):
                     bits = (w[i] & upper) | (w[i + 1] & lower)
@@ -85,6 +85,18 @@ def compiled_walk() -> Walk | None:
                     w[i] = w[i + _SHIFT - NUM_WORDS] ^ (bits >> one) ^ (twist * (w[i + 1] & one))
                 bits = (w[NUM_WORDS - 1] & upper) | (w[0] & lower)
                 w[NUM_WORDS - 1] = w[_SHIFT - 1] ^ (bits >> one) ^ (twist * (w[0] & one))
+            elif done < length:
+                count = min(length - done, NUM_WORDS - at)
+                words[row, done : done + count] = w[at : at + count]
+                done, at = done + count, at + count
+            else:
+                count = min(distance - done, NUM_WORDS - at)
+                done, at = done + count, at + count
+                if done == distance:
+                    row, done = row + 1, 0
+        state[3 : 3 + NUM_WORDS] = w
+        state[1] = (state[1] >> 32 << 32) + NUM_WORDS - at
+        state[2] = at + 1
 
     signature = "void(int64[::1], int64, int64[:, ::1])"
     try:

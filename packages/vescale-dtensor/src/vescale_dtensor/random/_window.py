@@ -67,3 +67,22 @@ class Window:
         """Return the tensor that is this window on ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def memory_order(window: Window) -> tuple[int, ...]:
+    """Return the strides of elements counted in the order of the memory, gaps left out.
+
+    Raises:
+        NotImplementedError: If elements share memory.
+    """
+    strides = [0] * len(window.shape)
+    count, extent = 1, 1
+    for dim in sorted(range(len(window.shape)), key=lambda dim: window.stride[dim]):
+        stride, size = window.stride[dim], window.shape[dim]
+        if size > 1:
+            if stride < extent:
+                raise NotImplementedError(f"elements of {window} share memory")
+            strides[dim] = count
+            count *= size
+            extent += stride * (size - 1)
+    return tuple(strides)

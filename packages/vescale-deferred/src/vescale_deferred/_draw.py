@@ -1,0 +1,71 @@
+"""What does a random operator draw, and where does it leave its generator? Without drawing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window, cuda_kernels, draws, fill_of
+
+from ._generators import Generators
+from ._history import Call
+from ._operators import operator
+from ._replay import values
+from ._tensor import DeferredTensor
+from ._torch_private import tree_map
+
+
+def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Point, Draws | None]:
+    """Move the generator as ``call`` does; return where it was, and what it draws if known.
+
+    Args:
+        call: A random operator.
+        window: What it writes or returns.
+        generators: Where the generators are.
+    """
+    generator = call.kwargs.get("generator") or torch.default_generator
+    point = generators.point(generator)
+    fill = fill_of(call.func, call.args)
+    found = None if fill is None else draws(fill, window, point)
+    if found is not None:
+        generators.move(generator, found[1])
+        return point, found[0]
+    # What it draws can only be learned by drawing.
+    op = operator(call.func)
+    target = id(call.args[0]) if op.mutated and op.overwrites else None
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, DeferredTensor):
+            return leaf
+        if id(leaf) == target:
+            return torch.empty_strided(window.shape, window.stride, dtype=window.dtype)
+        return values(leaf)
+
+    with generators.drawing(generator):
+        args, kwargs = tree_map(real, (call.args, call.kwargs))
+        call.func(*args, **kwargs)
+    return point, None
+
+
+def draw_on_cuda(
+    call: Call, outputs: Any, device: torch.device, generators: Generators
+) -> PhiloxDraws | None:
+    """Move the generator as ``call`` does; None, and it has not moved, if parts cannot be drawn.
+
+    Args:
+        call: A random operator.
+        outputs: What it returns, on the meta device.
+        device: Where it draws; of any type but the CPU.
+        generators: Where the generators are.
+    """
+    kernels = cuda_kernels(device)
+    if kernels is None:
+        return None
+    generator = call.kwargs.get("generator") or kernels.default_generator()
+    generators.watch_cuda(generator, kernels)
+    fill = fill_of(call.func, call.args)
+    if fill is None or not isinstance(outputs, Tensor):
+        return None
+    return generators.draw_on_cuda(fill, Window.of(outputs), generator, kernels)
