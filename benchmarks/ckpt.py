@@ -160,13 +160,13 @@ class Meter:
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of memory
         resident = _status("VmRSS")
         dist.barrier()
-        cpu, read = _cpu_seconds(), _bytes_read()
+        before = torch.tensor([_cpu_seconds(), *_bytes_read()], dtype=torch.float64)
         start = time.perf_counter()
         action()
         dist.barrier()
         seconds = time.perf_counter() - start
         peak = torch.tensor([float(_status("VmHWM") - resident)])
-        used = torch.tensor([_cpu_seconds() - cpu, _bytes_read() - read], dtype=torch.float64)
+        used = torch.tensor([_cpu_seconds(), *_bytes_read()], dtype=torch.float64) - before
         dist.all_reduce(used)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         self.results.setdefault(name, []).append(
@@ -174,6 +174,7 @@ class Meter:
                 "gb_per_second": self.nbytes / seconds / 1e9,
                 "cpu_seconds_per_gb": used[0].item() / self.nbytes * 1e9,
                 "bytes_read_per_byte": used[1].item() / self.nbytes,
+                "disk_bytes_read_per_byte": used[2].item() / self.nbytes,
                 "extra_mb_per_rank": peak.item() / 1e3,
             }
         )
@@ -187,9 +188,10 @@ def _status(field: str) -> int:
     raise ValueError(field)
 
 
-def _bytes_read() -> int:
-    """Return how many bytes this process has asked files for, from the page cache or not."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+def _bytes_read() -> tuple[int, int]:
+    """Return how many bytes this process has asked files for, and how many came from a disk."""
+    words = Path("/proc/self/io").read_text().split()
+    return int(words[words.index("rchar:") + 1]), int(words[words.index("read_bytes:") + 1])
 
 
 def _cpu_seconds() -> float:
@@ -297,6 +299,9 @@ class Bench:
         for name, state in self.states.items():
             for tool, load in {
                 "vescale": lambda state=state: vescale_ckpt.load(directory / "vescale", state),
+                "vescale exchanging": lambda state=state: vescale_ckpt.load(
+                    directory / "vescale", state, exchange=True
+                ),
                 "dcp": lambda state=state: dcp_load(state, checkpoint_id=directory / "dcp"),
             }.items():
                 actions[f"{tool} load {name}"] = load
@@ -334,10 +339,12 @@ _RATIOS = {
     "vescale async save, blocking": ("memory copy",),
     "vescale load rows cold": ("raw direct read cold", "raw read cold", "dcp load rows cold"),
     "vescale load rows warm": ("memory copy", "raw read warm", "dcp load rows warm"),
-    "vescale load columns cold": ("raw read cold", "dcp load columns cold"),
-    "vescale load columns warm": ("raw read warm", "dcp load columns warm"),
-    "vescale load copies cold": ("dcp load copies cold",),
-    "vescale load copies warm": ("dcp load copies warm",),
+    "vescale load columns cold": ("raw direct read cold", "dcp load columns cold"),
+    "vescale load columns warm": ("memory copy", "dcp load columns warm"),
+    "vescale load copies cold": ("raw direct read cold", "dcp load copies cold"),
+    "vescale load copies warm": ("memory copy", "dcp load copies warm"),
+    "vescale load tp x fsdp cold": ("raw direct read cold", "dcp load tp x fsdp cold"),
+    "vescale load tp x fsdp warm": ("memory copy", "dcp load tp x fsdp warm"),
 }
 
 
@@ -359,6 +366,7 @@ def _report(arguments: argparse.Namespace, meter: Meter) -> dict[str, Any]:
         )
         for name, others in _RATIOS.items()
         for other in others
+        if name in meter.results
     }
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",

@@ -28,15 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt._agree import agree, fingerprint
-from vescale_ckpt._files import plan_files
+from vescale_ckpt._agree import agree, fingerprint, ties_of
+from vescale_ckpt._files import FilePlan, plan_files
 from vescale_ckpt._group import Ranks
 from vescale_ckpt._match import match
 from vescale_ckpt._numbering import Numbering
 from vescale_ckpt._pieces import pieces_of
 from vescale_ckpt._record import Record, StoredFile, dump_record, parse_record
-from vescale_ckpt._save import snapshot
+from vescale_ckpt._save import divide, snapshot
 from vescale_ckpt._shares import choose_readers
+from vescale_ckpt._write import Work, keys_by_file, pieces_of_tensor
 
 T = TypeVar("T")
 
@@ -98,14 +99,29 @@ class Clock:
         return result
 
 
+def locate(plan: FilePlan, work: Work, ranks: Ranks) -> None:
+    """Find out where each tensor's bytes go, as writing does."""
+    for keys in keys_by_file(plan, work).values():
+        for key in keys:
+            for _ in pieces_of_tensor(key, plan, work, ranks):
+                pass
+
+
 @torch.no_grad()
 def measure(state: dict[str, Any], ranks: ImaginedRanks, clock: Clock) -> None:
     """Do what a save and a load do on one rank, but for the tensors' bytes."""
     taken = clock.run("save: walk the state", lambda: snapshot(state, ranks))
-    prints = clock.run("save: digest", lambda: fingerprint(taken.encoded, taken.parts, ranks))
+    ties = clock.run("save: find ties", lambda: ties_of(taken.parts))
+    prints = clock.run(
+        "save: digest", lambda: fingerprint(taken.encoded, taken.parts, ties, ranks)
+    )
     by_rank = [prints] * ranks.size
-    agreed = clock.run("save: agree", lambda: agree(taken.encoded, taken.parts, by_rank, ranks))
+    agreed = clock.run(
+        "save: agree", lambda: agree(taken.encoded, taken.parts, ties, by_rank, ranks)
+    )
     plan = clock.run("save: lay out", lambda: plan_files(agreed.table))
+    work = clock.run("save: divide", lambda: divide(agreed, taken.parts, plan))
+    clock.run("writing: locate", lambda: locate(plan, work, ranks))
     files = {
         name: StoredFile(nbytes=file.nbytes, checksums=(7,) * -(-file.nbytes // _BLOCK_NBYTES))
         for name, file in plan.files.items()

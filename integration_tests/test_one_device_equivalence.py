@@ -34,6 +34,19 @@ def worlds(world1: World, world2: World, world4: World) -> dict[int, World]:
     return {1: world1, 2: world2, 4: world4}
 
 
+def within(expected: list[float], exact: list[float], relative: float) -> list[Any]:
+    """Return what equals numbers as close to ``expected`` as one device is to the exact ones.
+
+    AdamW's first steps divide by gradients that may be nothing but rounding: then a float32 run on
+    one device is itself 1e-5 off what float64 makes of the same parameters (Gemma's gradient norm,
+    fourth step), and as far off itself if the rows of the batch are added up in another order.
+    """
+    return [
+        pytest.approx(number, rel=max(relative, 4 * abs(number / truth - 1)), abs=0)
+        for number, truth in zip(expected, exact, strict=True)
+    ]
+
+
 def check(world: World, recipe: Recipe, plan: Constraints) -> None:
     """Train under a plan and compare every rank with one device."""
     expected = on_one_device(replace(recipe, deferred=False))
@@ -42,10 +55,12 @@ def check(world: World, recipe: Recipe, plan: Constraints) -> None:
     if recipe.model == "gemma":
         # Its norms compute in float32 whatever the model's dtype, weight gradients included.
         relative = max(relative, 1e-6)
+    exact = on_one_device(replace(recipe, deferred=False, exact=True))
     for record in world.run(train, recipe, plan):
-        assert record.losses == pytest.approx(expected.losses, rel=relative, abs=0)
-        assert record.norms == pytest.approx(expected.norms, rel=relative, abs=0)
-        assert record.evaluations == pytest.approx(expected.evaluations, rel=relative, abs=0)
+        for name in ("losses", "norms", "evaluations"):
+            assert getattr(record, name) == within(
+                getattr(expected, name), getattr(exact, name), relative
+            )
         assert [*record.parameters] == [*expected.parameters]
         if recipe.dtype == "float64":
             for name, parameter in expected.parameters.items():

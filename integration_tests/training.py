@@ -34,6 +34,7 @@ class Recipe:
         loss_factor: What the loss is multiplied with before backward.
         evaluate: Whether to evaluate in eval mode before every step.
         deferred: Whether the model's construction is deferred.
+        exact: Whether to compute in float64 from parameters that were drawn as ``dtype``.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Recipe:
     loss_factor: float = 1.0
     evaluate: bool = False
     deferred: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +103,10 @@ def make_model(recipe: Recipe) -> nn.Module:
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, recipe.dtype))
     try:
-        return (
+        model = (
             vescale.deferred_init(build, recipe.model) if recipe.deferred else build(recipe.model)
         )
+        return model.double() if recipe.exact else model
     finally:
         torch.set_default_dtype(torch.float32)
 

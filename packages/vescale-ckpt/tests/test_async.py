@@ -100,8 +100,8 @@ def save_without_rank_1(path: str) -> str:
 
 def test_a_rank_that_does_not_come_is_named(world4: World, tmp_path: Path) -> None:
     messages = world4.run(save_without_rank_1, str(tmp_path / "ckpt"))
-    assert "Ranks 1 failed to pass monitoredBarrier in 1000 ms" in messages[0]
-    assert all("lost contact" in message for message in (messages[2], messages[3]))
+    for rank in (0, 2, 3):
+        assert "rank 1 has died or hangs before the first meeting" in messages[rank]
     assert vescale_ckpt.load(tmp_path / "ckpt", {"x": 0}) == {"x": 1}
 
 

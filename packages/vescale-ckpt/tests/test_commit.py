@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, _commit
+from vescale_ckpt import CheckpointError, _commit, _group
 from vescale_ckpt._boxes import part_of
 from vescale_ckpt._fill import fill
 from vescale_ckpt._group import Ranks
+from vescale_ckpt._host import this_host
 from vescale_ckpt._pieces import pieces_of
 from vescale_ckpt._read import Reader
 from vescale_dtensor import distribute_tensor
@@ -170,7 +172,7 @@ def test_a_reader_finishes_what_it_has_opened(tmp_path: Path) -> None:
     with Reader(path) as reader:
         vescale_ckpt.save(path, state_of(2))
         pieces = pieces_of(reader.record, [(part_of("w", target, 0), "model.w")])
-        fill(reader, pieces, Ranks(0, 1, None))
+        fill(reader, pieces, Ranks(0, 1, None), [this_host()])
     assert torch.equal(target, torch.ones(1000))
 
 
@@ -237,8 +239,14 @@ def save_in_background(path: str, state: dict[str, Any]) -> None:
         saver.save(path, state)
 
 
+def be_impatient() -> None:
+    """Let the survivors find out quickly which rank has died."""
+    _group._MAX_PATIENCE = timedelta(milliseconds=20)
+
+
 def save_and_die(path: str, number: int, rank: int, effects: int, save: Save) -> None:
     """Save, but let ``rank`` be killed just before it has had ``effects`` more effects."""
+    be_impatient()
     state = distributed_state(number)
     dist.barrier()
     if dist.get_rank() == rank:
@@ -287,6 +295,7 @@ def test_a_rank_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new(
 
 def save_and_die_some_time(path: str, number: int, rank: int, seconds: float) -> None:
     """Save large column shards, and let ``rank`` be killed at some moment meanwhile."""
+    be_impatient()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = {
         str(i): distribute_tensor(torch.full((1000, 1000), float(number)), mesh, (Shard(1),))

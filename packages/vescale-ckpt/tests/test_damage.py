@@ -169,6 +169,9 @@ def test_files_that_are_no_part_of_the_checkpoint_do_not_disturb(checkpoint: Pat
     vescale_ckpt.load(checkpoint, targets())
 
 
+HEAD = b'{"vescale_ckpt":%d,"crc32":"00000000",' % FORMAT_VERSION
+
+
 def rewritten(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the commit record and give it a checksum that matches."""
     file = checkpoint / RECORD_NAME
@@ -186,10 +189,14 @@ def test_a_newer_format_is_refused(checkpoint: Path) -> None:
     assert "upgrade" in refused(checkpoint)
 
 
+def test_a_format_of_before_the_first_release_is_refused(checkpoint: Path) -> None:
+    rewritten(checkpoint, lambda body: body.update(vescale_ckpt=1))
+    assert "no release" in refused(checkpoint)
+
+
 def _rename_file(name: str) -> Callable[[dict[str, Any]], None]:
     def change(body: dict[str, Any]) -> None:
         body["files"][name] = body["files"].pop("optimizer.safetensors")
-        body["tensors"]["optimizer.m"][0] = name
 
     return change
 
@@ -203,34 +210,51 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _set_small(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Change what the record says about model.small: [dtype, shape, first byte, [name]]."""
+    return _set("files", "model.safetensors", "tensors", 0, *path, value=value)
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "path traversal": _rename_file("../../etc/passwd"),
     "absolute path": _rename_file("/etc/passwd"),
     "hidden file": _rename_file(".ssh"),
     "nul in a name": _rename_file("a\0b"),
     "the record itself": _rename_file(RECORD_NAME),
-    "huge offset": _set("tensors", "model.small", 4, value=1 << 80),
-    "negative offset": _set("tensors", "model.small", 4, value=-8),
-    "offset behind the end": _set("tensors", "model.small", 4, value=2_804_130),
-    "boolean offset": _set("tensors", "model.small", 4, value=True),
-    "huge shape": _set("tensors", "model.small", 3, value=[1 << 61, 1 << 61]),
-    "negative shape": _set("tensors", "model.small", 3, value=[-5, -1]),
-    "float shape": _set("tensors", "model.small", 3, value=[5.0]),
-    "endless shape": _set("tensors", "model.small", 3, value=[1] * 100_000),
-    "unknown dtype": _set("tensors", "model.small", 2, value="I65"),
-    "unknown file": _set("tensors", "model.small", 0, value="x.safetensors"),
+    "huge offset": _set_small(2, value=1 << 80),
+    "negative offset": _set_small(2, value=-8),
+    "offset behind the end": _set_small(2, value=2_804_130),
+    "boolean offset": _set_small(2, value=True),
+    "huge shape": _set_small(1, value=[1 << 61, 1 << 61]),
+    "negative shape": _set_small(1, value=[-5, -1]),
+    "float shape": _set_small(1, value=[5.0]),
+    "endless shape": _set_small(1, value=[1] * 100_000),
+    "unknown dtype": _set_small(0, value="I65"),
+    "dtype that is no text": _set_small(0, value=[]),
+    "names that are no list": _set_small(3, value="small"),
+    "name that is no text": _set_small(3, value=["small", 5]),
+    "more tensors than bytes": _set_small(3, value=[f"small{i}" for i in range(80_000)]),
+    "tensors over one another": _set_small(3, value=["small", "other"]),
+    "one key twice": _set_small(3, value=["big"]),
+    "too few fields": _set("files", "model.safetensors", "tensors", value=[["F32", [3], 4096]]),
+    "tensors that are no list": _set("files", "model.safetensors", "tensors", value=5),
+    "prefix that is no text": _set("files", "model.safetensors", "prefix", value=5),
+    "keys of another file": _set("files", "optimizer.safetensors", "prefix", value="model."),
+    "file that is no object": _set("files", "model.safetensors", value=[]),
     "huge file": _set("files", "model.safetensors", "nbytes", value=1 << 60),
     "zero block": _set("block_nbytes", value=0),
     "block that cuts elements": _set("block_nbytes", value=(1 << 20) + 1),
-    "offset within an element": _set("tensors", "model.small", 4, value=4097),
+    "offset within an element": _set_small(2, value=4097),
     "huge block": _set("block_nbytes", value=1 << 40),
     "no checksums": _set("files", "model.safetensors", "crc32", value=""),
     "odd checksums": _set("files", "optimizer.safetensors", "crc32", value="zzzzzzzz"),
     "spaced checksums": _set("files", "optimizer.safetensors", "crc32", value="ab cd ef"),
-    "dangling reference": _set("state", "optimizer", value={"$tensor": "nothing"}),
+    "dangling reference": _set("state", "optimizer", value="$nothing"),
     "dangling alias": _set("aliases", "x", value="nothing"),
     "alias of an alias": _set("aliases", value={"x": "y", "y": "x"}),
-    "reference that is no text": _set("state", "optimizer", value={"$tensor": 5}),
+    "dangling place": _set("state", "optimizer", value={"m": "$", "n": "$"}),
+    "text that is no text": _set("state", "values", value={"$str": 5}),
+    "two tags": _set("state", "optimizer", value={"$tuple": [], "$dict": []}),
     "unknown tag": _set("state", "values", value={"$pickle": "cos"}),
     "malformed dict": _set("state", "values", value={"$dict": 5}),
     "dict with odd keys": _set("state", "values", value={"$dict": [[[], 1]]}),
@@ -247,7 +271,7 @@ def test_a_hostile_record_is_refused(checkpoint: Path, what: str) -> None:
 
 
 def test_a_record_of_endless_depth_is_refused(checkpoint: Path) -> None:
-    text = b'{"vescale_ckpt":1,"crc32":"00000000","state":' + b"[" * 200_000
+    text = HEAD + b'"state":' + b"[" * 200_000
     (checkpoint / RECORD_NAME).write_bytes(
         text.replace(b"00000000", b"%08x" % zlib.crc32(text), 1)
     )
@@ -271,7 +295,7 @@ def _load_mutated(checkpoint: Path, seed: int) -> None:
     file = checkpoint / RECORD_NAME
     text = file.read_bytes()
     _, body = text.split(b",", 2)[1:]
-    mutated = b'{"vescale_ckpt":1,"crc32":"00000000",' + _mutated(body, seed)
+    mutated = HEAD + _mutated(body, seed)
     file.write_bytes(mutated.replace(b"00000000", b"%08x" % zlib.crc32(mutated), 1))
     state = targets()
     verify_first = seed % 2 == 0

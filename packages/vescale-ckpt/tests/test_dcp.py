@@ -22,7 +22,13 @@ from torch.distributed.tensor import (
 )
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, MismatchError
+from vescale_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    PerRank,
+    RngState,
+)
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -271,3 +277,29 @@ def test_a_missing_file_of_a_dcp_checkpoint_is_an_error(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(CorruptCheckpointError, match="cannot read"):
         vescale_ckpt.load_dcp(tmp_path / "dcp", {"model": zeros()})
+
+
+def save_own(path: str) -> torch.Tensor:
+    """Save what each rank has its own of; return the state of torch's generator."""
+    torch.manual_seed(dist.get_rank())
+    own = {"words": torch.arange(3.0) + dist.get_rank(), "rank": dist.get_rank()}
+    state = {"own": PerRank(own), "same": PerRank("all"), "rng": RngState(), "w": torch.ones(2)}
+    vescale_ckpt.save(path, state)
+    return torch.get_rng_state()
+
+
+def test_what_each_rank_has_its_own_of_is_exported_by_rank(world2: World, tmp_path: Path) -> None:
+    expected = world2.run(save_own, str(tmp_path / "ckpt"))
+    vescale_ckpt.export_dcp(tmp_path / "ckpt", tmp_path / "dcp")
+    own = {f"rank_{rank}": {"words": torch.zeros(3), "rank": -1} for rank in range(2)}
+    rng = {f"rank_{rank}": torch.zeros_like(expected[rank]) for rank in range(2)}
+    given: dict[str, Any] = {"own": own, "same": {"rank_0": ""}, "rng": {"torch": rng}}
+    given["w"] = torch.zeros(2)
+    dcp_load(given, tmp_path / "dcp")
+    assert given["same"] == {"rank_0": "all"}
+    assert torch.equal(given["w"], torch.ones(2))
+    for rank in range(2):
+        loaded: dict[str, Any] = given["own"][f"rank_{rank}"]
+        assert torch.equal(loaded["words"], torch.arange(3.0) + rank)
+        assert loaded["rank"] == rank
+        assert torch.equal(rng[f"rank_{rank}"], expected[rank])

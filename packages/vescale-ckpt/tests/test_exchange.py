@@ -1,4 +1,4 @@
-"""Ranks that need the same bytes read them once and send them to one another."""
+"""Ranks that need the same bytes read them once, through the page cache or from one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, _exchange
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, _exchange, _host, _load
 from vescale_ckpt._coverage import MIN_PART_NBYTES, coverage, full_coverage
 from vescale_ckpt._exchange import divide
 from vescale_ckpt._numbering import Numbering
@@ -73,13 +73,13 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
     return total
 
 
-def load_under(path: str, layout: Layout) -> tuple[int, list[str]]:
+def load_under(path: str, layout: Layout, exchange: bool | None) -> tuple[int, list[str]]:
     """Load and return how many bytes were read, and what is wrong then."""
     expected = distributed(layout)
     target = zeros_like(expected)
     with pytest.MonkeyPatch.context() as patch:
         total = counted(patch)
-        vescale_ckpt.load(path, {"model": target})
+        vescale_ckpt.load(path, {"model": target}, exchange=exchange)
     wrong = [
         key
         for key, tensor in target.items()
@@ -105,13 +105,20 @@ def test_all_ranks_together_read_the_state_once(
 ) -> None:
     path = str(tmp_path / "ckpt")
     {2: world2, 4: world4}[size].run(save_under, path, saved)
-    answers = world4.run(load_under, path, loaded)
+    answers = world4.run(load_under, path, loaded, True)
     assert [wrong for _, wrong in answers] == [[]] * 4
-    state_nbytes = sum(tensor.nbytes for tensor in full_tensors().values())
-    assert sum(nbytes for nbytes, _ in answers) <= 1.05 * state_nbytes
+    assert sum(nbytes for nbytes, _ in answers) <= 1.05 * state_nbytes()
+    # On one host they ask the page cache for what they need.
+    answers = world4.run(load_under, path, loaded, None)
+    assert [wrong for _, wrong in answers] == [[]] * 4
+    assert sum(nbytes for nbytes, _ in answers) <= 4.05 * state_nbytes()
 
 
-def bytes_sent(path: str, layout: Layout) -> int:
+def state_nbytes() -> int:
+    return sum(tensor.nbytes for tensor in full_tensors().values())
+
+
+def bytes_sent(path: str, layout: Layout, exchange: bool | None) -> int:
     """Load and return how many bytes this rank has sent to others."""
     sent = [0]
     original = dist.all_to_all_single
@@ -124,7 +131,7 @@ def bytes_sent(path: str, layout: Layout) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", measuring)
-        load_under(path, layout)
+        load_under(path, layout, exchange)
     return sent[0]
 
 
@@ -133,10 +140,32 @@ def test_ranks_that_load_what_they_have_saved_send_next_to_nothing(
 ) -> None:
     path = str(tmp_path / "ckpt")
     world4.run(save_under, path, ROWS)
-    state_nbytes = sum(tensor.nbytes for tensor in full_tensors().values())
     # The blocks with the header and the small tensor are read by one rank.
-    assert sum(world4.run(bytes_sent, path, ROWS)) < state_nbytes / 8
-    assert sum(world4.run(bytes_sent, path, COLUMNS)) > state_nbytes / 2
+    assert sum(world4.run(bytes_sent, path, ROWS, True)) < state_nbytes() / 8
+    assert sum(world4.run(bytes_sent, path, COLUMNS, True)) > state_nbytes() / 2
+
+
+def test_ranks_of_one_host_send_nothing(world4: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    world4.run(save_under, path, ROWS)
+    assert sum(world4.run(bytes_sent, path, COLUMNS, None)) == 0
+
+
+def load_as_if_apart(path: str) -> tuple[int, int]:
+    """Load on ranks that take each other for other hosts; return bytes sent and read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_load, "this_host", lambda: f"host {dist.get_rank() // 2}")
+        patch.setattr(_host, "this_host", lambda: f"host {dist.get_rank() // 2}")
+        total = counted(patch)
+        return bytes_sent(path, COPIES, None), total[0]
+
+
+def test_ranks_of_several_hosts_exchange_what_they_read(world4: World, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    world4.run(save_under, path, ROWS)
+    sent, read = zip(*world4.run(load_as_if_apart, path), strict=True)
+    assert sum(sent) > 2.9 * state_nbytes()
+    assert sum(read) <= 1.05 * state_nbytes()
 
 
 def longest_exchange(path: str, layout: Layout, limit: int) -> tuple[int, int, list[str]]:
@@ -151,7 +180,7 @@ def longest_exchange(path: str, layout: Layout, limit: int) -> tuple[int, int, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_exchange, "_ROUND_NBYTES", limit)
         patch.setattr(dist, "all_to_all_single", measuring)
-        _, wrong = load_under(path, layout)
+        _, wrong = load_under(path, layout, exchange=True)
     return len(sizes), max(sizes), wrong
 
 
@@ -167,15 +196,16 @@ def test_a_round_is_no_longer_than_it_may_be(
         assert number > 8
 
 
-def message_of_load(path: str, layout: Layout) -> str:
+def message_of_load(path: str, layout: Layout, exchange: bool) -> str:
     with pytest.raises(CorruptCheckpointError) as caught:
-        vescale_ckpt.load(path, {"model": zeros_like(distributed(layout))})
+        vescale_ckpt.load(path, {"model": zeros_like(distributed(layout))}, exchange=exchange)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "page cache"])
 @pytest.mark.parametrize("layout", [COPIES, COLUMNS, ROWS], ids=["copies", "columns", "rows"])
 def test_damage_that_one_rank_finds_is_named_on_all(
-    world4: World, tmp_path: Path, layout: Layout
+    world4: World, tmp_path: Path, layout: Layout, exchange: bool
 ) -> None:
     path = tmp_path / "ckpt"
     world4.run(save_under, str(path), ROWS)
@@ -184,13 +214,13 @@ def test_damage_that_one_rank_finds_is_named_on_all(
         byte = stream.read(1)[0]
         stream.seek(4096 + 2_000_000)
         stream.write(bytes([byte ^ 1]))
-    messages = world4.run(message_of_load, str(path), layout)
+    messages = world4.run(message_of_load, str(path), layout, exchange)
     assert len(set(messages)) == 1
     assert "model.safetensors" in messages[0]
     assert "'model.tall'" in messages[0]
 
 
-def message_when_reading_fails(path: str) -> str:
+def message_when_reading_fails(path: str, exchange: bool) -> str:
     state = zeros_like(distributed(COPIES))
 
     def fail(*args: Any) -> int:
@@ -200,13 +230,16 @@ def message_when_reading_fails(path: str) -> str:
         if dist.get_rank() == 1:
             patch.setattr(os, "preadv", fail)
         with pytest.raises(CheckpointError) as caught:
-            vescale_ckpt.load(path, {"model": state})
+            vescale_ckpt.load(path, {"model": state}, exchange=exchange)
     return str(caught.value)
 
 
-def test_a_rank_that_cannot_read_does_not_hang_the_others(world4: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "page cache"])
+def test_a_rank_that_cannot_read_does_not_hang_the_others(
+    world4: World, tmp_path: Path, exchange: bool
+) -> None:
     world4.run(save_under, str(tmp_path / "ckpt"), ROWS)
-    messages = world4.run(message_when_reading_fails, str(tmp_path / "ckpt"))
+    messages = world4.run(message_when_reading_fails, str(tmp_path / "ckpt"), exchange)
     assert len(set(messages)) == 1
     assert "Input/output error (on rank 1)" in messages[0]
 

@@ -20,16 +20,18 @@ from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MismatchError, cli
-from vescale_ckpt._record import RECORD_NAME
+from vescale_ckpt._record import FORMAT_VERSION, RECORD_NAME
 
 from .memory import peak_nbytes
 
 FUZZ = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
 )
+HEAD = b'{"vescale_ckpt":%d,"crc32":"00000000",' % FORMAT_VERSION
 # Replaced at random by one another: what a header or an index consists of.
 ODD = [
     *(b"-1", b"0", b"1e400", b"9" * 30, b"4611686018427387904", b"null", b"true", b"[]", b"{}"),
+    *(b'"$"', b'"$b"'),
     *(b'""', b'"../../etc/passwd"', b'"/etc/passwd"', b'"\\u0000"', b'"U8"', b"[[]]", b"1.5"),
 ]
 
@@ -119,7 +121,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path: Path, content: bytes) -> 
 
 def signed(body: dict[str, Any]) -> bytes:
     """Return a commit record whose checksum is right."""
-    blank = b'{"vescale_ckpt":1,"crc32":"00000000",' + json.dumps(body).encode()[1:]
+    blank = HEAD + json.dumps(body).encode()[1:]
     return blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
 
 
@@ -130,13 +132,19 @@ def vast(directory: Path, key: str, *, nbytes: int) -> Path:
     file = directory / "tensors.safetensors"
     file.touch()
     os.truncate(file, nbytes)
-    tree: Any = {"$tensor": key}
+    tree: Any = "$"
     for part in reversed(key.split(".")):
         tree = {part: tree}
     body = {
         "block_nbytes": block_nbytes,
-        "files": {file.name: {"nbytes": nbytes, "crc32": zeros * (nbytes // block_nbytes)}},
-        "tensors": {key: [file.name, key, "U8", [nbytes], 0]},
+        "files": {
+            file.name: {
+                "nbytes": nbytes,
+                "crc32": zeros * (nbytes // block_nbytes),
+                "prefix": "",
+                "tensors": [["U8", [nbytes], 0, [key]]],
+            }
+        },
         "aliases": {},
         "state": tree,
     }
@@ -171,10 +179,10 @@ def test_an_optimizer_ignores_state_of_parameters_that_it_does_not_have(tmp_path
         [],
         [1, 2],
         "x",
-        [{"$tensor": "nothing"}],
+        ["$nothing"],
         [{"$per_rank": [1]}],
         {"a": 1},
-        [{"$tensor": "x"}],
+        ["$x"],
     ],
 )
 def test_odd_values_per_rank_are_refused(tmp_path: Path, values: Any) -> None:
@@ -190,7 +198,7 @@ def test_odd_values_per_rank_are_refused(tmp_path: Path, values: Any) -> None:
 
 def command_on_mutated(checkpoint: Path, text: bytes, seed: int, command: list[str]) -> None:
     _, body = text.split(b",", 2)[1:]
-    blank = b'{"vescale_ckpt":1,"crc32":"00000000",' + mutated(body, seed)
+    blank = HEAD + mutated(body, seed)
     record = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
     (checkpoint / RECORD_NAME).write_bytes(record)
     assert cli.main(command) in (0, 1, 2)
@@ -252,7 +260,7 @@ def test_a_mutated_record_of_boxes_loads_or_is_refused(tmp_path: Path, seed: int
     vescale_ckpt.save(path, {"w": torch.ones(4, 3), "n": torch.tensor(2)}, layout="per_rank")
     text = (path / RECORD_NAME).read_bytes()
     _, body = text.split(b",", 2)[1:]
-    blank = b'{"vescale_ckpt":1,"crc32":"00000000",' + mutated(body, seed)
+    blank = HEAD + mutated(body, seed)
     record = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
     (path / RECORD_NAME).write_bytes(record)
     with suppress(CheckpointError):

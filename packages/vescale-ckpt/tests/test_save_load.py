@@ -72,6 +72,7 @@ VALUES: dict[str, Any] = {
     "tuple": (1, (2.5, "x"), []),
     "dict": {1: "a", -2: {"b": ()}, "c": {}},
     "dollar": {"$tensor": "no", "$x": {"$tuple": [1]}},
+    "dollars": ["$", "$x", {"a": "$dollars.2.a", "$": "$"}],
     "counter": Counter({3: 2}),
     "text": "\u00fc\U0001f600\n",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, PerRank, cli
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, PerRank, _rank_files, cli
 from vescale_dtensor import InterleavedShard, distribute_tensor
 from vescale_testing import World
 
@@ -159,10 +157,8 @@ def local_state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def memory() -> Iterator[str]:
-    yield "memory://bucket/ckpt"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+def memory(memory_bucket: str) -> str:
+    return f"{memory_bucket}/ckpt"
 
 
 def test_a_checkpoint_lives_in_memory(memory: str) -> None:
@@ -211,6 +207,24 @@ def test_an_error_while_writing_to_a_url_leaves_the_old_checkpoint(
         load_whole(memory)
 
 
+def test_a_save_that_fails_takes_its_files_with_it(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vescale_ckpt.save(memory, local_state())
+    before = set(MemoryFileSystem.store)
+    original = _rank_files._write
+
+    def fails(*args: Any) -> None:
+        original(*args)
+        raise OSError("the bucket is full")
+
+    monkeypatch.setattr("vescale_ckpt._storage._DELAYS_SECONDS", ())
+    monkeypatch.setattr(_rank_files, "_write", fails)
+    with pytest.raises(CheckpointError, match="the bucket is full"):
+        vescale_ckpt.save(memory, {"other": torch.ones(3)})
+    assert set(MemoryFileSystem.store) == before
+
+
 def test_requests_that_fail_now_and_then_are_tried_again(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,30 +253,18 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
     assert vescale_ckpt.latest(f"file://{tmp_path}") == tmp_path / "step-3"
 
 
-def test_what_a_url_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="keep_last is for directories"):
-        vescale_ckpt.save("memory://step-1", {}, keep_last=1)
+def test_what_a_url_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ends with a number"):
+        vescale_ckpt.save("memory://last", {}, keep_last=1)
     with pytest.raises(ValueError, match="ranks cannot share"):
         vescale_ckpt.save("memory://step-1", {}, layout="shared")
+    vescale_ckpt.save(tmp_path / "ckpt", {"w": torch.ones(3)})
     with pytest.raises(ValueError, match="got the URL"):
-        vescale_ckpt.latest("memory://steps")
+        vescale_ckpt.import_safetensors(
+            tmp_path / "ckpt" / "tensors.safetensors", "memory://step-1"
+        )
     with pytest.raises(CheckpointError, match="cannot use nonsense://x"):
         vescale_ckpt.load("nonsense://x", {})
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    """Start an S3 server and return the environment in which it is found."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server.stop()
 
 
 def make_bucket(environment: dict[str, str]) -> None:

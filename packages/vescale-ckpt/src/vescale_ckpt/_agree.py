@@ -1,23 +1,36 @@
-"""Ranks compare what they are about to save: one digest each, details only if they differ."""
+"""Ranks compare what they are about to save: one digest each, details only if they differ.
+
+[Note: buckets]
+To name what differs nobody sends all that it knows: a thousand ranks with 100,000 tensors would
+receive gigabytes. Facts are put into buckets by the hash of their key. One reduction of a hash
+of each bucket tells which buckets differ, and the ranks gather the facts of a few of those.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
 
 from ._boxes import Part
 from ._crc import crc32
 from ._files import TableEntry
 from ._group import Ranks, Step, name_ranks
 from ._tensor_bytes import packed_chunks
-from ._tree import Encoded, Json
+from ._tree import Encoded, Json, below
 from .exceptions import MismatchError
 
 _MAX_DIFFERENCES = 5
+_MAX_FACT_LENGTH = 80
+_NUM_BUCKETS = 1 << 12
+_MAX_BUCKETS = 16
 # Smaller tensors are not worth a request to the disk from every rank.
 _MIN_SHARED_NBYTES = 1 << 20
 
@@ -57,28 +70,41 @@ class Fingerprint(NamedTuple):
     ties: str
 
 
-def fingerprint(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> Fingerprint:
+def fingerprint(
+    encoded: Encoded, parts: Mapping[str, Part], ties: Mapping[str, str], ranks: Ranks
+) -> Fingerprint:
     """Return what ranks have to compare: plain tensors count as one value that all have.
 
     So their bytes are compared, too, and so are those of DTensors that are replicated to all
     ranks.
+
+    Args:
+        encoded: The state of this rank.
+        parts: This rank's part of each of its tensors, in the order of their keys.
+        ties: What :func:`ties_of` has returned.
+        ranks: All ranks.
     """
-    keys = sorted(parts)
+    facts = _facts(encoded, parts, ranks)
     return Fingerprint(
-        _digest(map(": ".join, _facts(encoded, parts, ranks))),
-        _digest(f"{key!r} {parts[key].layout.text}" for key in keys),
-        _digest(map(repr, _ties(parts).items())),
+        _digest([*facts, *facts.values()]),
+        _digest(part.layout.text for part in parts.values()),
+        _digest(map(repr, ties.items())),
     )
 
 
 def agree(
-    encoded: Encoded, parts: Mapping[str, Part], by_rank: Sequence[Fingerprint], ranks: Ranks
+    encoded: Encoded,
+    parts: Mapping[str, Part],
+    ties: Mapping[str, str],
+    by_rank: Sequence[Fingerprint],
+    ranks: Ranks,
 ) -> Agreed:
     """Check that every rank saves the same tensors and values. Every rank must call this.
 
     Args:
         encoded: The state of this rank.
-        parts: This rank's part of each of its tensors.
+        parts: This rank's part of each of its tensors, in the order of their keys.
+        ties: What :func:`ties_of` has returned.
         by_rank: What :func:`fingerprint` has returned on every rank.
         ranks: All ranks.
 
@@ -86,20 +112,20 @@ def agree(
         MismatchError: On every rank, naming keys and ranks.
     """
     if len({prints.facts for prints in by_rank}) > 1:
-        _raise_difference(encoded, parts, ranks)
+        _raise_difference(_facts(encoded, parts, ranks), ranks)
     same_layout = len({prints.layouts for prints in by_rank}) == 1
     same_ties = len({prints.ties for prints in by_rank}) == 1
-    aliases = _ties(parts) if same_ties else _common_ties(parts, ranks)
-    table = tuple(
-        TableEntry(key, *encoded.groups[key], part.dtype, part.shape)
-        for key, part in parts.items()
-        if key not in aliases
-    )
+    aliases = dict(ties) if same_ties else _common_ties(parts, ties, ranks)
+    elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
+    table: list[TableEntry] = []
     shared: list[str] = []
     owned: list[str] = []
-    elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
-    for entry in table:
-        key, part = entry.key, parts[entry.key]
+    for key, part in parts.items():
+        if key in aliases:
+            continue
+        group = encoded.groups[key]
+        entry = TableEntry(key, group, below(key, group), part.dtype, part.shape)
+        table.append(entry)
         large = part.layout.is_whole and entry.nbytes >= _MIN_SHARED_NBYTES
         if same_layout and large and _is_everywhere(part, ranks):
             shared.append(key)
@@ -107,7 +133,7 @@ def agree(
             owned.append(key)
     return Agreed(
         tree=encoded.tree,
-        table=table,
+        table=tuple(table),
         aliases=aliases,
         owned=tuple(owned),
         shared=tuple(shared),
@@ -115,16 +141,17 @@ def agree(
     )
 
 
-def _facts(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of the state, each with a short text that is equal if the leaf is."""
-    for key in sorted(encoded.values):
-        yield f"value {key!r}", json.dumps(encoded.values[key])
-    for key in sorted(parts):
-        part = parts[key]
-        text = f"{part.dtype} {[*part.shape]}"
+def _facts(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
+    """Return the leaves of the state, each with a short text that is equal if the leaf is."""
+    facts = {f"value {key!r}": json.dumps(encoded.values[key]) for key in sorted(encoded.values)}
+    kinds: dict[tuple[str, tuple[int, ...]], str] = {}
+    for key, part in parts.items():
+        kind = (part.dtype, part.shape)
+        text = kinds.get(kind) or kinds.setdefault(kind, f"{part.dtype} {[*part.shape]}")
         if part.layout.is_whole and ranks.size > 1 and _is_everywhere(part, ranks):
             text += f" bytes {_checksum(part):08x}"
-        yield f"tensor {key!r}", text
+        facts[f"tensor {key!r}"] = text
+    return facts
 
 
 def _is_everywhere(part: Part, ranks: Ranks) -> bool:
@@ -144,9 +171,25 @@ def _digest(texts: Iterable[str]) -> str:
     return sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _raise_difference(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> None:
+def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
+    """Name the first facts in which ranks differ; see [Note: buckets]."""
+    by_bucket: dict[int, list[str]] = {}
+    for key in facts:
+        by_bucket.setdefault(crc32(key.encode()) % _NUM_BUCKETS, []).append(key)
+    hashes = np.zeros(_NUM_BUCKETS, np.int64)
+    for bucket, keys in by_bucket.items():
+        hashes[bucket] = _short_hash("\n".join([*keys, *(facts[key] for key in keys)]))
+    lowest_highest = np.stack([hashes, -hashes])
+    ranks.reduce(lowest_highest, dist.ReduceOp.MIN)
+    lowest, highest = lowest_highest[0], -lowest_highest[1]
+    buckets: list[int] = np.flatnonzero(lowest != highest).tolist()
+    looked_at = buckets[:_MAX_BUCKETS]
     with Step(ranks) as step:
-        step.message = dict(_facts(encoded, parts, ranks))
+        step.message = {
+            key: _shortened(facts[key])
+            for bucket in looked_at
+            for key in by_bucket.get(bucket, ())
+        }
     everything: list[dict[str, str]] = step.messages
     differing = [
         key
@@ -154,8 +197,10 @@ def _raise_difference(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks)
         if len({rank.get(key) for rank in everything}) > 1
     ]
     lines = [_difference(key, everything) for key in differing[:_MAX_DIFFERENCES]]
-    if len(differing) > _MAX_DIFFERENCES:
-        lines.append(f"and {len(differing) - _MAX_DIFFERENCES} more")
+    num_more = len(differing) + len(buckets) - len(looked_at) - len(lines)
+    if num_more:
+        at_least = "at least " if len(buckets) > len(looked_at) else ""
+        lines.append(f"and {at_least}{num_more} more")
     raise MismatchError(
         "expected the same state on every rank (shards as DTensors, all else equal); nothing "
         "was saved:\n" + "\n".join(lines)
@@ -165,9 +210,16 @@ def _raise_difference(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks)
 def _difference(key: str, everything: Sequence[Mapping[str, str]]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, facts in enumerate(everything):
-        by_text.setdefault(facts.get(key, "missing")[:80], []).append(rank)
+        by_text.setdefault(facts.get(key, "missing"), []).append(rank)
     common = Counter({text: len(where) for text, where in by_text.items()}).most_common(4)
     return f"{key}: " + "; ".join(f"{text} on {name_ranks(by_text[text])}" for text, _ in common)
+
+
+def _shortened(fact: str) -> str:
+    """Return a text that is short and differs nevertheless if the fact does."""
+    if len(fact) <= _MAX_FACT_LENGTH:
+        return fact
+    return f"{fact[:_MAX_FACT_LENGTH]}... (hash {_short_hash(fact):x})"
 
 
 def _elsewhere(parts: Mapping[str, Part], ranks: Ranks) -> frozenset[str]:
@@ -175,43 +227,53 @@ def _elsewhere(parts: Mapping[str, Part], ranks: Ranks) -> frozenset[str]:
 
     Where sub-meshes hold copies of a tensor, the one that rank 0 is on writes.
     """
-    keys = sorted(parts)
-    with Step(ranks) as step:
-        meshes = list(dict.fromkeys(parts[key].layout.mesh_ranks for key in keys))
-        numbers = {mesh: number for number, mesh in enumerate(meshes)}
-        if ranks.rank == 0:
-            step.message = [meshes, [numbers[parts[key].layout.mesh_ranks] for key in keys]]
-    theirs, which = step.messages[0]
-    leading = [None if mesh is None else tuple(mesh) for mesh in theirs]
+    own = [_mesh_hash(part.layout.mesh_ranks) for part in parts.values()]
+    theirs = np.array(own, np.int64) * (ranks.rank == 0)
+    ranks.reduce(theirs, dist.ReduceOp.SUM)
+    which: list[int] = theirs.tolist()
     return frozenset(
-        key
-        for key, number in zip(keys, which, strict=True)
-        if parts[key].layout.mesh_ranks != leading[number]
+        key for key, mine, leading in zip(parts, own, which, strict=True) if mine != leading
     )
 
 
-def _ties(parts: Mapping[str, Part]) -> dict[str, str]:
-    """Return, for tensors that are the same memory seen the same way, the first such key."""
-    by_address: dict[int, list[str]] = {}
+@lru_cache(maxsize=64)
+def _mesh_hash(mesh_ranks: tuple[int, ...] | None) -> int:
+    return _short_hash(repr(mesh_ranks))
+
+
+def _short_hash(text: str) -> int:
+    """Return an integer that differs if the text does, small enough to be negated."""
+    return int.from_bytes(sha256(text.encode()).digest()[:7])
+
+
+def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return, for tensors that are the same memory seen the same way, the first such key.
+
+    Args:
+        parts: This rank's part of each of its tensors, in the order of their keys.
+    """
+    by_address: dict[int, str] = {}
+    alike: dict[int, list[str]] = {}
     for key, part in parts.items():
-        if address := part.local.data_ptr():
-            by_address.setdefault(address, []).append(key)
+        address = part.local.data_ptr()
+        if address and (first := by_address.setdefault(address, key)) is not key:
+            alike.setdefault(address, [first]).append(key)
     ties: dict[str, str] = {}
-    for keys in by_address.values():
-        if len(keys) > 1:
-            first: dict[Any, str] = {}
-            for key in sorted(keys):
-                identity = parts[key].identity
-                if identity is not None and first.setdefault(identity, key) != key:
-                    ties[key] = first[identity]
+    for keys in alike.values():
+        firsts: dict[Any, str] = {}
+        for key in keys:
+            identity = parts[key].identity
+            if identity is not None and firsts.setdefault(identity, key) != key:
+                ties[key] = firsts[identity]
     return dict(sorted(ties.items()))
 
 
-def _common_ties(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
+def _common_ties(
+    parts: Mapping[str, Part], own: Mapping[str, str], ranks: Ranks
+) -> dict[str, str]:
     """Return the ties that no rank contradicts; one that holds nothing of a tensor cannot."""
-    own = _ties(parts)
     with Step(ranks) as step:
-        step.message = own
+        step.message = dict(own)
     claimed = sorted({pair for ties in step.messages for pair in ties.items()})
     with Step(ranks) as step:
         step.message = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 import vescale_dtensor
 from vescale_dtensor import Box, InterleavedShard, LocalBox, local_boxes
 
-from ._dtypes import NAMES
-from ._torch_private import StridedShard
+from ._dtypes import DTYPES, NAMES
+from ._files import StoredTensor
+from ._runs import Runs, runs_of
+from ._torch_private import StridedShard, spec_of
 from .exceptions import CheckpointError
 
 # Before torch 2.13 veScale's is no subclass of torch's.
@@ -24,9 +26,11 @@ _DISTRIBUTED = (DTensor, vescale_dtensor.DTensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
     """How a tensor lies on the ranks; tensors that lie the same way share one.
+
+    Two are told apart by their identity, which makes them good keys of caches.
 
     Attributes:
         boxes: The boxes of the whole tensor that lie in this rank's memory.
@@ -89,34 +93,61 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
     Raises:
         CheckpointError: With ``key`` and what to do.
     """
-    distributed = isinstance(tensor, _DISTRIBUTED)
-    local = tensor.to_local() if distributed else tensor
+    if not isinstance(tensor, _DISTRIBUTED):
+        local = tensor.detach() if tensor.requires_grad else tensor
+        dtype = _checked_dtype(key, local)
+        return Part(local.shape, dtype, local, _plain_layout(local.shape, rank == 0))
+    local, spec = tensor.to_local(), spec_of(tensor)
     if local.requires_grad:
         local = local.detach()
-    _check(key, local)
-    shape = tensor.shape
-    if not distributed:
-        return Part(shape, NAMES[local.dtype], local, _plain_layout(shape, rank == 0))
+    dtype = _checked_dtype(key, local)
     try:
-        layout = _layout(shape, tensor.device_mesh, tensor.placements, rank)
+        layout = _layout(spec.shape, spec.mesh, spec.placements, rank)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"tensor {key!r}{error}") from error
-    return Part(shape, NAMES[local.dtype], local, layout)
+    return Part(spec.shape, dtype, local, layout)
 
 
-def _check(key: str, local: torch.Tensor) -> None:
-    if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
+def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, Runs]]:
+    """Yield the memory of each box that is not empty, and where it lies, in file order.
+
+    Args:
+        part: What this rank holds.
+        stored: Where the whole tensor lies.
+    """
+    local = part.local
+    for held, runs in _runs_of_boxes(part.layout, stored.shape, stored.dtype):
+        memory = local if held.box.shape == local.shape else held.of(local)
+        yield memory, Runs(stored.offset + runs.start, runs.nbytes, runs.counts, runs.steps)
+
+
+# Models repeat the same layer many times; a hit costs a twentieth of the computation.
+@lru_cache(maxsize=4096)
+def _runs_of_boxes(
+    layout: Layout, shape: tuple[int, ...], dtype: str
+) -> tuple[tuple[LocalBox, Runs], ...]:
+    """Return the boxes that are not empty, and where they lie in a tensor at byte 0."""
+    itemsize = DTYPES[dtype].itemsize
+    boxes = [(held, runs_of(shape, held.box, itemsize)) for held in layout.boxes if held.box.numel]
+    return tuple(sorted(boxes, key=lambda box: box[1].start))
+
+
+def _checked_dtype(key: str, local: torch.Tensor) -> str:
+    """Return the name of the dtype of a tensor, if that is one of plain bytes in memory."""
+    dtype = NAMES.get(local.dtype)
+    if type(local) not in _PLAIN or local.layout is not torch.strided:
         raise CheckpointError(
             f"tensor {key!r} is a {type(local).__name__} of layout {local.layout}, which has no "
             f"plain bytes; convert it to a dense tensor"
         )
-    if local.device.type == "meta":
+    if local.is_meta:
         raise CheckpointError(f"tensor {key!r} is on the meta device; give it memory first")
-    if local.dtype not in NAMES:
+    if dtype is None:
         raise CheckpointError(
             f"tensor {key!r} has {local.dtype}, which safetensors cannot hold; convert it "
             f"(complex128: torch.view_as_real)"
         )
+    return dtype
 
 
 @lru_cache(maxsize=4096)
@@ -132,7 +163,6 @@ def _plain_layout(shape: torch.Size, is_first_replica: bool) -> Layout:
     )
 
 
-# Models repeat the same layer many times; a hit costs a twentieth of the computation.
 @lru_cache(maxsize=4096)
 def _layout(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int

@@ -39,28 +39,32 @@ def coverage(numbering: Numbering, pieces: Sequence[Piece], rank: int) -> Intege
 
     Where it needs short or scattered runs that is something that never fits.
     """
-    covered = np.zeros(numbering.count, np.int64)
-    full = full_coverage(numbering)
-    edges: list[tuple[int, int, int]] = []
     (veto,) = _numbers(np.array([-rank - 1])).tolist()
-    for piece in pieces:
-        file, runs = piece.stored.file, piece.runs
-        first, last = numbering.span(file, runs)
-        if runs.counts:
-            covered[first:last] += veto
-            continue
-        # The blocks between the first and the last one are needed as a whole.
-        covered[first + 1 : last - 1] += full[first + 1 : last - 1]
-        for block in {first, last - 1}:
-            edge = numbering.start(file, block)
-            lower = max(runs.start - edge, 0)
-            upper = min(runs.stop - edge, numbering.block_nbytes)
-            if upper - lower < MIN_PART_NBYTES:
-                covered[block] += veto
-            else:
-                place = block * numbering.block_nbytes
-                edges.append((block, place + lower, place + upper))
-    if edges:
-        blocks, lowers, uppers = np.array(edges, np.int64).T
-        np.add.at(covered, blocks, _numbers(uppers) - _numbers(lowers))
+    scattered = [numbering.span(p.stored.file, p.runs) for p in pieces if p.runs.counts]
+    covered = veto * times_covered(numbering.count, np.array(scattered, np.int64))
+    ends = [numbering.places(p.stored.file, p.runs) for p in pieces if not p.runs.counts]
+    if not ends:
+        return covered
+    starts, stops = np.array(ends, np.int64).T
+    length = numbering.block_nbytes
+    first, last = starts // length, -(-stops // length) - 1
+    # The blocks between the first and the last one are needed as a whole.
+    inner = times_covered(numbering.count, np.stack([first + 1, np.maximum(last, first + 1)], 1))
+    covered += inner * full_coverage(numbering)
+    is_longer = last > first
+    blocks = np.concatenate([first, last[is_longer]])
+    lowers = np.concatenate([starts, last[is_longer] * length])
+    uppers = np.concatenate([np.minimum(stops, (first + 1) * length), stops[is_longer]])
+    is_short = uppers - lowers < MIN_PART_NBYTES
+    added = np.where(is_short, veto, _numbers(uppers) - _numbers(lowers))
+    np.add.at(covered, blocks, added)
     return covered
+
+
+def times_covered(count: int, spans: Integers) -> Integers:
+    """Return in how many of the spans, rows of (first, end), each block lies."""
+    steps = np.zeros(count + 2, np.int64)
+    if len(spans):
+        np.add.at(steps, spans[:, 0], 1)
+        np.add.at(steps, spans[:, 1], -1)
+    return np.cumsum(steps)[:count]

@@ -43,7 +43,7 @@ from ._record import Record
 from ._selection import Selection, renamed, select
 from ._sequential import Progress, write_checkpoint_from
 from ._tensor_bytes import flat_bytes
-from ._tree import Json, encode
+from ._tree import Json, encode, reference_to
 from .exceptions import CheckpointError, CorruptCheckpointError, MismatchError
 
 
@@ -152,7 +152,7 @@ class DcpSource:
         paths: dict[str, Any] = metadata.planner_data or {}
         values: list[str] = []
         for key, stored in metadata.state_dict_metadata.items():
-            wanted = selection.wants((renamed(key, selection.rename),))
+            wanted = selection.wants(renamed(key, selection.rename))
             if isinstance(stored, TensorStorageMetadata):
                 if stored.properties.dtype in NAMES:
                     self._stored[key] = stored
@@ -163,7 +163,7 @@ class DcpSource:
                     )
             elif wanted:
                 values.append(key)
-        nodes: dict[str, Json] = {key: {"$tensor": key} for key in self.tensors}
+        nodes: dict[str, Json] = {key: reference_to(key) for key in self.tensors}
         nodes.update(self._values(values))
         self.tree = _tree({key: tuple(paths.get(key, (key,))) for key in nodes}, nodes)
 

@@ -7,8 +7,10 @@ import itertools
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,12 +26,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ._dtypes import DTYPES
+from ._files import StoredTensor
 from ._open import open_checkpoint
 from ._sequential import FileSource, Progress, Source
-from ._tree import decode
+from ._tree import Json, decode, elements_of, items_of, ranks_of, references
 from .exceptions import CheckpointError
 
 _MAX_CHUNK_NBYTES = 32 << 20
+
+
+class _Row(NamedTuple):
+    """Where in a tensor the one of a rank begins, in bytes."""
+
+    key: str
+    first: int
 
 
 def _ignore(done: int, total: int) -> None:
@@ -42,6 +52,10 @@ def export_dcp(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[
     Some 32 MB of memory are used, more if a single row is larger, and every block that is read
     is checked. Tied tensors are written under each of their keys. The result is pickle, as all
     such checkpoints are. Call this on one rank only.
+
+    What was saved for each rank (:class:`PerRank`, :class:`RngState`), such checkpoints have no
+    word for. It is written as a dict of the values of ``rank_0``, ``rank_1`` and so on; of
+    values without tensors that all ranks had the same of, as ``rank_0`` alone.
 
     Args:
         checkpoint: A checkpoint's directory.
@@ -62,10 +76,11 @@ def write_dcp(
     target = Path(os.path.abspath(directory))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty; write to another directory")
-    state = {key: decode(node, _on_meta(source)) for key, node in source.tree.items()}
+    stand = _Stand(source)
+    state = {key: stand.decode(node) for key, node in source.tree.items()}
     # With nothing to copy ahead the writer takes one tensor after the other.
     writer = FileSystemWriter(target, per_thread_copy_ahead=0)
-    planner = _Planner(source, progress)
+    planner = _Planner(source, stand.rows, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -78,9 +93,10 @@ def write_dcp(
 class _Planner(DefaultSavePlanner):
     """Lets torch's writer have the bytes of a tensor when it wants to write them."""
 
-    def __init__(self, source: FileSource, progress: Progress) -> None:
+    def __init__(self, source: FileSource, rows: Mapping[int, _Row], progress: Progress) -> None:
         super().__init__()
         self._source = source
+        self._rows = rows
         self._progress = progress
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in source.tensors.values())
@@ -107,7 +123,11 @@ class _Planner(DefaultSavePlanner):
         if len(self._memory) < last - first:
             self._memory = bytearray(last - first)
         position = 0
-        for part in self._source.part(write_item.index.fqn, first, last):
+        key, start = write_item.index.fqn, 0
+        row = self._rows.get(id(self.state_dict[key]))
+        if row is not None:
+            key, start = row.key, row.first
+        for part in self._source.part(key, start + first, start + last):
             self._memory[position : position + len(part)] = part
             position += len(part)
         self._done += position
@@ -140,9 +160,55 @@ def _in_chunks(item: WriteItem) -> Iterator[WriteItem]:
         )
 
 
-def _on_meta(source: Source) -> Callable[[str], torch.Tensor]:
-    def tensor(key: str) -> torch.Tensor:
-        stored = source.tensors[source.aliases.get(key, key)]
+class _Stand:
+    """Makes tensors without bytes that stand for the stored ones.
+
+    Args:
+        source: What has them.
+
+    Attributes:
+        rows: By the id of what stands for a row of a tensor, where that is.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.rows: dict[int, _Row] = {}
+        self._source = source
+
+    def decode(self, node: Json) -> Any:
+        """Return the value of a node; what ranks have saved is a dict of the ranks."""
+        if (values := ranks_of(node)) is not None:
+            last = len(values) - 1
+            return {
+                f"rank_{rank}": decode(values[min(rank, last)], partial(self._row, rank))
+                for rank in range(self._num_ranks(values))
+            }
+        if not _has_ranks(node):
+            return decode(node, self._whole)
+        items = items_of(node)
+        if items is not None:
+            return {key: self.decode(item) for key, item in items}
+        return [self.decode(element) for element in elements_of(node) or ()]
+
+    def _num_ranks(self, values: Sequence[Json]) -> int:
+        stacked = {key for _, key in references(values[0], "")}
+        return self._stored(min(stacked)).shape[0] if stacked else len(values)
+
+    def _stored(self, key: str) -> StoredTensor:
+        return self._source.tensors[self._source.aliases.get(key, key)]
+
+    def _whole(self, key: str) -> torch.Tensor:
+        stored = self._stored(key)
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
 
-    return tensor
+    def _row(self, rank: int, key: str) -> torch.Tensor:
+        row = self._whole(key)[0]
+        self.rows[id(row)] = _Row(key, rank * row.nbytes)
+        return row
+
+
+def _has_ranks(node: Json) -> bool:
+    if ranks_of(node) is not None:
+        return True
+    items = items_of(node)
+    below = elements_of(node) if items is None else [item for _, item in items]
+    return any(map(_has_ranks, below or ()))

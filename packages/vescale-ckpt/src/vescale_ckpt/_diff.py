@@ -12,7 +12,7 @@ from ._dtypes import DTYPES
 from ._files import StoredTensor
 from ._selection import leaves_of
 from ._sequential import Progress, Source
-from ._tree import dotted, is_reference
+from ._tree import is_reference
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -93,9 +93,9 @@ def _aligned(
 
 def _values(source: Source) -> dict[str, str]:
     return {
-        dotted(path): json.dumps(node)
+        path: json.dumps(node)
         for key, root in source.tree.items()
-        for path, node in leaves_of(root, (key,))
+        for path, node in leaves_of(root, key)
         if not is_reference(node)
     }
 

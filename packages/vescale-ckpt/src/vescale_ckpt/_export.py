@@ -26,7 +26,7 @@ from ._sequential import (
     write_checkpoint_from,
     write_files_in_order,
 )
-from ._tree import references
+from ._tree import below, references
 from .exceptions import CheckpointError
 
 MAX_EXPORTED_FILE_NBYTES = 5 << 30  # as HuggingFace's own writers do
@@ -158,10 +158,11 @@ def _table(source: Source, names: Names) -> dict[str, TableEntry]:
     skipped = dict.fromkeys(names.skip, "")
     table: dict[str, TableEntry] = {}
     taken: set[str] = set()
-    for path, old in references(source.tree.get(names.key)):
-        if not renamed(path, skipped):
+    for path, old in references(source.tree.get(names.key), names.key):
+        inner = below(path, names.key)
+        if not renamed(inner, skipped):
             continue
-        name = renamed(path, names.rename)
+        name = renamed(inner, names.rename)
         if name in taken:
             raise CheckpointError(f"two tensors would be called {name!r}; rename one of them")
         taken.add(name)

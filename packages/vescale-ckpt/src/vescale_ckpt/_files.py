@@ -9,11 +9,14 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import repeat
 from json.encoder import encode_basestring
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from ._dtypes import DTYPES
 
@@ -42,7 +45,7 @@ class TableEntry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the whole tensor."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return nbytes_of(self.dtype, self.shape)
 
 
 class StoredTensor(NamedTuple):
@@ -70,7 +73,41 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the whole tensor."""
-        return math.prod(self.shape) * self.itemsize
+        return nbytes_of(self.dtype, self.shape)
+
+
+# What the constructor does, too, at twice the cost.
+_stored_tensor: Callable[[Any], StoredTensor] = partial(tuple.__new__, StoredTensor)
+
+
+class Alike(NamedTuple):
+    """Tensors of the same dtype and shape that lie in a file one after the other.
+
+    Attributes:
+        file: Name of the file in the checkpoint's directory.
+        dtype: Name of the dtype in safetensors.
+        shape: Global shape of each.
+        offset: First byte of the first, from the start of the file.
+        names: Their names in the file.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    names: Sequence[str]
+
+    @property
+    def stop(self) -> int:
+        """Where the last one ends in the file."""
+        return self.offset + len(self.names) * nbytes_of(self.dtype, self.shape)
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Return where each of them lies."""
+        nbytes = nbytes_of(self.dtype, self.shape)
+        offsets = range(self.offset, self.stop, nbytes) if nbytes else repeat(self.offset)
+        fields = (repeat(self.file), self.names, repeat(self.dtype), repeat(self.shape), offsets)
+        return map(_stored_tensor, zip(*fields, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +132,9 @@ def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYT
     A group that does not fit into one file is split, neighbours by name staying together, and
     gets an index file in HuggingFace's layout.
     """
-    groups: dict[str, list[_Sized]] = {}
-    for entry in sorted(table):
-        sized = _Sized(-DTYPES[entry.dtype].itemsize, -entry.nbytes, entry.name, entry)
-        groups.setdefault(entry.group, []).append(sized)
+    groups: dict[str, list[TableEntry]] = {}
+    for entry in sorted(table, key=attrgetter("key")):
+        groups.setdefault(entry.group, []).append(entry)
     plan = FilePlan(files={}, tensors={})
     for group, stem in _stems(groups).items():
         shards = _split(groups[group], max_file_nbytes)
@@ -110,16 +146,11 @@ def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYT
     return plan
 
 
-class _Sized(NamedTuple):
-    """A tensor with what decides about its place in a file.
-
-    Wide dtypes first keeps every element aligned; large tensors first keeps most on pages.
-    """
-
-    minus_itemsize: int
-    minus_nbytes: int
-    name: str
-    entry: TableEntry
+# Models repeat the same layer many times.
+@lru_cache(maxsize=4096)
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a tensor."""
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def _stems(groups: Mapping[str, object]) -> dict[str, str]:
@@ -138,15 +169,16 @@ def _stems(groups: Mapping[str, object]) -> dict[str, str]:
     return stems
 
 
-def _split(entries: list[_Sized], max_file_nbytes: int) -> list[list[_Sized]]:
-    shards: list[list[_Sized]] = [[]]
+def _split(entries: list[TableEntry], max_file_nbytes: int) -> list[list[TableEntry]]:
+    shards: list[list[TableEntry]] = [[]]
     filled = 0
     for entry in entries:
-        if shards[-1] and filled - entry.minus_nbytes > max_file_nbytes:
+        nbytes = nbytes_of(entry.dtype, entry.shape)
+        if shards[-1] and filled + nbytes > max_file_nbytes:
             shards.append([])
             filled = 0
         shards[-1].append(entry)
-        filled -= entry.minus_nbytes
+        filled += nbytes
     return shards
 
 
@@ -156,32 +188,53 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _lay_out(file: str, entries: list[_Sized], plan: FilePlan) -> None:
-    ordered = sorted(entries)
+def _lay_out(file: str, entries: list[TableEntry], plan: FilePlan) -> None:
+    """Put alike tensors side by side: wide dtypes, then large tensors first.
+
+    The first keeps every element aligned, the second most tensors on pages.
+    """
+    kinds: dict[tuple[str, tuple[int, ...]], list[TableEntry]] = {}
+    for entry in entries:
+        kinds.setdefault((entry.dtype, entry.shape), []).append(entry)
+    ordered = [kinds[kind] for kind in sorted(kinds, key=_place)]
+    head = _head(ordered)
+    offset = len(head)
+    for alike in ordered:
+        names = [entry.name for entry in alike]
+        stretch = Alike(file, alike[0].dtype, alike[0].shape, offset, names)
+        keys = [entry.key for entry in alike]
+        plan.tensors.update(zip(keys, stretch.tensors(), strict=True))
+        offset = stretch.stop
+    plan.files[file] = PlannedFile(head=head, nbytes=offset)
+
+
+def _place(kind: tuple[str, tuple[int, ...]]) -> tuple[int, int, str, tuple[int, ...]]:
+    dtype, shape = kind
+    return (-DTYPES[dtype].itemsize, -nbytes_of(dtype, shape), dtype, shape)
+
+
+def _head(ordered: list[list[TableEntry]]) -> bytes:
+    """Return the length and the header of a safetensors file, padded."""
     # Written by hand: for many tensors that takes half as long as the json module.
     lines = ['{"__metadata__":{"format":"pt"}']
     stop = 0
-    for _, minus_nbytes, name, entry in ordered:
-        start, stop = stop, stop - minus_nbytes
-        shape = ",".join(map(str, entry.shape))
-        lines.append(
-            f'{encode_basestring(name)}:{{"dtype":"{entry.dtype}","shape":[{shape}],'
-            f'"data_offsets":[{start},{stop}]}}'
-        )
+    for alike in ordered:
+        dtype, shape = alike[0].dtype, alike[0].shape
+        nbytes = nbytes_of(dtype, shape)
+        kind = f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
+        for entry in alike:
+            start, stop = stop, stop + nbytes
+            name = encode_basestring(entry.name)
+            lines.append(f'{name}:{{{kind},"data_offsets":[{start},{stop}]}}')
     text = (",".join(lines) + "}").encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
-    head = struct.pack("<Q", len(text)) + text
-    plan.files[file] = PlannedFile(head=head, nbytes=len(head) + stop)
-    offset = len(head)
-    for _, minus_nbytes, name, entry in ordered:
-        plan.tensors[entry.key] = StoredTensor(file, name, entry.dtype, entry.shape, offset)
-        offset -= minus_nbytes
+    return struct.pack("<Q", len(text)) + text
 
 
-def _add_index(stem: str, entries: list[_Sized], plan: FilePlan) -> None:
+def _add_index(stem: str, entries: list[TableEntry], plan: FilePlan) -> None:
     index = {
-        "metadata": {"total_size": -sum(sized.minus_nbytes for sized in entries)},
-        "weight_map": {sized.name: plan.tensors[sized.entry.key].file for sized in entries},
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: plan.tensors[entry.key].file for entry in entries},
     }
     text = json.dumps(index, indent=2, ensure_ascii=False).encode()
     plan.files[f"{stem}.safetensors.index.json"] = PlannedFile(head=text, nbytes=len(text))

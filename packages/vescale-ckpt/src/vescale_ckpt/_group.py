@@ -6,10 +6,11 @@ NCCL's, and traffic of the training step on it must not meet ours.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,15 +21,15 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ._arrivals import Arrivals
+from ._torch_private import Store, prefixed, store_of
 from .exceptions import CheckpointError, CorruptCheckpointError, MismatchError
 
 # Ranks wait for the slowest writer, so this bounds an imbalance, not a duration.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _HEAD_NBYTES = 1 << 10
 
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_MAX_PATIENCE = timedelta(seconds=1)
 
 _CLASSES: dict[str, type[CheckpointError]] = {
     cls.__name__: cls for cls in (CheckpointError, CorruptCheckpointError, MismatchError)
@@ -44,35 +45,36 @@ class Ranks:
         size: Number of processes.
         group: The gloo group that carries control messages; None for one process.
         timeout: How long ranks wait for one another.
+        arrivals: Who has come to the collectives of the group; None for one process.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     timeout: timedelta = DEFAULT_TIMEOUT
+    arrivals: Arrivals | None = None
 
     def meet(self) -> None:
         """Wait until all ranks are here. Every rank must call.
 
         Raises:
-            CheckpointError: If some are not here in time; on rank 0 it names them.
+            CheckpointError: If some are not here in time; it names them.
         """
         if self.group is not None:
-            with self._contact():
-                dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
+            with self._contact("the first meeting") as finish:
+                finish(dist.barrier(self.group, async_op=True))
 
     def all_gather(self, message: Any) -> list[Any]:
         """Return the JSON-able messages of all ranks, in rank order. Every rank must call."""
         if self.group is None:
             return [message]
         text = json.dumps(message).encode()
-        with self._contact():
-            # Most messages are short: their length and all of them go in one request.
-            heads = self._gather(len(text).to_bytes(8) + text[: _HEAD_NBYTES - 8], _HEAD_NBYTES)
-            lengths = [int.from_bytes(head[:8]) for head in heads]
-            texts = [head[8 : 8 + length] for head, length in zip(heads, lengths, strict=True)]
-            if max(lengths) > _HEAD_NBYTES - 8:
-                texts = self._gather(text, max(lengths))
+        # Most messages are short: their length and all of them go in one request.
+        heads = self._gather(len(text).to_bytes(8) + text[: _HEAD_NBYTES - 8], _HEAD_NBYTES)
+        lengths = [int.from_bytes(head[:8]) for head in heads]
+        texts = [head[8 : 8 + length] for head, length in zip(heads, lengths, strict=True)]
+        if max(lengths) > _HEAD_NBYTES - 8:
+            texts = self._gather(text, max(lengths))
         return [json.loads(t[:length]) for t, length in zip(texts, lengths, strict=True)]
 
     def reduce(
@@ -80,8 +82,9 @@ class Ranks:
     ) -> None:
         """Combine ``words`` of all ranks element by element, in place. Every rank must call."""
         if self.group is not None:
-            with self._contact():
-                dist.all_reduce(torch.from_numpy(words), operation, group=self.group)
+            tensor = torch.from_numpy(words)
+            with self._contact("a reduction") as finish:
+                finish(dist.all_reduce(tensor, operation, group=self.group, async_op=True))
 
     def exchange(
         self,
@@ -98,33 +101,71 @@ class Ranks:
             incoming: Where to put what comes, in rank order.
             received: How many bytes come from each rank.
         """
-        with self._contact():
-            dist.all_to_all_single(
+        with self._contact("an exchange of bytes") as finish:
+            work = dist.all_to_all_single(
                 torch.from_numpy(incoming),
                 torch.from_numpy(outgoing),
                 list(received),
                 list(sent),
                 group=self.group,
+                async_op=True,
             )
+            finish(work)
 
     def _gather(self, content: bytes, nbytes: int) -> list[bytes]:
         sent = torch.zeros(nbytes, dtype=torch.uint8)
         if content:
             sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         received = torch.empty(self.size, nbytes, dtype=torch.uint8)
-        dist.all_gather(list(received.unbind()), sent, group=self.group)
+        with self._contact("an exchange of messages") as finish:
+            rows = list(received.unbind())
+            finish(dist.all_gather(rows, sent, group=self.group, async_op=True))
         return [row.numpy().tobytes() for row in received]
 
     @contextmanager
-    def _contact(self) -> Iterator[None]:
-        """Say what it means if the group cannot do its work."""
+    def _contact(self, name: str) -> Iterator[Callable[[dist.Work | None], None]]:
+        """Give what waits for a collective, and say what it means if that fails."""
+        assert self.arrivals is not None
+        self.arrivals.begin()
         try:
-            yield
+            yield self._finish
         except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self.rank} lost contact with the other ranks, one of them has died or "
-                f"hangs; nothing more was committed: {error}"
-            ) from error
+            raise _lost_contact(self, name, error) from error
+
+    def _finish(self, work: dist.Work | None) -> None:
+        assert work is not None
+        assert self.arrivals is not None
+        with suppress(RuntimeError):
+            work.wait(_patience(self.timeout))
+            return
+        # It takes long or has failed, and then fails again.
+        self.arrivals.note()
+        work.wait()
+
+
+def _patience(timeout: timedelta) -> timedelta:
+    """Return after what time ranks note that they are waiting; see [Note: arrivals]."""
+    return min(_MAX_PATIENCE, timeout / 4)
+
+
+def _lost_contact(ranks: Ranks, name: str, error: Exception) -> CheckpointError:
+    assert ranks.arrivals is not None
+    # Twice: whoever came just before the first rank gave up has not waited for long yet.
+    missing = ranks.arrivals.missing(2 * _patience(ranks.timeout))
+    if missing is None:
+        reason = (
+            "the store of the process group does not answer either; the process that serves it, "
+            "the launcher or rank 0, has died or hangs"
+        )
+    elif missing:
+        have_died = "has died or hangs" if len(missing) == 1 else "have died or hang"
+        reason = f"{name_ranks(missing)} {have_died} before {name}"
+    else:
+        reason = f"all of them have come to {name}, where a connection broke"
+    return CheckpointError(
+        f"rank {ranks.rank} lost contact with the other ranks: {reason}; nothing more was "
+        f"committed: {error}"
+    )
 
 
 def current_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
@@ -132,26 +173,61 @@ def current_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
 
     Args:
         timeout: How long ranks wait for one another.
+
+    Raises:
+        CheckpointError: If some do not come in time; it names them.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or dist.get_world_size() == 1:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None or dist.get_world_size() == 1:
         return Ranks(0, 1, None)
-    groups = _GROUPS.setdefault(world, {})
-    if timeout not in groups:
-        groups[timeout] = _new_group(timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), groups[timeout], timeout)
+    world = _WORLDS.get(group) or _WORLDS.setdefault(group, _World.of(group))
+    if timeout not in world.made:
+        world.made[timeout] = world.make(timeout)
+    return world.made[timeout]
 
 
 def separate_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
     """Return the same ranks with another group, for another thread. Every rank must call this."""
     ranks = current_ranks(timeout)
-    return ranks if ranks.group is None else replace(ranks, group=_new_group(timeout))
+    world = _WORLDS.get(dist.group.WORLD) if dist.group.WORLD is not None else None
+    return ranks if world is None else world.make(timeout)
 
 
-def _new_group(timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    return group
+@dataclass(frozen=True, slots=True)
+class _World:
+    """A default process group.
+
+    Attributes:
+        store: Its store, by a connection of our own.
+        numbers: Numbers our groups, which all ranks make in the same order.
+        made: The ranks for each timeout.
+    """
+
+    store: Store
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    made: dict[timedelta, Ranks] = field(default_factory=dict[timedelta, Ranks])
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> _World:
+        return _World(store_of(group))
+
+    def make(self, timeout: timedelta) -> Ranks:
+        """Return all ranks with a new group."""
+        store = prefixed(f"vescale-ckpt/{next(self.numbers)}", self.store)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        arrivals = Arrivals(store, rank, size)
+        ranks = Ranks(rank, size, None, timeout, arrivals)
+        arrivals.begin()
+        arrivals.note()
+        try:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        except RuntimeError as error:
+            raise _lost_contact(ranks, "the making of a process group", error) from error
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return replace(ranks, group=group)
+
+
+_WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
 
 
 class Step(AbstractContextManager["Step"]):
@@ -159,13 +235,14 @@ class Step(AbstractContextManager["Step"]):
 
     Leaving the block is a collective: set ``message`` inside to send it along, and find the
     messages of all ranks in ``messages`` afterwards. An exception on any rank is raised on
-    every rank.
+    every rank, and ``has_failed`` is true then: all ranks know that they must not go on.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.message: Any = None
         self.messages: list[Any] = []
+        self.has_failed = False
 
     def __exit__(
         self,
@@ -175,10 +252,14 @@ class Step(AbstractContextManager["Step"]):
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return
+        arrivals = self.ranks.arrivals
+        if error is not None and arrivals is not None and arrivals.has_given_up:
+            return
         failure = None if error is None else _describe(error)
         answers = self.ranks.all_gather([failure, self.message])
         failures = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0]}
         if failures:
+            self.has_failed = True
             raise _combined(failures, self.ranks) from error
         self.messages = [answer[1] for answer in answers]
 

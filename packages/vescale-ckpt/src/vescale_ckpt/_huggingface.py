@@ -16,13 +16,14 @@ from ._dtypes import DTYPES
 from ._files import StoredTensor
 from ._fill import fill
 from ._group import Step, current_ranks
+from ._host import this_host
 from ._load import check_targets
 from ._match import Matched, match
 from ._pieces import pieces_of
 from ._read import Reader
 from ._record import Record, StoredFile, is_file_name
 from ._selection import renamed
-from ._tree import Json
+from ._tree import Json, reference_to
 from .exceptions import CheckpointError, CorruptCheckpointError
 
 # As in the safetensors library.
@@ -59,8 +60,10 @@ def load_safetensors(
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_ranks()
-    with Step(ranks):
+    with Step(ranks) as step:
         reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
+        step.message = this_host()
+    hosts = step.messages
     with reader, torch.no_grad():
         with Step(ranks):
             state = model.state_dict()
@@ -74,7 +77,7 @@ def load_safetensors(
             pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
         with Step(ranks):
-            fill(reader, pieces, ranks)
+            fill(reader, pieces, ranks, hosts)
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
@@ -110,7 +113,7 @@ def open_safetensors(path: Path, rename: Mapping[str, str], *, below: str = "") 
             if full in tensors:
                 raise CheckpointError(f"{path} has two tensors that are called {key!r} here")
             tensors[full] = tensor
-            tree[key] = {"$tensor": full}
+            tree[key] = reference_to(full)
     if below:
         tree = {below: tree}
     record = Record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ._record import Record
-from ._tree import Json, elements_of, is_reference, items_of
+from ._tree import Json, elements_of, has_references, is_reference, items_of, key_of
 
 _MAX_VALUE_LENGTH = 60
 
@@ -23,7 +23,7 @@ def describe(record: Record) -> list[str]:
 def _node_lines(record: Record, key: str | int, node: Json, depth: int) -> list[str]:
     indent = "  " * depth
     if is_reference(node):
-        reference = node["$tensor"]
+        reference = key_of(node)
         stored = record.stored(reference)
         alias = record.aliases.get(reference)
         shape = "x".join(map(str, stored.shape)) or "scalar"
@@ -33,7 +33,7 @@ def _node_lines(record: Record, key: str | int, node: Json, depth: int) -> list[
     if children is None and (elements := elements_of(node)) is not None:
         children = list(enumerate(elements))
     text = json.dumps(node)
-    if not children or (len(text) <= _MAX_VALUE_LENGTH and "$tensor" not in text):
+    if not children or (len(text) <= _MAX_VALUE_LENGTH and not has_references(node)):
         return [f"{indent}{key} = {text[:_MAX_VALUE_LENGTH]}"]
     lines = [f"{indent}{key}"]
     for name, child in children:

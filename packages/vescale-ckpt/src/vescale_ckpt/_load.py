@@ -11,6 +11,7 @@ import torch
 
 from ._fill import check, fill
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
+from ._host import this_host
 from ._match import match
 from ._open import open_checkpoint
 from ._pieces import Piece, pieces_of
@@ -30,14 +31,16 @@ def load(
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
     verify_first: bool = False,
+    exchange: bool | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, Any]:
     r"""Read the checkpoint in the directory ``path`` into ``state``.
 
     Every rank of the default process group must call this. Tensors and DTensors are filled in
     place, each rank reading the bytes of its own shards, however the checkpoint was sharded when
-    it was saved. A block of the files that several ranks need is read by one of them, which sends
-    the others their share. A checkpoint that a save replaces meanwhile is read to its end.
+    it was saved. What several ranks need is read from the storage once: by way of the page cache
+    if all ranks are on one host, otherwise by one rank, which sends the others their share. A
+    checkpoint that a save replaces meanwhile is read to its end.
 
     Every block is checked as it is read. If one is damaged, every rank raises an error that names
     the file and the tensors, and what the tensors of ``state`` hold then is undefined; nothing
@@ -64,6 +67,9 @@ def load(
             checkpoint. Floats never become integers, nor complex numbers real.
         verify_first: Whether to check all that is going to be read before the first tensor
             changes.
+        exchange: Whether a block of the files that several ranks need is read by one of them and
+            sent to the others, rather than read by each; None to do so if they are on several
+            hosts, or at a URL, where no page cache serves them all.
         timeout: How long ranks wait for one another before they give up on one that hangs.
 
     Returns:
@@ -77,7 +83,8 @@ def load(
     selection = select(only, rename)
     ranks = current_ranks(timeout)
     ranks.meet()
-    with _open_same(path, ranks) as reader, torch.no_grad():
+    reader, hosts = _open_same(path, ranks)
+    with reader, torch.no_grad():
         with Step(ranks):
             try:
                 matched = match(
@@ -97,22 +104,26 @@ def load(
             with Step(ranks):
                 check(reader, pieces, ranks)
         with Step(ranks):
-            fill(reader, pieces, ranks)
+            fill(reader, pieces, ranks, hosts, exchange=exchange)
         with Step(ranks):
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
 
 
-def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> Reader:
-    """Open the checkpoint on every rank, the same one even if a save is replacing it."""
+def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Reader, list[str]]:
+    """Open the checkpoint on every rank, the same one even if a save is replacing it.
+
+    Returns:
+        What reads it, and the host of each rank.
+    """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: Reader | None = None
         try:
             with Step(ranks) as step:
                 try:
                     reader = open_checkpoint(path)
-                    step.message = reader.digest
+                    step.message = reader.digest, this_host()
                 except (CheckpointError, OSError):
                     # Perhaps the directory was replaced under our hands: look once more.
                     if attempt > 1:
@@ -120,8 +131,10 @@ def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> Reader:
         except BaseException:
             _close(reader)
             raise
-        if reader is not None and len(set(step.messages)) == 1:
-            return reader
+        if reader is not None and None not in step.messages:
+            digests, hosts = zip(*step.messages, strict=True)
+            if len(set(digests)) == 1:
+                return reader, list(hosts)
         _close(reader)
     raise CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
 

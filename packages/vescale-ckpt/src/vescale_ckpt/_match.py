@@ -11,18 +11,23 @@ import torch
 
 from ._boxes import Part, part_of
 from ._dtypes import DTYPES
+from ._files import StoredTensor
 from ._per_rank import PerRank, row_part
 from ._record import Record
-from ._selection import Path, Selection, Stored
+from ._selection import Selection, Stored
 from ._template import SavedTensor, template_of
 from ._tree import (
     Json,
     Stateful,
+    below,
     decode,
     dotted,
     elements_of,
+    has_references,
     is_reference,
+    is_stateful,
     items_of,
+    key_of,
     ranks_of,
     references,
 )
@@ -102,7 +107,7 @@ def match(
         key for key, node in stored.tree.items() if key not in state and not is_reference(node)
     }
     items = [(key, node) for key, node in stored.tree.items() if key not in left_out]
-    matched.result = walk.mapping(state, items, ())
+    matched.result = walk.mapping(state, dict(items), "")
     walk.note_unused(state)
     matched.complain(strict=strict)
     return matched
@@ -131,13 +136,13 @@ class _Walk:
         self.unused = set(stored.moved)
         self.matched = matched
 
-    def node(self, given: Any, node: Json, path: Path) -> Any:
+    def node(self, given: Any, node: Json, path: str) -> Any:
         """Return what stands in the result for ``given``."""
         if isinstance(given, torch.Tensor):
             return self.tensor(given, node, path)
         if isinstance(given, PerRank) or ranks_of(node) is not None:
             return self.per_rank(given, node, path)
-        if isinstance(given, Stateful):
+        if is_stateful(given):
             if not self.holds_wanted(node, path):
                 return given
             filled = self.node(self.template(given, node, path), node, path)
@@ -150,29 +155,28 @@ class _Walk:
             if not isinstance(given, Mapping):
                 return given
         if isinstance(given, Mapping) and (items := items_of(node)) is not None:
-            return self.mapping(given, items, path)
+            return self.mapping(given, dict(items), path)
         if isinstance(given, (list, tuple)) and (elements := elements_of(node)) is not None:
             return self.sequence(given, elements, path)
         if wanted:
-            stored = "tensors" if any(references(node)) else "a value"
+            stored = "tensors" if has_references(node) else "a value"
             self.matched.unfit.append(
-                f"{dotted(path)}: the checkpoint holds {stored}, the given state a "
-                f"{type(given).__name__}"
+                f"{path}: the checkpoint holds {stored}, the given state a {type(given).__name__}"
             )
         return given
 
-    def per_rank(self, given: Any, node: Json, path: Path) -> Any:
+    def per_rank(self, given: Any, node: Json, path: str) -> Any:
         """Return this rank's own value; see [Note: per-rank tensors]."""
         values = ranks_of(node)
         if not self.selection.wants(path):
             return given
         if values is None or not isinstance(given, PerRank):
             side = "the given state" if values is None else "the checkpoint"
-            self.matched.unfit.append(f"{dotted(path)}: only {side} has a value per rank")
+            self.matched.unfit.append(f"{path}: only {side} has a value per rank")
             return given
         if len(values) not in (1, self.num_ranks):
             self.matched.missing.append(
-                f"{dotted(path)} for {self.num_ranks} ranks: each of {len(values)} ranks has "
+                f"{path} for {self.num_ranks} ranks: each of {len(values)} ranks has "
                 f"saved a value of its own"
             )
             return given
@@ -181,80 +185,80 @@ class _Walk:
         self.row = None
         return PerRank(filled)
 
-    def is_value(self, given: Any, node: Json, path: Path) -> bool:
+    def is_value(self, given: Any, node: Json, path: str) -> bool:
         """Return whether neither side has tensors or objects here."""
-        if self.stored.holds_below(dotted(path)) or any(references(node)):
+        if self.stored.holds_below(path) or has_references(node):
             return False
         return not _holds_targets(given)
 
-    def holds_wanted(self, node: Json, path: Path) -> bool:
+    def holds_wanted(self, node: Json, path: str) -> bool:
         """Return whether anything stored at or below ``path`` is wanted."""
         if self.selection.wanted_leaves(node, path):
             return True
-        moved = self.stored.moved_below(dotted(path))
-        return any(self.selection.wants((*path, key)) for key, _ in moved)
+        moved = self.stored.moved_below(path)
+        return any(self.selection.wants(dotted(path, key)) for key, _ in moved)
 
-    def template(self, given: Stateful, node: Json, path: Path) -> Any:
+    def template(self, given: Stateful, node: Json, path: str) -> Any:
         saved: dict[str, SavedTensor] = {}
-        moved = self.stored.moved_below(dotted(path))
-        found = [*references(node), *((k, m["$tensor"]) for k, m in moved if is_reference(m))]
+        moved = self.stored.moved_below(path)
+        found = [(below(place, path), key) for place, key in references(node, path)]
+        found += [(name, key_of(leaf)) for name, leaf in moved if is_reference(leaf)]
         for name, key in found:
-            if self.selection.wants((*path, name)):
+            if self.selection.wants(dotted(path, name)):
                 stored = self.record.stored(key)
                 shape = stored.shape if self.row is None else stored.shape[1:]
                 saved[name] = SavedTensor(shape, DTYPES[stored.dtype])
         return template_of(given, saved)
 
-    def mapping(
-        self, given: Mapping[Any, Any], items: Sequence[tuple[str | int, Json]], path: Path
-    ) -> Any:
-        nodes = dict(items)
-        spelled = {str(key): key for key in nodes}
+    def mapping(self, given: Mapping[Any, Any], nodes: dict[str | int, Json], path: str) -> Any:
+        """Return what stands in the result for a dict; uses up ``nodes``."""
+        moved = self.stored.moved
+        prefix = f"{path}." if path else ""
+        # JSON has turned integers into text, or somebody else has.
+        spelled = {} if given.keys() <= nodes.keys() else {str(key): key for key in nodes}
         result = copy.copy(given) if isinstance(given, MutableMapping) else dict(given)
         for key, item in given.items():
-            here = (*path, key)
-            name = dotted(here)
-            if name in self.stored.moved:
-                self.unused.discard(name)
-                result[key] = self.node(item, self.stored.moved[name], here)
+            here = f"{prefix}{key}"
+            if here in moved:
+                self.unused.discard(here)
+                result[key] = self.node(item, moved[here], here)
             elif (stored := key if key in nodes else spelled.get(str(key))) is not None:
                 result[key] = self.node(item, nodes.pop(stored), here)
-            elif self.stored.holds_below(name):
+            elif self.stored.holds_below(here):
                 result[key] = self.node(item, {}, here)
             else:
                 self.note_missing(here)
         for key, node in nodes.items():
-            self.note_unexpected(node, (*path, key))
+            self.note_unexpected(node, f"{prefix}{key}")
         return result
 
-    def note_missing(self, path: Path) -> None:
+    def note_missing(self, path: str) -> None:
         if self.selection.wants(path):
-            self.matched.missing.append(dotted(path))
+            self.matched.missing.append(path)
 
-    def note_unexpected(self, node: Json, path: Path) -> None:
-        self.matched.unexpected += map(dotted, self.selection.wanted_leaves(node, path))
+    def note_unexpected(self, node: Json, path: str) -> None:
+        self.matched.unexpected += self.selection.wanted_leaves(node, path)
 
     def note_unused(self, state: Mapping[str, Any]) -> None:
         """Note what has another name here that the given state does not have."""
         for key in sorted(self.unused):
             if key.split(".")[0] in state:
-                self.note_unexpected(self.stored.moved[key], (key,))
+                self.note_unexpected(self.stored.moved[key], key)
 
-    def sequence(self, given: Sequence[Any], elements: list[Json], path: Path) -> Any:
+    def sequence(self, given: Sequence[Any], elements: list[Json], path: str) -> Any:
         shorter = min(len(given), len(elements))
         for i in range(shorter, len(given)):
-            self.note_missing((*path, i))
+            self.note_missing(dotted(path, i))
         for i in range(shorter, len(elements)):
-            self.note_unexpected(elements[i], (*path, i))
+            self.note_unexpected(elements[i], dotted(path, i))
         items = [
-            self.node(item, elements[i], (*path, i)) if i < shorter else item
+            self.node(item, elements[i], dotted(path, i)) if i < shorter else item
             for i, item in enumerate(given)
         ]
         return tuple(items) if isinstance(given, tuple) else items
 
-    def tensor(self, given: torch.Tensor, node: Json, path: Path) -> torch.Tensor:
-        key = dotted(path)
-        if not self.selection.wants(path):
+    def tensor(self, given: torch.Tensor, node: Json, key: str) -> torch.Tensor:
+        if not self.selection.wants(key):
             return given
         if not is_reference(node):
             self.matched.unfit.append(f"{key}: the checkpoint holds a value, not a tensor")
@@ -264,26 +268,29 @@ class _Walk:
         except CheckpointError as error:
             self.matched.unfit.append(str(error))
             return given
-        stored = self.record.stored(node["$tensor"])
-        dtype = DTYPES[stored.dtype]
-        fits = dtype == given.dtype or (self.cast and torch.can_cast(dtype, given.dtype))
-        shape = stored.shape
+        stored_key = key_of(node)
+        stored = self.record.stored(stored_key)
+        shape, given_shape = stored.shape, part.shape
         if self.row is not None and shape[:1] > (self.row,):
             part = row_part(part, shape, self.row)
             shape = shape[1:]
-        if tuple(given.shape) != shape or not fits:
+        if given_shape != shape or (stored.dtype != part.dtype and not self.fits(stored, part)):
             self.matched.unfit.append(
                 f"{key}: the checkpoint (file {stored.file}) holds {DTYPES[stored.dtype]} of "
                 f"shape {stored.shape}, the given tensor is {given.dtype} of shape "
-                f"{tuple(given.shape)}"
+                f"{tuple(given_shape)}"
             )
             return given
-        self.matched.targets.append((part, node["$tensor"]))
+        self.matched.targets.append((part, stored_key))
         return given
+
+    def fits(self, stored: StoredTensor, part: Part) -> bool:
+        """Return whether a tensor of another dtype may be read into this one."""
+        return self.cast and torch.can_cast(DTYPES[stored.dtype], DTYPES[part.dtype])
 
 
 def _holds_targets(given: Any) -> bool:
-    if isinstance(given, (torch.Tensor, Stateful, PerRank)):
+    if isinstance(given, (torch.Tensor, PerRank)) or is_stateful(given):
         return True
     if isinstance(given, Mapping):
         return any(_holds_targets(item) for item in given.values())

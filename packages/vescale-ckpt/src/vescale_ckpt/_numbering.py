@@ -46,6 +46,11 @@ class Numbering:
             first + -(-runs.stop // self.block_nbytes),
         )
 
+    def places(self, file: str, runs: Runs) -> tuple[int, int]:
+        """Return where ``runs`` start and stop if all files were one, of whole blocks."""
+        base = self.firsts[file] * self.block_nbytes
+        return base + runs.start, base + runs.stop
+
     def start(self, file: str, block: int) -> int:
         """Return where in its file a block starts."""
         return (block - self.firsts[file]) * self.block_nbytes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from vescale_dtensor import Box, LocalBox
 
-from ._boxes import Part
+from ._boxes import Part, located
 from ._dtypes import DTYPES
 from ._files import StoredTensor
 from ._record import Record, StoredBox
@@ -18,7 +20,8 @@ from ._runs import Bytes, Runs, runs_of
 from ._tensor_bytes import flat_bytes
 
 
-class Piece(NamedTuple):
+@dataclass(eq=False)
+class Piece:
     """A box of a stored tensor and the memory it is to be read into.
 
     Attributes:
@@ -36,13 +39,13 @@ class Piece(NamedTuple):
     @property
     def is_torn(self) -> bool:
         """Whether an element may lie in two blocks and has to be converted nevertheless."""
-        return self.stored.offset % self.stored.itemsize != 0 and self._flat() is None
+        return self.stored.offset % self.stored.itemsize != 0 and self.flat is None
 
     def fill_from(self, source: Bytes, base: int) -> None:
         """Take what there is of the box in consecutive bytes of the file, from ``base`` on."""
         lower = self.runs.bytes_before(base)
         upper = self.runs.bytes_before(base + len(source))
-        if (flat := self._flat()) is not None:
+        if (flat := self.flat) is not None:
             self.runs.gather(source, base, lower, flat[lower:upper])
         elif lower < upper:
             packed = np.empty(upper - lower, np.uint8)
@@ -57,7 +60,7 @@ class Piece(NamedTuple):
             start: Which byte of the packed box the first of them is.
             packed: The bytes.
         """
-        if (flat := self._flat()) is not None:
+        if (flat := self.flat) is not None:
             flat[start : start + len(packed)] = packed
             return
         itemsize = self.stored.itemsize
@@ -69,7 +72,8 @@ class Piece(NamedTuple):
             view.copy_(values[position : position + view.numel()].view(view.shape))
             position += view.numel()
 
-    def _flat(self) -> Bytes | None:
+    @cached_property
+    def flat(self) -> Bytes | None:
         """Return the memory of ``target`` if it is to hold just the bytes of the box."""
         if self.target.dtype != DTYPES[self.stored.dtype]:
             return None
@@ -103,15 +107,17 @@ def pieces_of(record: Record, targets: Iterable[tuple[Part, str]]) -> list[Piece
     """Return what has to be read to fill this rank's part of ``targets``, in file order."""
     pieces: list[Piece] = []
     for part, key in targets:
-        boxes = record.boxes_of(key)
-        for held in part.boxes:
-            if not held.box.numel:
-                continue
-            if len(boxes) == 1:
-                pieces.append(_piece(key, boxes[0].stored, held, part.local))
-            else:
-                pieces += _pieces_from(key, boxes, held, part.local)
-    return sorted(pieces, key=lambda piece: (piece.stored.file, piece.runs.start))
+        if record.aliases.get(key, key) in record.boxes:
+            for held in part.boxes:
+                pieces += _pieces_from(key, record.boxes_of(key), held, part.local)
+            continue
+        stored = record.stored(key)
+        for memory, runs in located(part, stored):
+            pieces.append(Piece(key, stored, runs, memory))
+    # Two sorts by plain numbers and strings are faster than one by pairs.
+    pieces.sort(key=attrgetter("runs.start"))
+    pieces.sort(key=attrgetter("stored.file"))
+    return pieces
 
 
 def _pieces_from(
@@ -130,9 +136,3 @@ def within(inner: Box, outer: Box) -> Box:
     """Return the elements of ``inner`` as counted from the first of ``outer``."""
     offset = tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
     return Box(offset, inner.shape)
-
-
-def _piece(key: str, stored: StoredTensor, held: LocalBox, local: torch.Tensor) -> Piece:
-    runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
-    target = local if held.box.shape == local.shape else held.of(local)
-    return Piece(key, stored, runs, target)

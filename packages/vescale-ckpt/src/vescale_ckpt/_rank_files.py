@@ -6,8 +6,9 @@ is exchanged. The commit record says which box of which tensor lies where.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,8 +22,8 @@ from ._commit import Staging, staging_directory
 from ._dtypes import NAMES
 from ._files import StoredTensor, TableEntry, plan_files
 from ._group import Ranks, Step
-from ._record import RECORD_NAME, Record, StoredBox, StoredFile, dump_record, parse_record
-from ._remote import read_record_of
+from ._record import RECORD_NAME, Record, StoredBox, StoredFile, dump_record
+from ._remote import odd_file, read_record_of
 from ._sequential import BLOCK_NBYTES, Copied, created_in, write_files_in_order
 from ._storage import Storage
 from ._tensor_bytes import packed_chunks
@@ -37,6 +38,19 @@ class _Own(NamedTuple):
     key: str
     box: Box
     memory: torch.Tensor
+
+
+_RANK_FILE = re.compile(r"rank-\d{5,}-[0-9a-f]{16}\.safetensors")
+
+
+def rank_file_stem(rank: int, token: str) -> str:
+    """Return how the file of a rank is called that a save writes, without its suffix."""
+    return f"rank-{rank:05d}-{token[:16]}"
+
+
+def is_rank_file(name: str) -> bool:
+    """Return whether a file looks as if a save had written it for one of its ranks."""
+    return _RANK_FILE.fullmatch(name) is not None
 
 
 def write_rank_files(
@@ -60,20 +74,28 @@ def write_rank_files(
         with Step(ranks):
             if isinstance(where, Path) and ranks.rank == 0:
                 staging = Staging(where, token)
-        with Step(ranks) as step:
-            name = f"rank-{ranks.rank:05d}-{token[:16]}"
-            own = _own_boxes(agreed, parts, ranks)
-            if isinstance(where, Storage):
-                step.message = where.retry(lambda: _write(where.create, name, own))
-            else:
-                step.message = _write(created_in(staging_directory(where, token)), name, own)
+        step = Step(ranks)
+        name = rank_file_stem(ranks.rank, token)
+        try:
+            with step:
+                own = _own_boxes(agreed, parts, ranks)
+                if isinstance(where, Storage):
+                    step.message = where.retry(lambda: _write(where.create, name, own))
+                else:
+                    step.message = _write(created_in(staging_directory(where, token)), name, own)
+        except CheckpointError:
+            # After a lost contact rank 0 may have gone on, and named the file in the record.
+            if step.has_failed and isinstance(where, Storage):
+                with suppress(OSError):
+                    where.remove(f"{name}.safetensors")
+            raise
         with Step(ranks):
             if ranks.rank == 0:
-                text = dump_record(_record(agreed, step.messages))
+                record = _record(agreed, step.messages)
                 if staging is not None:
-                    _publish(staging, text)
+                    _publish(staging, dump_record(record))
                 elif isinstance(where, Storage):
-                    _replace(where, text)
+                    _replace(where, record)
     finally:
         if staging is not None:
             staging.close()
@@ -148,17 +170,18 @@ def _publish(staging: Staging, text: bytes) -> None:
     staging.publish()
 
 
-def _replace(storage: Storage, text: bytes) -> None:
+def _replace(storage: Storage, record: Record) -> None:
     """Commit, and delete what only the checkpoint before had; see [Note: object stores]."""
+    odd = odd_file(storage, record.files)
+    if odd is not None:
+        raise CheckpointError(
+            f"{storage.url}/{odd[0]} was written just now, but "
+            f"{'is not there' if odd[1] is None else f'has {odd[1]} bytes'}; is another job "
+            f"deleting checkpoints? Nothing was committed"
+        )
     before = _files_of(storage)
-    storage.put(RECORD_NAME, text)
-    now = parse_record(text, RECORD_NAME).files
-    for name in before:
-        if name not in now:
-            try:
-                storage.remove(name)
-            except FileNotFoundError:
-                continue
+    storage.put(RECORD_NAME, dump_record(record))
+    storage.remove_all(name for name in before if name not in record.files)
 
 
 def _files_of(storage: Storage) -> list[str]:

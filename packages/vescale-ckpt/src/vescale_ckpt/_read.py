@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,7 +53,10 @@ class Reader:
         path: The checkpoint's directory.
         record: What its files hold.
         digest: A number that differs between committed checkpoints.
+        has_page_cache: Whether what one process has read is at hand for others of this host.
     """
+
+    has_page_cache = True
 
     def __init__(
         self, path: Path, record: Record | None = None, *, follow_links: bool = False
@@ -119,17 +123,27 @@ class Reader:
         self._read_pages(blocks.file, start, memory, len(content))
         for number in range(blocks.start, blocks.stop):
             position = number * length - start
-            self.check_content(blocks.file, number, content[position : position + length])
+            self.check_content(blocks.file, number, [content[position : position + length]])
         return content
 
-    def check_content(self, file: str, block: int, content: Bytes) -> None:
+    def check_content(self, file: str, block: int, views: Sequence[Bytes]) -> None:
         """Compare the checksum of a block that has been read.
+
+        Args:
+            file: Which file.
+            block: Its how-manieth block.
+            views: The memory that it has been read into, in order.
 
         Raises:
             CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
         """
         checksums = self.record.files[file].checksums
-        if checksums and crc32(content.data) != checksums[block]:
+        if not checksums:
+            return
+        checksum = 0
+        for view in views:
+            checksum = crc32(view.data, checksum)
+        if checksum != checksums[block]:
             raise self.damage(file, block)
 
     def read_range(self, file: str, start: int, stop: int) -> Bytes:
@@ -138,6 +152,25 @@ class Reader:
         memory = self.scratch()
         self._read_pages(file, base, memory, stop - base)
         return memory[start - base : stop - base]
+
+    def read_into(self, file: str, start: int, views: Sequence[Bytes]) -> None:
+        """Read consecutive bytes, unchecked, through the page cache into several places."""
+        nbytes = sum(map(len, views))
+        if os.preadv(self._descriptors[file], views, start) == nbytes:
+            return
+        for view in views:  # a signal, or the end of the file
+            self._read(file, start, view.data)
+            start += len(view)
+
+    def bring_in(self, file: str, start: int, stop: int) -> None:
+        """Have the disk read into the page cache what is not there, and wait for it."""
+        descriptor = self._descriptors[file]
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+        os.preadv(descriptor, [bytearray(1)], stop - 1)
+
+    def is_cached(self, file: str, stop: int) -> bool:
+        """Return whether what ends at ``stop`` is to be read through the page cache."""
+        return self._direct[file] is None or self._is_cached(file, stop - 1)
 
     def damage(self, file: str, block: int) -> CorruptCheckpointError:
         """Return the error about a block whose checksum is wrong."""

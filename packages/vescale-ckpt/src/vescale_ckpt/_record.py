@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -17,17 +18,18 @@ from vescale_dtensor import Box
 
 from ._crc import MAX_BLOCK_NBYTES, crc32
 from ._dtypes import DTYPES
-from ._files import StoredTensor
-from ._tree import Json, is_reference, items_of
+from ._files import Alike, StoredTensor
+from ._tree import Json, complete
 from .exceptions import CheckpointError, CorruptCheckpointError
 
 RECORD_NAME = "vescale.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _PREFIX = re.compile(rb'\{"vescale_ckpt":(\d{1,9}),"crc32":"([0-9a-f]{8})",')
 _NO_CHECKSUM = b"00000000"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _MAX_NBYTES = 1 << 62
+_MAX_DIMS = 64
 _BLOCK_ALIGNMENT = 4096
 # A million tensors on a petabyte need a quarter of this.
 MAX_RECORD_NBYTES = 1 << 30
@@ -103,29 +105,44 @@ class Record:
 
 def dump_record(record: Record) -> bytes:
     """Return the bytes of a commit record, its own checksum included."""
-    body = {
+    files = {name: _file_members(file) for name, file in record.files.items()}
+    whole = (item for item in record.tensors.items() if item[0] not in record.boxes)
+    for (file, _, _), tensors in itertools.groupby(whole, key=_kind_and_file):
+        _add_tensors(files[file], list(tensors))
+    body: dict[str, Any] = {
         "block_nbytes": record.block_nbytes,
-        "files": {
-            name: {
-                "nbytes": file.nbytes,
-                "crc32": np.array(file.checksums, ">u4").tobytes().hex(),
-            }
-            for name, file in record.files.items()
-        },
-        "tensors": {
-            key: [tensor.file, tensor.name, tensor.dtype, list(tensor.shape), tensor.offset]
-            for key, tensor in record.tensors.items()
-            if key not in record.boxes
-        },
+        "files": files,
         "aliases": record.aliases,
         "state": record.tree,
     }
     if record.boxes:
         body["boxes"] = {key: _box_rows(record, key) for key in record.boxes}
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    # The tree was made by this package and has no cycles.
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, check_circular=False).encode()
     head = b'{"vescale_ckpt":%d,"crc32":"%%b",' % FORMAT_VERSION
     blank = head % _NO_CHECKSUM + text[1:]
     return head % b"%08x" % crc32(blank) + text[1:]
+
+
+def _file_members(file: StoredFile) -> dict[str, Any]:
+    digits = np.array(file.checksums, ">u4").tobytes().hex()
+    return {"nbytes": file.nbytes, "crc32": digits}
+
+
+def _kind_and_file(item: tuple[str, StoredTensor]) -> tuple[str, str, tuple[int, ...]]:
+    stored = item[1]
+    return stored.file, stored.dtype, stored.shape
+
+
+def _add_tensors(members: dict[str, Any], tensors: list[tuple[str, StoredTensor]]) -> None:
+    """Describe tensors that are alike and lie one after the other."""
+    key, first = tensors[0]
+    names = [stored.name for _, stored in tensors]
+    alike = Alike(first.file, first.dtype, first.shape, first.offset, names)
+    last = tensors[-1][1]
+    assert alike.stop == last.offset + last.nbytes
+    members["prefix"] = key.removesuffix(first.name)
+    members.setdefault("tensors", []).append([*alike[1:]])
 
 
 def _box_rows(record: Record, key: str) -> list[Any]:
@@ -153,7 +170,7 @@ def parse_record(text: bytes, where: str) -> Record:
 
     Raises:
         CorruptCheckpointError: If a byte was changed or lost, or the content makes no sense.
-        CheckpointError: If it was written by a newer version of this package.
+        CheckpointError: If it is of another version of the format.
     """
     prefix = _PREFIX.match(text)
     if prefix is None:
@@ -161,10 +178,10 @@ def parse_record(text: bytes, where: str) -> Record:
     start, stop = prefix.span(2)
     if crc32(text[:start] + _NO_CHECKSUM + text[stop:]) != int(prefix[2], 16):
         raise CorruptCheckpointError(f"the checksum of {where} does not match; {_ADVICE}")
-    if int(prefix[1]) > FORMAT_VERSION:
+    if (version := int(prefix[1])) != FORMAT_VERSION:
         raise CheckpointError(
-            f"{where} has format version {int(prefix[1])}, this vescale-ckpt reads up to "
-            f"{FORMAT_VERSION}; upgrade vescale-ckpt"
+            f"{where} has format version {version}, this vescale-ckpt reads {FORMAT_VERSION}; "
+            + ("upgrade vescale-ckpt" if version > FORMAT_VERSION else _UNRELEASED)
         )
     try:
         return _record_of(json.loads(text))
@@ -173,6 +190,7 @@ def parse_record(text: bytes, where: str) -> Record:
 
 
 _ADVICE = "the checkpoint is damaged, load another one"
+_UNRELEASED = "no release of vescale-ckpt has written that one"
 
 
 def _record_of(body: Mapping[str, Any]) -> Record:
@@ -183,9 +201,9 @@ def _record_of(body: Mapping[str, Any]) -> Record:
         _file_name(name): _stored_file(name, file, block_nbytes)
         for name, file in _mapping(body["files"]).items()
     }
-    tensors = {
-        key: _stored_tensor(key, row, files) for key, row in _mapping(body["tensors"]).items()
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for name, members in body["files"].items():
+        _read_tensors(tensors, name, members, files[name].nbytes)
     boxes: dict[str, tuple[StoredBox, ...]] = {}
     for key, row in _mapping(body.get("boxes", {})).items():
         if key in tensors:
@@ -195,10 +213,8 @@ def _record_of(body: Mapping[str, Any]) -> Record:
     for alias, key in aliases.items():
         if key not in tensors or alias in tensors:
             raise ValueError(f"{alias!r} is an alias of {key!r}, which is not stored")
-    tree = _mapping(body["state"])
-    for key in itertools.chain.from_iterable(map(_references, tree.values())):
-        if key not in tensors and key not in aliases:
-            raise ValueError(f"the state refers to tensor {key!r}, which is not stored")
+    stored = ChainMap(tensors, aliases) if aliases else tensors
+    tree = {key: complete(node, key, stored) for key, node in _mapping(body["state"]).items()}
     return Record(
         block_nbytes=block_nbytes,
         files=files,
@@ -214,11 +230,12 @@ def _stored_boxes(
 ) -> tuple[StoredTensor, tuple[StoredBox, ...]]:
     dtype, shape, rows = row
     shape = tuple(_integer(size, 0, _MAX_NBYTES) for size in shape)
-    if dtype not in DTYPES or len(shape) > 64:
+    if dtype not in DTYPES or len(shape) > _MAX_DIMS:
         raise ValueError(f"tensor {key!r} has dtype {dtype!r} and shape {shape}")
     boxes: list[StoredBox] = []
     for file, name, offset, box_shape, start in rows:
-        stored = _stored_tensor(key, [file, name, dtype, box_shape, start], files)
+        alike = _alike(file, dtype, box_shape, start, [name], files[file].nbytes)
+        (stored,) = alike.tensors()
         box = Box(tuple(_integer(first, 0, _MAX_NBYTES) for first in offset), stored.shape)
         if len(box.offset) != len(shape) or box.intersect(Box.whole(shape)) != box:
             raise ValueError(f"tensor {key!r} of shape {shape} has no box {box}")
@@ -227,20 +244,6 @@ def _stored_boxes(
     if covered != math.prod(shape):
         raise ValueError(f"the boxes of tensor {key!r} have {covered} elements, not all")
     return StoredTensor("", key, dtype, shape, 0), tuple(boxes)
-
-
-def _references(node: Json) -> Iterator[str]:
-    """Yield the keys of the tensors that a tree refers to."""
-    if is_reference(node):
-        yield node["$tensor"]
-    elif isinstance(node, dict):
-        items_of(node)  # refuses what is no node
-        for item in node.values():
-            yield from _references(item)
-    elif isinstance(node, list):
-        for item in node:
-            if isinstance(item, (dict, list)):
-                yield from _references(item)
 
 
 def is_file_name(name: str) -> bool:
@@ -267,23 +270,41 @@ def _stored_file(name: str, file: Any, block_nbytes: int) -> StoredFile:
     return StoredFile(nbytes=nbytes, checksums=tuple(checksums))
 
 
-def _stored_tensor(key: str, row: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
-    match row:
-        case [str() as file, str() as name, str() as dtype, list() as shape, offset]:
-            pass
-        case _:
-            raise ValueError(f"tensor {key!r} is described by {row!r}")
-    if file not in files or dtype not in DTYPES:
-        raise ValueError(f"tensor {key!r} has unknown file {file!r} or dtype {dtype!r}")
-    for number in (*shape, offset):
-        if type(number) is not int or not 0 <= number <= _MAX_NBYTES:
-            raise ValueError(f"tensor {key!r} has shape {shape} at byte {offset!r}")
-    itemsize = DTYPES[dtype].itemsize
-    if len(shape) > 64 or offset + math.prod(shape) * itemsize > files[file].nbytes:
-        raise ValueError(f"tensor {key!r} does not fit into file {file!r}")
-    if offset % itemsize:
-        raise ValueError(f"tensor {key!r} at byte {offset} is not aligned")
-    return StoredTensor(file, name, dtype, tuple(shape), offset)
+def _read_tensors(
+    tensors: dict[str, StoredTensor], file: str, members: Mapping[str, Any], nbytes: int
+) -> None:
+    """Find out where the tensors of a file lie."""
+    prefix = members.get("prefix", "")
+    if not isinstance(prefix, str):
+        raise TypeError(f"file {file!r} has keys that begin with {prefix!r}")
+    stop = 0
+    for row in members.get("tensors", ()):
+        dtype, shape, offset, names = row
+        alike = _alike(file, dtype, shape, offset, names, nbytes)
+        if alike.offset < stop:
+            raise ValueError(f"file {file!r} has two tensors at byte {alike.offset}")
+        stop = alike.stop
+        known = len(tensors)
+        tensors.update(zip([prefix + name for name in names], alike.tensors(), strict=True))
+        if len(tensors) != known + len(names):
+            raise ValueError(f"file {file!r} has tensors with keys that others have, too")
+
+
+def _alike(file: str, dtype: Any, shape: Any, offset: Any, names: Any, file_nbytes: int) -> Alike:
+    """Return where tensors lie, if that makes sense."""
+    if not isinstance(names, list) or not set(map(type, names)) <= {str}:
+        raise TypeError(f"file {file!r} has tensors with odd names")
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ValueError(f"file {file!r} has tensors of unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
+        raise ValueError(f"file {file!r} has tensors of a shape that cannot be")
+    sizes = tuple(_integer(size, 0, _MAX_NBYTES) for size in shape)
+    alike = Alike(file, dtype, sizes, _integer(offset, 0, _MAX_NBYTES), names)
+    if alike.stop > file_nbytes:
+        raise ValueError(f"tensors {names[:4]} do not fit into file {file!r}")
+    if offset % DTYPES[dtype].itemsize:
+        raise ValueError(f"tensors {names[:4]} at byte {offset} of {file!r} are not aligned")
+    return alike
 
 
 def _integer(value: Any, minimum: int, maximum: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from ._crc import crc32
 from ._read import Reader
-from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
+from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, StoredFile, parse_record
 from ._runs import Bytes
 from ._storage import Storage
 from .exceptions import CheckpointError, CorruptCheckpointError
@@ -31,12 +32,40 @@ def read_record_of(storage: Storage) -> tuple[int, Record]:
     return crc32(text), parse_record(text, where)
 
 
+def has_record(storage: Storage) -> bool:
+    """Return whether there is a commit record, sound or not."""
+    try:
+        storage.nbytes(RECORD_NAME)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def odd_file(storage: Storage, files: Mapping[str, StoredFile]) -> tuple[str, int | None] | None:
+    """Return the first file that has not the length it should have, and what it has.
+
+    One request lists them; what the listing lacks is asked for one by one. The length of a file
+    that is missing is None.
+    """
+    lengths = storage.lengths()
+    for name, file in files.items():
+        try:
+            actual = lengths[name] if name in lengths else storage.nbytes(name)
+        except FileNotFoundError:
+            return name, None
+        if actual != file.nbytes:
+            return name, actual
+    return None
+
+
 class RemoteReader(Reader):
     """Reads by requests to a storage what Reader reads from open files.
 
     Args:
         storage: Where the checkpoint is.
     """
+
+    has_page_cache = False
 
     def __init__(self, storage: Storage) -> None:
         self.path = Path(storage.url)
@@ -48,19 +77,27 @@ class RemoteReader(Reader):
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        for name, file in self.record.files.items():
-            try:
-                actual = self._storage.nbytes(name)
-            except FileNotFoundError as error:
-                raise CorruptCheckpointError(
-                    f"{self._storage.url}/{name}, a file of the checkpoint with "
-                    f"{self._tensors_at(name, 0, file.nbytes)}, is missing"
-                ) from error
-            if actual != file.nbytes:
-                raise CorruptCheckpointError(
-                    f"{self._storage.url}/{name} has {actual} bytes, the checkpoint was committed "
-                    f"with {file.nbytes}; the file is damaged, load another checkpoint"
-                )
+        odd = odd_file(self._storage, self.record.files)
+        if odd is None:
+            return
+        name, actual = odd
+        nbytes = self.record.files[name].nbytes
+        if actual is None:
+            raise CorruptCheckpointError(
+                f"{self._storage.url}/{name}, a file of the checkpoint with "
+                f"{self._tensors_at(name, 0, nbytes)}, is missing"
+            )
+        raise CorruptCheckpointError(
+            f"{self._storage.url}/{name} has {actual} bytes, the checkpoint was committed "
+            f"with {nbytes}; the file is damaged, load another checkpoint"
+        )
+
+    def bring_in(self, file: str, start: int, stop: int) -> None:
+        """Do nothing: no page cache would keep it."""
+
+    def is_cached(self, file: str, stop: int) -> bool:
+        """Return False: what is read comes from the storage."""
+        return False
 
     def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
         self._read(file, offset, memory.data[:nbytes])

@@ -47,8 +47,10 @@ class Runs(NamedTuple):
     @property
     def stop(self) -> int:
         """Where the last run ends in the file."""
-        turns = zip(self.counts, self.steps, strict=True)
-        return self.start + self.nbytes + sum((count - 1) * step for count, step in turns)
+        stop = self.start + self.nbytes
+        for count, step in zip(self.counts, self.steps, strict=True):
+            stop += (count - 1) * step
+        return stop
 
     def offsets(self) -> Iterator[int]:
         """Yield where each run starts in the file."""

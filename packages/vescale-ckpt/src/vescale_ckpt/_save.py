@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ._agree import Agreed, Fingerprint, agree, fingerprint
+from ._agree import Agreed, Fingerprint, agree, fingerprint, ties_of
 from ._boxes import Part, part_of
 from ._commit import Staging, staging_directory
 from ._crc import PartialSums, checksums
@@ -59,7 +60,8 @@ def save(
             safetensors files of its own.
         keep_last: How many of the whole checkpoints beside this one to keep, itself included,
             once it is committed: those whose names begin alike and end with the highest
-            numbers. None to delete nothing.
+            numbers. None to delete nothing. What dead writers have left goes as well, see
+            :func:`remove_older`.
         layout: ``"shared"``: files of whole tensors, to which all ranks write, so that others
             can read them. ``"per_rank"``: one file for every rank, for places where ranks cannot
             share files. None for what the place allows. Both load on any number of ranks.
@@ -68,7 +70,7 @@ def save(
 
     Raises:
         ValueError: If ``keep_last`` is less than one, ``path`` does not end with a number then,
-            or it is a URL, which takes neither ``keep_last`` nor shared files.
+            or it is a URL, which does not take shared files.
         MismatchError: If ranks disagree about a key, a shape, a dtype or a value.
         CheckpointError: If something in ``state`` cannot be stored, or writing failed on any
             rank. Nothing was committed then.
@@ -93,7 +95,7 @@ class Snapshot:
 
     Attributes:
         encoded: Its Python values, and which tensors it has.
-        parts: This rank's part of each tensor.
+        parts: This rank's part of each tensor, in the order of their keys.
     """
 
     encoded: Encoded
@@ -113,7 +115,7 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
             key: stacked_part(key, tensor, ranks)
             if key in stacked
             else part_of(key, tensor, ranks.rank)
-            for key, tensor in encoded.tensors.items()
+            for key, tensor in sorted(encoded.tensors.items(), key=itemgetter(0))
         }
     return Snapshot(encoded, parts)
 
@@ -139,18 +141,19 @@ def write_checkpoint(
     with Step(ranks) as step:
         target.check()
         taken = take()
-        prints = fingerprint(taken.encoded, taken.parts, ranks)
+        ties = ties_of(taken.parts)
+        prints = fingerprint(taken.encoded, taken.parts, ties, ranks)
         step.message = [uuid.uuid4().hex, prints]
     token: str = step.messages[0][0]
     by_rank = [Fingerprint(*prints) for _, prints in step.messages]
-    agreed = agree(taken.encoded, taken.parts, by_rank, ranks)
+    agreed = agree(taken.encoded, taken.parts, ties, by_rank, ranks)
     collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.parts, ranks)
     if target.has_rank_files or isinstance(target.where, Storage):
         write_rank_files(target.where, token, agreed, taken.parts, ranks)
     else:
         plan = plan_files(agreed.table, max_file_nbytes)
         _write_shared(target.where, token, plan, agreed, taken.parts, ranks, progress)
-    if target.keep_last is not None and isinstance(target.where, Path):
+    if target.keep_last is not None:
         with Step(ranks):
             if ranks.rank == 0:
                 keep_newest(target.where, target.keep_last)
@@ -171,7 +174,7 @@ def _write_shared(
             if ranks.rank == 0:
                 staging = Staging(path, token)
                 create_files(staging.directory, plan)
-        work = _divide(agreed, parts, plan)
+        work = divide(agreed, parts, plan)
         words = _write_all(staging_directory(path, token), plan, work, ranks, progress)
         with Step(ranks):
             if staging is not None:
@@ -181,11 +184,12 @@ def _write_shared(
             staging.close()
 
 
-def _divide(agreed: Agreed, parts: Mapping[str, Part], plan: FilePlan) -> Work:
+def divide(agreed: Agreed, parts: Mapping[str, Part], plan: FilePlan) -> Work:
+    """Return which tensors this rank writes, and how."""
     exchanged = {
         entry.key: parts[entry.key]
         for entry in agreed.table
-        if agreed.same_layout and needs_slabs(parts[entry.key], plan.tensors[entry.key].itemsize)
+        if agreed.same_layout and needs_slabs(parts[entry.key])
     }
     own = {key: parts[key] for key in agreed.owned if key not in exchanged}
     shared = {key: parts[key] for key in agreed.shared}

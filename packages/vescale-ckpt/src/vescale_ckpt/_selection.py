@@ -1,4 +1,7 @@
-"""Which part of a checkpoint a load wants, and what the stored keys are called here."""
+"""Which part of a checkpoint a load wants, and what the stored keys are called here.
+
+A path is the dotted key of a place in the state.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from dataclasses import dataclass, field
 from ._tree import Json, dotted, elements_of, is_reference, items_of
 from .exceptions import CheckpointError
 
-Path = tuple[str | int, ...]
 _Items = Sequence[tuple[str | int, Json]]
 
 
@@ -34,14 +36,14 @@ class Selection:
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
-    def wants(self, path: Path) -> bool:
+    def wants(self, path: str) -> bool:
         """Return whether all that lies at and below ``path`` is wanted."""
         if self.only is None:
             return True
-        keys = [*_with_parents(dotted(path))]
+        keys = [*_with_parents(path)]
         return any(re.fullmatch(pattern, key) for pattern in self.only for key in keys)
 
-    def wanted_leaves(self, node: Json, path: Path) -> list[Path]:
+    def wanted_leaves(self, node: Json, path: str) -> list[str]:
         """Return where below ``path`` something is wanted: ``path`` itself if all is."""
         if self.wants(path):
             return [path]
@@ -82,7 +84,7 @@ class Stored:
         self._rename = dict(selection.rename)
         self._unused = set(selection.rename)
         if selection.rename:
-            self.tree = {str(key): node for key, node in self._staying(list(tree.items()), ())}
+            self.tree = {str(key): node for key, node in self._staying(list(tree.items()), "")}
             self._check()
         self._parents = {parent for key in self.moved for parent in _with_parents(key)}
         self._parents -= self.moved.keys()
@@ -100,14 +102,13 @@ class Stored:
                 if name.startswith(f"{key}."):
                     yield name[len(key) + 1 :], node
 
-    def _staying(self, items: _Items, path: Path) -> Iterator[tuple[str | int, Json]]:
+    def _staying(self, items: _Items, path: str) -> Iterator[tuple[str | int, Json]]:
         """Yield the items without what has another name here, and put that aside."""
         for key, node in items:
-            here = (*path, key)
+            old = dotted(path, key)
             if inner := _items_of(node):
-                yield key, _with_items(node, list(self._staying(inner, here)))
+                yield key, _with_items(node, list(self._staying(inner, old)))
             else:
-                old = dotted(here)
                 new = renamed(old, self._rename)
                 self._unused -= {pattern for pattern in self._unused if re.fullmatch(pattern, old)}
                 if new == old:
@@ -118,17 +119,15 @@ class Stored:
                     self.moved[new] = node
 
     def _check(self) -> None:
-        staying = {
-            dotted(leaf) for key, node in self.tree.items() for leaf in leaves(node, (key,))
-        }
+        staying = {leaf for key, node in self.tree.items() for leaf in leaves(node, key)}
         for key in sorted(staying & self.moved.keys()):
             raise CheckpointError(f"two items of the checkpoint are called {key!r} here")
 
     def _idle_only(self, only: Iterable[str]) -> list[str]:
         keys: set[str] = set(self.moved) | self._parents
         for key, node in self.tree.items() if only else ():
-            for leaf in leaves(node, (key,)):
-                keys.update(_with_parents(dotted(leaf)))
+            for leaf in leaves(node, key):
+                keys.update(_with_parents(leaf))
         return [
             f"only {pattern!r} matches nothing"
             for pattern in only
@@ -136,12 +135,12 @@ class Stored:
         ]
 
 
-def leaves(node: Json, path: Path) -> Iterator[Path]:
+def leaves(node: Json, path: str) -> Iterator[str]:
     """Yield where there is something that is no dict or sequence, or an empty one."""
     return (leaf for leaf, _ in leaves_of(node, path))
 
 
-def leaves_of(node: Json, path: Path) -> Iterator[tuple[Path, Json]]:
+def leaves_of(node: Json, path: str) -> Iterator[tuple[str, Json]]:
     """Yield what is no dict or sequence, or an empty one, and where it is."""
     inner = _items_of(node)
     if inner is None and (elements := elements_of(node)) is not None:
@@ -150,7 +149,7 @@ def leaves_of(node: Json, path: Path) -> Iterator[tuple[Path, Json]]:
         yield path, node
         return
     for key, item in inner:
-        yield from leaves_of(item, (*path, key))
+        yield from leaves_of(item, dotted(path, key))
 
 
 def _items_of(node: Json) -> _Items | None:

@@ -1,11 +1,12 @@
-"""Which rank reads which block of a checkpoint, so that every block is read by one rank only.
+"""Which rank reads which block of a checkpoint, so that every block is checked by one rank.
 
 [Note: readers]
-Every block that somebody needs is read by one of those who need it. Which one follows from a
-hash of block and rank, so that replicas divide the work about equally; all ranks learn it from
-one reduction, whose size depends on the checkpoint only, not on the number of ranks. A block
-that one rank needs is read by that rank, and one of which each rank needs a part of its own is
-read in parts, see [Note: parts]: ranks that load what they have saved send each other nothing.
+Every block that somebody needs is read and checked by one of those who need it. Which one
+follows from a hash of block and rank, so that replicas divide the work about equally; all ranks
+learn it from one reduction, whose size depends on the checkpoint only, not on the number of
+ranks. The others are sent what they need, or read it without checking. A block that one rank
+needs is read by that rank, and one of which each rank needs a part of its own is read in parts,
+see [Note: parts]: ranks that load what they have saved send each other nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from ._coverage import coverage, full_coverage
+from ._coverage import coverage, full_coverage, times_covered
 from ._group import Ranks
 from ._numbering import Integers, Numbering
 from ._pieces import Piece
@@ -51,12 +52,8 @@ def choose_readers(
         ranks: All ranks.
         in_parts: Whether several ranks may read parts of a block.
     """
-    edges = np.zeros(numbering.count + 1, np.int64)
-    for piece in pieces:
-        start, stop = numbering.span(piece.stored.file, piece.runs)
-        edges[start] += 1
-        edges[stop] -= 1
-    needed = np.cumsum(edges[:-1]) > 0
+    spans = [numbering.span(piece.stored.file, piece.runs) for piece in pieces]
+    needed = times_covered(numbering.count, np.array(spans, np.int64)) > 0
     nowhere = np.zeros(numbering.count, np.bool_)
     if ranks.size == 1:
         return Readers(np.where(needed, 0, -1), nowhere, nowhere)

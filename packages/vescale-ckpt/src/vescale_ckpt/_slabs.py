@@ -11,7 +11,6 @@ bytes of a box are in the order of the file, so what a slab needs of a box is on
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +21,10 @@ from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor import Box, InterleavedShard, local_boxes
 
-from ._boxes import Part, is_first_replica
+from ._boxes import Layout, Part, is_first_replica
 from ._direct import PAGE_NBYTES
-from ._files import StoredTensor
+from ._dtypes import DTYPES
+from ._files import StoredTensor, nbytes_of
 from ._group import Ranks
 from ._runs import Bytes, Runs, runs_of
 from ._scratch import Scratch
@@ -79,16 +79,22 @@ class _Tensor:
     packed: list[memoryview]
 
 
-def needs_slabs(part: Part, itemsize: int) -> bool:
+def needs_slabs(part: Part) -> bool:
     """Return whether a tensor's shards are better exchanged; the same answer on every rank."""
-    if part.layout.mesh_ranks is None or not 1 < len(part.layout.mesh_ranks) <= _MAX_RANKS:
+    return _needs_slabs(part.layout, part.shape, part.dtype)
+
+
+# As many tensors are alike, most of the work has been done before.
+@lru_cache(maxsize=4096)
+def _needs_slabs(layout: Layout, shape: tuple[int, ...], dtype: str) -> bool:
+    if layout.mesh_ranks is None or not 1 < len(layout.mesh_ranks) <= _MAX_RANKS:
         return False
-    if itemsize * math.prod(part.shape) < _MIN_TENSOR_NBYTES:
+    if nbytes_of(dtype, shape) < _MIN_TENSOR_NBYTES:
         return False
-    if not any(_cuts_rows(placement) for placement in part.layout.placements):
+    if not any(_cuts_rows(placement) for placement in layout.placements):
         return False
-    box = next(boxes[0] for boxes in _boxes_by_rank(part).values() if boxes)
-    runs = runs_of(part.shape, box, itemsize)
+    box = next(boxes[0] for boxes in _boxes_by_rank(layout, shape).values() if boxes)
+    runs = runs_of(shape, box, DTYPES[dtype].itemsize)
     return runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
 
 
@@ -155,7 +161,7 @@ def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
     assert part.layout.mesh_ranks is not None
     holders = [
         _Holder(holder, tuple(_runs(stored, box) for box in boxes))
-        for holder, boxes in _boxes_by_rank(part).items()
+        for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
     ]
     slabs = _slabs(stored, holders, part.layout.mesh_ranks)
     nothing = _Slab(rank, stored.offset, stored.offset)
@@ -169,14 +175,14 @@ def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
     )
 
 
-def _boxes_by_rank(part: Part) -> dict[int, tuple[Box, ...]]:
+def _boxes_by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
     """Return the boxes of the first replicas."""
-    assert part.layout.mesh_ranks is not None
-    boxes = _boxes_by_coordinate(part.shape, part.layout.mesh_shape, part.layout.placements)
+    assert layout.mesh_ranks is not None
+    boxes = _boxes_by_coordinate(shape, layout.mesh_shape, layout.placements)
     return {
         rank: boxes[coordinate]
         for rank, coordinate in zip(
-            part.layout.mesh_ranks, _coordinates(part.layout.mesh_shape), strict=True
+            layout.mesh_ranks, _coordinates(layout.mesh_shape), strict=True
         )
         if coordinate in boxes
     }

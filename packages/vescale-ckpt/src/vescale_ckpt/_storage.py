@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from .exceptions import CheckpointError
 
@@ -23,12 +24,20 @@ T = TypeVar("T")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://.*")
 _DELAYS_SECONDS = (0.1, 0.5, 2.0)
+_NUM_REMOVERS = 16
 # What does not become better by trying again.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
+class Entry(NamedTuple):
+    """What a listing says about a name; ``nbytes`` is None for a directory, and if unknown."""
+
+    is_directory: bool
+    nbytes: int | None
+
+
 class Storage:
-    """The files of one checkpoint at a URL.
+    """The files of one checkpoint at a URL, or the checkpoints below one.
 
     Requests that fail are tried again a few times.
 
@@ -43,7 +52,7 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = re.sub(r"(?<=[^/:])/+$", "", url)
         try:
             fsspec: Any = import_module("fsspec.core")
             self._system, self._root = fsspec.url_to_fs(self.url)
@@ -65,6 +74,44 @@ class Storage:
         """The path within the file system."""
         return self._root
 
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rsplit("/", 1)[1]
+
+    def parent(self) -> Storage:
+        """Return the place that this lies in."""
+        above = self.url.rsplit("/", 1)[0]
+        return Storage(f"{above}/" if above.endswith(":/") else above)
+
+    def child(self, name: str) -> Storage:
+        """Return a place within this one."""
+        return Storage(self.url + name if self.url.endswith("/") else f"{self.url}/{name}")
+
+    def entries(self) -> dict[str, Entry]:
+        """Return what lies directly here, nothing if there is no such place."""
+        found = self._listed(lambda: self._system.ls(self._root, detail=True))
+        entries: dict[str, Entry] = {}
+        for entry in found:
+            name = self._relative(entry["name"])
+            is_directory = entry["type"] == "directory"
+            if name and "/" not in name:
+                entries[name] = Entry(is_directory, None if is_directory else entry.get("size"))
+        return entries
+
+    def lengths(self) -> dict[str, int]:
+        """Return the lengths of files that one listing tells; that of a web server tells none."""
+        try:
+            entries = self.entries()
+        except (OSError, NotImplementedError):
+            return {}
+        return {name: entry.nbytes for name, entry in entries.items() if entry.nbytes is not None}
+
+    def names_below(self) -> list[str]:
+        """Return the names of all files, however deep, relative to here."""
+        found = self._listed(lambda: self._system.find(self._root))
+        return [name for path in found if (name := self._relative(path))]
+
     def nbytes(self, name: str) -> int:
         """Return the length of a file."""
         return int(self._tried(lambda: self._system.size(self._path(name))))
@@ -82,8 +129,21 @@ class Storage:
         self._tried(lambda: self._system.pipe_file(self._path(name), content))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
-        self._tried(lambda: self._system.rm_file(self._path(name)))
+        """Delete a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._tried(lambda: self._system.rm_file(self._path(name)))
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        """Delete files, several at a time."""
+        with ThreadPoolExecutor(_NUM_REMOVERS) as pool:
+            for _ in pool.map(self.remove, names):
+                pass
+
+    def remove_directory(self) -> None:
+        """Delete the empty directory that this is, where there are directories."""
+        with suppress(OSError, NotImplementedError):
+            if self._system.isdir(self._root):
+                self._system.rmdir(self._root)
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
@@ -99,6 +159,21 @@ class Storage:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    def _relative(self, path: str) -> str:
+        root, path = self._root.strip("/"), path.strip("/")
+        is_below = not root or path.startswith(f"{root}/")
+        return path[len(root) :].strip("/") if is_below else ""
+
+    def _listed(self, action: Callable[[], Iterable[T]]) -> list[T]:
+        # Neither old listings nor, to whoever asks for a length later, this one.
+        self._system.invalidate_cache()
+        try:
+            return list(self._tried(action))
+        except FileNotFoundError:
+            return []
+        finally:
+            self._system.invalidate_cache()
 
     def _tried(self, action: Callable[[], T]) -> T:
         for delay in _DELAYS_SECONDS:

@@ -54,5 +54,5 @@ def target_of(
     if layout == "shared":
         raise ValueError(f"ranks cannot share the files of {path}; save with layout='per_rank'")
     if keep_last is not None:
-        raise ValueError(f"keep_last is for directories; {path} is none")
-    return Target(where=storage, has_rank_files=True, keep_last=None)
+        check_keep_last(storage, keep_last)
+    return Target(where=storage, has_rank_files=True, keep_last=keep_last)

@@ -1,17 +1,20 @@
 """State as data: nested dicts turned into tagged JSON with references to tensors, and back.
 
-Plain JSON stands for itself. What JSON lacks is an object with a single key that starts with
-a dollar sign: ``{"$tensor": key}``, ``{"$tuple": [...]}``, ``{"$float": "inf"}``,
-``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain strings, and
-``{"$per_rank": [...]}`` with the value of every rank.
+A string that starts with a dollar sign stands for the tensor whose key follows; a lone one for
+the tensor whose key is the dotted path of this place in the state, which keeps commit records
+short. All other JSON stands for itself, but for an object with a single key that starts with a
+dollar sign, which is what JSON lacks: ``{"$tuple": [...]}``, ``{"$str": "$5"}``,
+``{"$float": "inf"}``, ``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain
+strings, and ``{"$per_rank": [...]}`` with the value of every rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -31,6 +34,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Return whether ``value`` hands out its state; plain Python values are told at once."""
+    return type(value) not in _PLAIN_TYPES and isinstance(value, Stateful)
+
+
+_PLAIN_TYPES = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A state split into what is JSON and what is tensors.
@@ -38,7 +49,7 @@ class Encoded:
     Attributes:
         tree: The whole state as tagged JSON.
         tensors: The tensors it refers to, by dotted key.
-        groups: The top-level key of each tensor and its key below that.
+        groups: The top-level key of each tensor; empty for a tensor directly at the top.
         values: Every Python value by its dotted key, to compare ranks.
         per_rank: What each rank has its own of, by dotted key: a list, part of the tree, with
             this rank's value.
@@ -47,22 +58,26 @@ class Encoded:
 
     tree: dict[str, Json]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    groups: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    groups: dict[str, str] = field(default_factory=dict[str, str])
     values: dict[str, Json] = field(default_factory=dict[str, Json])
     per_rank: dict[str, list[Json]] = field(default_factory=dict[str, list[Json]])
     per_rank_tensors: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    def note(self, path: tuple[str | int, ...], value: Json) -> None:
+    def note(self, path: str, value: Json) -> None:
         """Remember a Python value; keys that look alike when dotted are told apart."""
-        key = dotted(path)
-        while key in self.values:
-            key += "'"
-        self.values[key] = value
+        while path in self.values:
+            path += "'"
+        self.values[path] = value
 
 
-def dotted(path: tuple[str | int, ...]) -> str:
-    """Return the key of a leaf as messages and files show it."""
-    return ".".join(map(str, path))
+def dotted(path: str, key: str | int) -> str:
+    """Return where an item of what is at ``path`` is; an empty path is the whole state."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def below(path: str, top: str) -> str:
+    """Return ``path`` as seen from ``top``, above it; an empty ``top`` is the whole state."""
+    return path[len(top) + 1 :] if top else path
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
@@ -76,96 +91,106 @@ def encode(state: Mapping[str, Any]) -> Encoded:
     for key, value in state.items():
         if type(key) is not str or not key:
             raise CheckpointError(f"expected non-empty strings as keys of the state, got {key!r}")
-        encoded.tree[key] = _encode(value, (key,), encoded)
+        encoded.tree[key] = _encode(value, key, key, encoded)
     return encoded
 
 
-def _encode(value: Any, path: tuple[str | int, ...], encoded: Encoded) -> Json:
+def _encode(value: Any, path: str, group: str, encoded: Encoded) -> Json:
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, path, encoded)
+        return _encode_tensor(value, path, group, encoded)
     if isinstance(value, PerRank):
-        return _encode_per_rank(value, path, encoded)
-    if isinstance(value, Stateful):
-        return _encode(value.state_dict(), path, encoded)
+        return _encode_per_rank(value, path, group, encoded)
+    if is_stateful(value):
+        return _encode(value.state_dict(), path, group, encoded)
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, encoded)
+        return _encode_mapping(value, path, group, encoded)
     if type(value) in (list, tuple, torch.Size):
         if not value:
             encoded.note(path, type(value).__name__)
-        items: list[Json] = [_encode(v, (*path, i), encoded) for i, v in enumerate(value)]
+        items: list[Json] = [
+            _encode(item, f"{path}.{index}", group, encoded) for index, item in enumerate(value)
+        ]
         return items if type(value) is list else {"$tuple": items}
     scalar = _encode_scalar(value, path)
     encoded.note(path, scalar)
     return scalar
 
 
-def _encode_tensor(
-    tensor: torch.Tensor, path: tuple[str | int, ...], encoded: Encoded
-) -> dict[str, Json]:
-    key = dotted(path)
+def _encode_tensor(tensor: torch.Tensor, key: str, group: str, encoded: Encoded) -> str:
     if key in encoded.tensors:
         raise CheckpointError(
             f"two tensors of the state have the key {key!r}: one key contains a dot that the "
             f"other spells by nesting; rename one of them"
         )
-    if dotted(path[1:] or path) == "__metadata__":
+    group = "" if key == group else group
+    if key.endswith("__metadata__") and below(key, group) == "__metadata__":
         raise CheckpointError(f"{key!r}: safetensors reserves this name; rename it")
     encoded.tensors[key] = tensor
-    encoded.groups[key] = (str(path[0]), dotted(path[1:])) if len(path) > 1 else ("", key)
-    return {"$tensor": key}
+    encoded.groups[key] = group
+    return "$"
 
 
-def _encode_per_rank(value: PerRank, path: tuple[str | int, ...], encoded: Encoded) -> Json:
+def _encode_per_rank(value: PerRank, path: str, group: str, encoded: Encoded) -> Json:
     own = Encoded({})
-    node = [_encode(value.value, path, own)]
+    node = [_encode(value.value, path, group, own)]
     if own.per_rank:
-        raise CheckpointError(f"{dotted(path)!r} is a PerRank in a PerRank; leave out one")
+        raise CheckpointError(f"{path!r} is a PerRank in a PerRank; leave out one")
     for key in own.tensors:
         if key in encoded.tensors:
             raise CheckpointError(f"two tensors of the state have the key {key!r}")
     encoded.tensors.update(own.tensors)
     encoded.groups.update(own.groups)
     encoded.note(path, "per rank")
-    encoded.per_rank[dotted(path)] = node
-    encoded.per_rank_tensors[dotted(path)] = list(own.tensors)
+    encoded.per_rank[path] = node
+    encoded.per_rank_tensors[path] = list(own.tensors)
     return {"$per_rank": node}
 
 
-def _encode_mapping(
-    value: Mapping[Any, Any], path: tuple[str | int, ...], encoded: Encoded
-) -> Json:
+def _encode_mapping(value: Mapping[Any, Any], path: str, group: str, encoded: Encoded) -> Json:
     if not value:
         encoded.note(path, "dict")
-    for key in value:
-        if type(key) not in (str, int):
-            raise CheckpointError(
-                f"expected str or int keys in the dict at {dotted(path)!r}, got {key!r} "
-                f"({type(key).__name__})"
-            )
-    items = [(key, _encode(item, (*path, key), encoded)) for key, item in value.items()]
+    types = set(map(type, value))
+    if not types <= {str, int}:
+        odd = next(key for key in value if type(key) not in (str, int))
+        raise CheckpointError(
+            f"expected str or int keys in the dict at {path!r}, got {odd!r} ({type(odd).__name__})"
+        )
+    items = {key: _encode(item, f"{path}.{key}", group, encoded) for key, item in value.items()}
     if isinstance(value, Counter):
-        return {"$counter": [[key, item] for key, item in items]}
-    if all(type(key) is str and not key.startswith("$") for key, _ in items):
-        return dict(items)
-    return {"$dict": [[key, item] for key, item in items]}
+        return {"$counter": [[key, item] for key, item in items.items()]}
+    if int in types or any(map(_IS_TAG, items)):
+        return {"$dict": [[key, item] for key, item in items.items()]}
+    return items
 
 
-def _encode_scalar(value: Any, path: tuple[str | int, ...]) -> Json:
-    if value is None or type(value) in (bool, int, str):
+def _encode_scalar(value: Any, path: str) -> Json:
+    if value is None or type(value) in (bool, int):
         return value
+    if type(value) is str:
+        return {"$str": value} if value.startswith("$") else value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     raise CheckpointError(
-        f"cannot store {dotted(path)!r}: a {type(value).__module__}.{type(value).__qualname__} "
+        f"cannot store {path!r}: a {type(value).__module__}.{type(value).__qualname__} "
         f"is neither a tensor, nor a JSON-able value (None, bool, int, float, str, list, tuple, "
         f"dict), nor has it state_dict() and load_state_dict(); convert it, for example with "
         f"float(), str() or torch.as_tensor(), or leave it out"
     )
 
 
-def is_reference(node: Json) -> TypeGuard[dict[str, str]]:
+def reference_to(key: str) -> str:
+    """Return the node that stands for a tensor."""
+    return f"${key}"
+
+
+def is_reference(node: Json) -> TypeGuard[str]:
     """Return whether a node of the tree stands for a tensor."""
-    return isinstance(node, dict) and len(node) == 1 and isinstance(node.get("$tensor"), str)
+    return isinstance(node, str) and node.startswith("$")
+
+
+def key_of(reference: str) -> str:
+    """Return the key of the tensor that a node stands for."""
+    return reference[1:]
 
 
 def items_of(node: Json) -> list[tuple[str | int, Json]] | None:
@@ -196,18 +221,58 @@ def ranks_of(node: Json) -> list[Json] | None:
     return None
 
 
-def references(node: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, tensor key) for every tensor that a tree refers to."""
+def references(node: Json, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, tensor key) for every tensor that a tree at ``path`` refers to."""
     if is_reference(node):
-        yield dotted(path), node["$tensor"]
+        yield path, key_of(node)
     elif (values := ranks_of(node)) is not None:
         yield from dict.fromkeys(found for value in values for found in references(value, path))
     elif (items := items_of(node)) is not None:
         for key, item in items:
-            yield from references(item, (*path, key))
+            yield from references(item, dotted(path, key))
     elif (elements := elements_of(node)) is not None:
         for index, element in enumerate(elements):
-            yield from references(element, (*path, index))
+            yield from references(element, dotted(path, index))
+
+
+def has_references(node: Json) -> bool:
+    """Return whether a tree refers to any tensor."""
+    return any(True for _ in references(node, ""))
+
+
+def complete(node: Json, path: str, stored: Container[str]) -> Json:
+    """Return a tree with the keys of all tensors, those that their places spell, too.
+
+    Raises:
+        CorruptCheckpointError: If it is no tree, or there is no such tensor.
+    """
+    if isinstance(node, str):
+        if not node.startswith("$"):
+            return node
+        key = node[1:] or path
+        if key not in stored:
+            raise CorruptCheckpointError(f"the state refers to {key!r}, which is not stored")
+        return f"${key}"
+    if isinstance(node, list):
+        return [complete(item, f"{path}.{i}", stored) for i, item in enumerate(node)]
+    return _complete_tagged(node, path, stored) if isinstance(node, dict) else node
+
+
+def _complete_tagged(node: dict[str, Json], path: str, stored: Container[str]) -> Json:
+    match _tag(node), node:
+        case None, _:
+            if any(map(_IS_TAG, node)):
+                raise CorruptCheckpointError(f"unknown value in the checkpoint: {_short(node)}")
+            return {key: complete(item, f"{path}.{key}", stored) for key, item in node.items()}
+        case "$tuple", {"$tuple": elements}:
+            return {"$tuple": complete(elements, path, stored)}
+        case "$dict" | "$counter" as tag, _:
+            pairs = _pairs(node[tag])
+            return {tag: [[k, complete(item, f"{path}.{k}", stored)] for k, item in pairs]}
+        case "$per_rank", {"$per_rank": list(values)}:
+            return {"$per_rank": [complete(value, path, stored) for value in values]}
+        case _:
+            return node
 
 
 def decode(node: Json, tensor: Callable[[str], Any]) -> Any:
@@ -217,6 +282,8 @@ def decode(node: Json, tensor: Callable[[str], Any]) -> Any:
             return [decode(element, tensor) for element in node]
         case dict():
             return _decode_tagged(node, tensor)
+        case str() if is_reference(node):
+            return tensor(key_of(node))
         case _:
             return node
 
@@ -225,8 +292,8 @@ def _decode_tagged(node: dict[str, Json], tensor: Callable[[str], Any]) -> Any:
     match _tag(node), node:
         case None, _:
             return {key: decode(item, tensor) for key, item in node.items()}
-        case "$tensor", {"$tensor": str(key)}:
-            return tensor(key)
+        case "$str", {"$str": str(text)}:
+            return text
         case "$tuple", {"$tuple": list(elements)}:
             return tuple(decode(element, tensor) for element in elements)
         case "$float", {"$float": "inf" | "-inf" | "nan" as text}:
@@ -243,14 +310,15 @@ def _decode_tagged(node: dict[str, Json], tensor: Callable[[str], Any]) -> Any:
             raise CorruptCheckpointError(f"unknown value in the checkpoint: {_short(node)}")
 
 
+_IS_TAG = methodcaller("startswith", "$")
+
+
 def _tag(node: dict[str, Json]) -> str | None:
     """Return the dollar key of a tagged object; None for an ordinary dict."""
-    tags = [key for key in node if key.startswith("$")]
-    if not tags:
+    if len(node) != 1:
         return None
-    if len(node) > 1:
-        raise CorruptCheckpointError(f"unknown value in the checkpoint: {_short(node)}")
-    return tags[0]
+    (key,) = node
+    return key if key.startswith("$") else None
 
 
 def _pairs(pairs: Json) -> list[tuple[str | int, Json]]:

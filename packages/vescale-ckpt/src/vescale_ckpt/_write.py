@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ._boxes import Part
+from ._boxes import Part, located
 from ._crc import PartialSums
 from ._files import FilePlan
 from ._group import Ranks
-from ._runs import Runs, runs_of
+from ._runs import Runs
 from ._scratch import Scratch
 from ._slabs import MIN_RUN_NBYTES, page_shares, write_slabs
 from ._stream import Buffers, FileWriter
@@ -22,20 +23,13 @@ from ._tensor_bytes import packed_chunks
 from .exceptions import CheckpointError
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A box in this rank's memory, and which of its packed bytes go where."""
 
-    file: str
     runs: Runs
     source: torch.Tensor
     first: int
     last: int
-
-    @property
-    def offset(self) -> int:
-        """Where in the file the first byte goes."""
-        return next(self.runs.locate(self.first, 1))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +78,16 @@ def write_files(
         failure = _write_exchanged(directory, plan, work, sums, buffers, ranks)
         if failure is not None:
             raise failure
-        pieces = _by_file(_pieces(plan, work, ranks))
+        keys = keys_by_file(plan, work)
         for name, file in plan.files.items():
-            if name not in pieces and ranks.rank != 0:
+            if name not in keys and ranks.rank != 0:
                 continue
             with FileWriter(directory / name, sums[name], buffers) as writer:
                 if ranks.rank == 0:
                     writer.write(0, memoryview(file.head))
-                for piece in sorted(pieces.get(name, []), key=lambda p: p.offset):
-                    _write_piece(writer, piece)
+                for key in keys.get(name, ()):
+                    for piece in pieces_of_tensor(key, plan, work, ranks):
+                        _write_piece(writer, piece)
                 writer.finish()
 
 
@@ -138,28 +133,27 @@ def _invisible(directory: Path) -> Exception | None:
     )
 
 
-def _by_file(pieces: Iterable[_Piece]) -> dict[str, list[_Piece]]:
-    result: dict[str, list[_Piece]] = {}
-    for piece in pieces:
-        result.setdefault(piece.file, []).append(piece)
+def keys_by_file(plan: FilePlan, work: Work) -> dict[str, list[str]]:
+    """Return of which tensors this rank writes its own boxes or a share, in file order."""
+    result: dict[str, list[str]] = {}
+    for key, stored in plan.tensors.items():
+        if key in work.own or key in work.shared:
+            result.setdefault(stored.file, []).append(key)
     return result
 
 
-def _pieces(plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
-    for key, part in work.own.items():
-        for held in part.boxes:
-            if held.box.numel:
-                stored = plan.tensors[key]
-                runs = runs_of(stored.shape, held.box, stored.itemsize, stored.offset)
-                source = held.of(part.local)
-                yield _Piece(stored.file, runs, source, 0, runs.total_nbytes)
-    for key, part in work.shared.items():
-        stored = plan.tensors[key]
-        start, stop = page_shares(stored, ranks.size)[ranks.rank]
-        if start < stop:
-            runs = Runs(stored.offset, stored.nbytes)
-            lower, upper = start - stored.offset, stop - stored.offset
-            yield _Piece(stored.file, runs, part.local, lower, upper)
+def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
+    """Yield what this rank writes of a tensor, in file order."""
+    stored = plan.tensors[key]
+    if key in work.own:
+        for memory, runs in located(work.own[key], stored):
+            yield _Piece(runs, memory, 0, runs.total_nbytes)
+        return
+    start, stop = page_shares(stored, ranks.size)[ranks.rank]
+    if start < stop:
+        runs = Runs(stored.offset, stored.nbytes)
+        lower, upper = start - stored.offset, stop - stored.offset
+        yield _Piece(runs, work.shared[key].local, lower, upper)
 
 
 def _write_piece(writer: FileWriter, piece: _Piece) -> None:

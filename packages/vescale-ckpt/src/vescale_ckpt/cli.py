@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     reshard.add_argument("target", type=_place)
     _add_max_file(reshard)
 
-    gc = command("gc", _gc, "delete all but the last whole checkpoints of a directory")
-    gc.add_argument("directory", type=Path)
+    gc = command("gc", _gc, "delete all but the last whole checkpoints of a directory or a URL")
+    gc.add_argument("directory", type=_place)
     gc.add_argument("--keep", type=int, required=True, help="how many to keep")
     gc.add_argument("--prefix", help="what their names begin with, if not all begin alike")
     gc.add_argument("--thorough", action="store_true", help="read every byte of those to keep")

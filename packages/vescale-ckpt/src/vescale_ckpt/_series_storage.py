@@ -1,0 +1,82 @@
+"""Numbered checkpoints at a URL; see _series.py and [Note: object stores]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._rank_files import is_rank_file
+from ._record import RECORD_NAME
+from ._remote import RemoteReader, has_record, read_record_of
+from ._storage import Storage
+from ._verify import verify
+from .exceptions import CheckpointError
+
+
+class StorageSeries:
+    """The checkpoints below a URL.
+
+    Args:
+        root: The place that they lie in.
+    """
+
+    def __init__(self, root: Storage) -> None:
+        self._root = root
+
+    def names(self) -> list[str]:
+        """Return the names of what has something below it."""
+        return [name for name, entry in self._root.entries().items() if entry.is_directory]
+
+    def where(self, name: str) -> str:
+        """Return the URL of a checkpoint."""
+        return self._root.child(name).url
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether a checkpoint's record is sound and its files have their lengths.
+
+        A place that cannot be reached is an error, not a checkpoint that is not whole.
+        """
+        try:
+            RemoteReader(self._root.child(name)).close()
+        except (FileNotFoundError, CheckpointError):
+            return False
+        return True
+
+    def is_sound(self, name: str) -> bool:
+        """Return whether every byte of a checkpoint is as it was saved."""
+        return not verify(self.where(name))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete the record of each checkpoint, which makes it none, then the other files."""
+        for name in names:
+            storage = self._root.child(name)
+            files = storage.names_below()
+            named = _named_files(storage)
+            if named is None:
+                continue
+            storage.remove(RECORD_NAME)
+            # Last what a later call would take for leftovers, should this one die. What looks
+            # like a rank's file and was not in the record may be of a save that goes on.
+            storage.remove_all(file for file in files if not is_rank_file(file))
+            storage.remove_all(file for file in files if file in named)
+            storage.remove_directory()
+
+    def remove_leftovers(self, older: Sequence[str]) -> None:
+        """Delete the files of ranks that no record names, where the number is an old one."""
+        for name in older:
+            storage = self._root.child(name)
+            # In this order: what a save has committed since is in its record.
+            files = [file for file in storage.names_below() if is_rank_file(file)]
+            named = _named_files(storage)
+            if named is not None and not named.issuperset(files):
+                storage.remove_all(file for file in files if file not in named)
+                storage.remove_directory()
+
+
+def _named_files(storage: Storage) -> set[str] | None:
+    """Return the files that belong to a checkpoint, None if its record cannot be read."""
+    if not has_record(storage):
+        return set()
+    try:
+        return set(read_record_of(storage)[1].files)
+    except CheckpointError:
+        return None
