@@ -70,7 +70,7 @@ def fill(
 
 def _failure_of_reading(units: OwnUnits, torn: Sequence[Piece]) -> Exception | None:
     try:
-        in_threads(units.read, units.stretches())
+        units.read_all()
         in_threads(units.reader.read_torn, torn)
     except Exception as error:
         return error

@@ -3,8 +3,8 @@
 [Note: cache]
 What is in the page cache is read from there. What is not is read past it, which takes a fraction
 of the processor time and does not push other data out of memory. Which is which is found out for
-some megabytes at a time, by a read of their last byte that may not wait: what it does not find
-the kernel then starts to read ahead, so asking for all of them would have them read twice.
+some megabytes at a time, by one read of their last byte that may not wait. Once, and not of all of
+them: the kernel then starts to read what it did not find, and a second answer would be another.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ class Reader:
         file, length = self.record.files[blocks.file], self.record.block_nbytes
         start = blocks.start * length
         content = memory[: min(blocks.stop * length, file.nbytes) - start]
-        self._read_pages(blocks.file, start, memory, len(content))
+        if self.is_cached(blocks.file, start + len(content)):
+            self._read(blocks.file, start, content.data)
+        else:
+            self._read_pages(blocks.file, start, memory, len(content))
         for number in range(blocks.start, blocks.stop):
             position = number * length - start
             self.check_content(blocks.file, number, [content[position : position + length]])
@@ -146,7 +149,7 @@ class Reader:
         if checksum != checksums[block]:
             raise self.damage(file, block)
 
-    def read_range(self, file: str, start: int, stop: int) -> Bytes:
+    def read_past_cache(self, file: str, start: int, stop: int) -> Bytes:
         """Return at most CHUNK_NBYTES, unchecked, in the memory of this thread."""
         base = start - start % PAGE_NBYTES
         memory = self.scratch()
@@ -162,15 +165,29 @@ class Reader:
             self._read(file, start, view.data)
             start += len(view)
 
-    def bring_in(self, file: str, start: int, stop: int) -> None:
-        """Have the disk read into the page cache what is not there, and wait for it."""
+    def bring_in(self, file: str, start: int, stop: int) -> bool:
+        """Have the disk read into the page cache what is not there; return whether that goes."""
         descriptor = self._descriptors[file]
         os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-        os.preadv(descriptor, [bytearray(1)], stop - 1)
+        os.preadv(descriptor, [bytearray(1)], stop - 1)  # waits for it
+        return True
 
     def is_cached(self, file: str, stop: int) -> bool:
-        """Return whether what ends at ``stop`` is to be read through the page cache."""
-        return self._direct[file] is None or self._is_cached(file, stop - 1)
+        """Return whether what ends at ``stop`` is to be read through the page cache.
+
+        Ask once only: the kernel may then read what it did not find.
+        """
+        if self._direct[file] is None:
+            return True
+        try:
+            return os.preadv(self._descriptors[file], [bytearray(1)], stop - 1, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # Nobody can say what is in the cache, so everything is read through it.
+            return True
 
     def damage(self, file: str, block: int) -> CorruptCheckpointError:
         """Return the error about a block whose checksum is wrong."""
@@ -205,7 +222,7 @@ class Reader:
             position += len(packed)
 
     def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
-        """Read from the page cache what is there, and the rest past it; see [Note: cache].
+        """Read past the page cache if that goes and pays.
 
         Args:
             file: Which file.
@@ -215,11 +232,7 @@ class Reader:
         """
         done = 0
         direct = self._direct[file]
-        if (
-            direct is not None
-            and nbytes >= MIN_DIRECT_NBYTES
-            and not self._is_cached(file, offset + nbytes - 1)
-        ):
+        if direct is not None and nbytes >= MIN_DIRECT_NBYTES:
             stop = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
             try:
                 done = min(nbytes, os.preadv(direct, [memory.data[:stop]], offset))
@@ -228,17 +241,6 @@ class Reader:
                 if error.errno != errno.EINVAL:
                     raise
         self._read(file, offset + done, memory.data[done:nbytes])
-
-    def _is_cached(self, file: str, place: int) -> bool:
-        try:
-            return os.preadv(self._descriptors[file], [bytearray(1)], place, os.RWF_NOWAIT) > 0
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            # Nobody can say what is in the cache, so everything is read through it.
-            return True
 
     def _read(self, file: str, offset: int, view: memoryview) -> None:
         descriptor = self._descriptors[file]

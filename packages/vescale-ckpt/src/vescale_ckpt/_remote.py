@@ -92,8 +92,9 @@ class RemoteReader(Reader):
             f"with {nbytes}; the file is damaged, load another checkpoint"
         )
 
-    def bring_in(self, file: str, start: int, stop: int) -> None:
-        """Do nothing: no page cache would keep it."""
+    def bring_in(self, file: str, start: int, stop: int) -> bool:
+        """Return False: no page cache would keep it."""
+        return False
 
     def is_cached(self, file: str, stop: int) -> bool:
         """Return False: what is read comes from the storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,10 @@ _NUM_THREADS = 3
 def in_threads(work: Callable[[T], object], items: Iterable[T]) -> None:
     """Call ``work`` on every item, a few at a time; stop at and raise the first error."""
     remaining = iter(items)
+    try:
+        remaining = itertools.chain([next(remaining)], remaining)
+    except StopIteration:
+        return  # threads cost something even if there is nothing to do
     lock = threading.Lock()
     failed = threading.Event()
 

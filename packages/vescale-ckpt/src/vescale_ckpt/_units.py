@@ -22,6 +22,7 @@ from ._read import Reader
 from ._runs import Bytes
 from ._shares import Readers
 from ._tensor_bytes import CHUNK_NBYTES
+from ._threads import in_threads
 
 # More places than this are cheaper to fill from one than to read into.
 _MAX_VIEWS = 32
@@ -82,12 +83,12 @@ class OwnUnits:
         self.reader = reader
         self.sums = PartSums(reader, numbering, readers)
         self._numbering = numbering
-        self._pieces = pieces
         self._exchanging = exchanging
         self._reader_of: list[int] = readers.reader.tolist()
         self._is_shared: list[bool] = readers.is_shared.tolist()
         self._is_split: list[bool] = readers.is_split.tolist()
         self._rank = rank
+        self._is_alone = processors == 1
         self._turns = threading.Semaphore(processors)
         # The pieces in each block that this rank reads, in file order.
         self._in_block: dict[int, list[Piece]] = {}
@@ -101,7 +102,19 @@ class OwnUnits:
             not self._exchanging or self._is_split[block] or self._reader_of[block] == self._rank
         )
 
-    def stretches(self) -> Iterator[list[Unit]]:
+    def read_all(self) -> None:
+        """Read everything; stop at and raise the first error."""
+        waiting: list[tuple[list[Unit], bool]] = []
+        for stretch in self._stretches():
+            is_cached = self.reader.is_cached(stretch[0].file, stretch[-1].stop)
+            # Threads that take turns on one processor only cost time, unless they wait.
+            if is_cached and self._is_alone:
+                self._copy(stretch)
+            else:
+                waiting.append((stretch, is_cached))
+        in_threads(self._read, waiting)
+
+    def _stretches(self) -> Iterator[list[Unit]]:
         """Yield adjacent units that are read together, CHUNK_NBYTES at most."""
         stretch: list[Unit] = []
         for unit in self._units():
@@ -151,34 +164,36 @@ class OwnUnits:
         for piece in self._in_block.get(block, ()):
             piece.fill_from(content, base)
 
-    def read(self, stretch: Sequence[Unit]) -> None:
-        """Read adjacent units, check them and fill this rank's pieces; see [Note: straight]."""
+    def _read(self, found: tuple[Sequence[Unit], bool]) -> None:
+        """Read adjacent units, check them and fill this rank's pieces; see [Note: straight].
+
+        Args:
+            found: The units, and whether they are in the page cache.
+        """
+        stretch, is_cached = found
         file, start, stop = stretch[0].file, stretch[0].start, stretch[-1].stop
-        if stretch[0].is_shared:
-            self.reader.bring_in(file, start, stop)
-        if self.reader.is_cached(file, stop):
+        if stretch[0].is_shared and not is_cached:
+            is_cached = self.reader.bring_in(file, start, stop)
+        if is_cached:
             with self._turns:
-                for unit in stretch:
-                    self._copy(unit)
+                self._copy(stretch)
             return
-        content = self.reader.read_range(file, start, stop)
+        content = self.reader.read_past_cache(file, start, stop)
         with self._turns:
             for unit in stretch:
                 own = content[unit.start - start : unit.stop - start]
                 self._check(unit, [own])
                 self._spread(unit, own)
 
-    def _copy(self, unit: Unit) -> None:
-        """Read a unit that is in the page cache."""
-        scratch = self.reader.scratch()[: unit.stop - unit.start]
-        views = self._views(unit, scratch)
-        if views is None:
-            self.reader.read_into(unit.file, unit.start, [scratch])
-            self._check(unit, [scratch])
-            self._spread(unit, scratch)
-        else:
-            self.reader.read_into(unit.file, unit.start, views)
-            self._check(unit, views)
+    def _copy(self, stretch: Sequence[Unit]) -> None:
+        """Read units that are in the page cache."""
+        for unit in stretch:
+            scratch = self.reader.scratch()[: unit.stop - unit.start]
+            views = self._views(unit, scratch)
+            self.reader.read_into(unit.file, unit.start, views or [scratch])
+            self._check(unit, views or [scratch])
+            if views is None:
+                self._spread(unit, scratch)
 
     def _views(self, unit: Unit, filler: Bytes) -> list[Bytes] | None:
         """Return memory of pieces that makes up a unit, None if its bytes go to and fro.
