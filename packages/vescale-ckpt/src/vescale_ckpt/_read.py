@@ -159,7 +159,7 @@ class Reader:
     def read_into(self, file: str, start: int, views: Sequence[Bytes]) -> None:
         """Read consecutive bytes, unchecked, through the page cache into several places."""
         nbytes = sum(map(len, views))
-        if os.preadv(self._descriptors[file], views, start) == nbytes:
+        if os.preadv(self._descriptors[file], [view.data for view in views], start) == nbytes:
             return
         for view in views:  # a signal, or the end of the file
             self._read(file, start, view.data)
