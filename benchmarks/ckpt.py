@@ -141,12 +141,23 @@ def copy_memory(state: dict[str, Any], copy: torch.Tensor) -> None:
 
 def forget(directory: Path) -> None:
     """Drop a directory's files from the page cache."""
-    for file in directory.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    for file in _files(directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def remember(path: Path) -> None:
+    """Read a file, or those of a directory, into the page cache."""
+    for file in _files(path):
+        with open(file, "rb", buffering=0) as stream:
+            while stream.read(_REQUEST_NBYTES):
+                pass
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in [path, *path.rglob("*")] if file.is_file()]
 
 
 class Meter:
@@ -240,21 +251,22 @@ class Bench:
 
     def repeat(self, directory: Path, repetition: int) -> None:
         directory.mkdir(exist_ok=True)
-        writes, reads = self._writes(directory), self._reads(directory)
         shuffle = random.Random(repetition).shuffle
-        for actions in (writes, reads):
-            order = list(actions)
-            shuffle(order)
-            for name in order:
-                self._settle()
-                if actions is reads:
-                    self._forget(directory)
-                    self.meter.measure(f"{name} cold", actions[name])
-                    if "direct" not in name:
-                        actions[name]()
-                        self.meter.measure(f"{name} warm", actions[name])
-                else:
-                    self.meter.measure(name, actions[name])
+        writes = list(self._writes(directory).items())
+        shuffle(writes)
+        for name, write in writes:
+            self._settle()
+            self.meter.measure(name, write)
+        reads = list(self._reads(directory).items())
+        shuffle(reads)
+        for name, (path, read) in reads:
+            self._settle()
+            self._forget(directory)
+            self.meter.measure(f"{name} cold", read)
+            if "direct" not in name:
+                self._forget(directory)
+                remember(path)
+                self.meter.measure(f"{name} warm", read)
         rows = self.states["rows"]
         self.meter.measure("memory copy", lambda: copy_memory(rows, self.copy))
         self.saver.save(directory / "async", rows)  # allocates what later saves use again
@@ -288,24 +300,31 @@ class Bench:
             "vescale save of columns": lambda: vescale_ckpt.save(directory / "columns", columns),
         }
 
-    def _reads(self, directory: Path) -> dict[str, Callable[[], Any]]:
+    def _reads(self, directory: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
+        """Return by name where the bytes lie that this rank may need, and what reads them."""
         file = directory / str(self.rank)
-        raw = file.with_suffix(".raw")
-        actions: dict[str, Callable[[], Any]] = {
-            "raw read": lambda: raw_read(raw, self.states["rows"]),
-            "raw direct read": lambda: raw_read_direct(file.with_suffix(".direct"), self.buffer),
-            "safetensors load": lambda: load_file(file.with_suffix(".safetensors")),
+        raw, direct = file.with_suffix(".raw"), file.with_suffix(".direct")
+        single = file.with_suffix(".safetensors")
+        ours, theirs = directory / "vescale", directory / "dcp"
+        reads: dict[str, tuple[Path, Callable[[], Any]]] = {
+            "raw read": (raw, lambda: raw_read(raw, self.states["rows"])),
+            "raw direct read": (direct, lambda: raw_read_direct(direct, self.buffer)),
+            "safetensors load": (single, lambda: load_file(single)),
         }
         for name, state in self.states.items():
-            for tool, load in {
-                "vescale": lambda state=state: vescale_ckpt.load(directory / "vescale", state),
-                "vescale exchanging": lambda state=state: vescale_ckpt.load(
-                    directory / "vescale", state, exchange=True
-                ),
-                "dcp": lambda state=state: dcp_load(state, checkpoint_id=directory / "dcp"),
-            }.items():
-                actions[f"{tool} load {name}"] = load
-        return actions
+            reads[f"vescale load {name}"] = (
+                ours,
+                lambda state=state: vescale_ckpt.load(ours, state),
+            )
+            reads[f"vescale exchanging load {name}"] = (
+                ours,
+                lambda state=state: vescale_ckpt.load(ours, state, exchange=True),
+            )
+            reads[f"dcp load {name}"] = (
+                theirs,
+                lambda state=state: dcp_load(state, checkpoint_id=theirs),
+            )
+        return reads
 
     def _settle(self) -> None:
         dist.barrier()

@@ -28,7 +28,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def pretend(patch: pytest.MonkeyPatch, *, in_cache: bool) -> None:
-    patch.setattr(Reader, "is_cached", lambda self, file, stop: in_cache)
+    patch.setattr(Reader, "is_cached", lambda self, file, start, stop: in_cache)
 
 
 @IN_CACHE

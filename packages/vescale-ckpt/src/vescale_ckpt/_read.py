@@ -3,14 +3,16 @@
 [Note: cache]
 What is in the page cache is read from there. What is not is read past it, which takes a fraction
 of the processor time and does not push other data out of memory. Which is which is found out for
-some megabytes at a time, by one read of their last byte that may not wait. Once, and not of all of
-them: the kernel then starts to read what it did not find, and a second answer would be another.
+some megabytes at a time, by a read of one byte that may not wait. Not of all of them: the kernel
+then starts to read what it did not find. At a random place, since a second question about the same
+byte, even in a later load, would find what the first has brought in.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +69,7 @@ class Reader:
         self._descriptors: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}
         self._local = threading.local()
+        self._places = random.Random(0)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if record is None:
@@ -120,7 +123,7 @@ class Reader:
         file, length = self.record.files[blocks.file], self.record.block_nbytes
         start = blocks.start * length
         content = memory[: min(blocks.stop * length, file.nbytes) - start]
-        if self.is_cached(blocks.file, start + len(content)):
+        if self.is_cached(blocks.file, start, start + len(content)):
             self._read(blocks.file, start, content.data)
         else:
             self._read_pages(blocks.file, start, memory, len(content))
@@ -172,15 +175,13 @@ class Reader:
         os.preadv(descriptor, [bytearray(1)], stop - 1)  # waits for it
         return True
 
-    def is_cached(self, file: str, stop: int) -> bool:
-        """Return whether what ends at ``stop`` is to be read through the page cache.
-
-        Ask once only: the kernel may then read what it did not find.
-        """
+    def is_cached(self, file: str, start: int, stop: int) -> bool:
+        """Return whether some bytes are to be read through the page cache; see [Note: cache]."""
         if self._direct[file] is None:
             return True
+        place = self._places.randrange(start, stop)
         try:
-            return os.preadv(self._descriptors[file], [bytearray(1)], stop - 1, os.RWF_NOWAIT) > 0
+            return os.preadv(self._descriptors[file], [bytearray(1)], place, os.RWF_NOWAIT) > 0
         except BlockingIOError:
             return False
         except OSError as error:

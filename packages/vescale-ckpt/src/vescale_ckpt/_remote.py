@@ -96,7 +96,7 @@ class RemoteReader(Reader):
         """Return False: no page cache would keep it."""
         return False
 
-    def is_cached(self, file: str, stop: int) -> bool:
+    def is_cached(self, file: str, start: int, stop: int) -> bool:
         """Return False: what is read comes from the storage."""
         return False
 

@@ -106,7 +106,8 @@ class OwnUnits:
         """Read everything; stop at and raise the first error."""
         waiting: list[tuple[list[Unit], bool]] = []
         for stretch in self._stretches():
-            is_cached = self.reader.is_cached(stretch[0].file, stretch[-1].stop)
+            first, last = stretch[0], stretch[-1]
+            is_cached = self.reader.is_cached(first.file, first.start, last.stop)
             # Threads that take turns on one processor only cost time, unless they wait.
             if is_cached and self._is_alone:
                 self._copy(stretch)
