@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import vescale_ckpt
-from vescale_ckpt import CorruptCheckpointError
+from vescale_ckpt import CorruptCheckpointError, _read
 from vescale_ckpt._read import Reader
 
 IN_CACHE = pytest.mark.parametrize("in_cache", [True, False], ids=["page cache", "past it"])
@@ -91,3 +92,32 @@ def test_a_flipped_bit_in_any_block_is_found(
         content[place] ^= 4
     content.tofile(path)
     vescale_ckpt.load(tmp_path / "ckpt", {"model": tensors()})
+
+
+def places_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Load and return where it was asked whether the page cache holds something."""
+    places: list[int] = []
+    original = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            places.append(offset)
+        return original(descriptor, buffers, offset, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        patch.setattr(
+            _read, "open_direct", lambda name, flags, folder: os.open(name, flags, dir_fd=folder)
+        )
+        vescale_ckpt.load(path, {"model": tensors()})
+    return places
+
+
+def test_a_later_load_asks_the_page_cache_at_other_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vescale_ckpt.save(tmp_path / "ckpt", {"model": tensors()})
+    first = places_asked_for(tmp_path / "ckpt", monkeypatch)
+    second = places_asked_for(tmp_path / "ckpt", monkeypatch)
+    assert len(first) == len(second) > 1
+    assert first != second

@@ -69,7 +69,8 @@ class Reader:
         self._descriptors: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}
         self._local = threading.local()
-        self._places = random.Random(0)
+        # Not seeded: a later load must not ask where this one has.
+        self._places = random.Random()
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if record is None:
