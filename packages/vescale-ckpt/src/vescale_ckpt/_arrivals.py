@@ -10,19 +10,15 @@ serves it may be what hangs, which must not keep a rank from its error.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from weakref import WeakSet
 
 from ._torch_private import Store
 
 _POLL_SECONDS = 0.05
 _ALL = 1 << 62
-_EXIT_SECONDS = 1.0
 
 
 class Arrivals:
@@ -75,13 +71,15 @@ class Arrivals:
                     time.sleep(_POLL_SECONDS)
                 answered.set()
 
-        _started(ask).join(2 * patience.total_seconds() + 1)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(2 * patience.total_seconds() + 1)
         return list(absent) if answered.is_set() else None
 
     def _note(self, count: int) -> None:
         if self._noted < count:
             self._noted = count
-            _started(lambda: self._write(count))
+            threading.Thread(target=self._write, args=(count,), daemon=True).start()
 
     def _write(self, count: int) -> None:
         # Without a store nobody can be told; what is wrong with it ``missing`` finds out.
@@ -91,21 +89,3 @@ class Arrivals:
     def _has_come(self, rank: int) -> bool:
         key = str(rank)
         return self._store.check([key]) and int(self._store.get(key)) >= self._count
-
-
-_THREADS = WeakSet[threading.Thread]()
-
-
-def _started(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    _THREADS.add(thread)
-    thread.start()
-    return thread
-
-
-@atexit.register
-def _let_threads_end() -> None:
-    """Wait a moment: a thread that comes back from torch while Python ends aborts the process."""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    for thread in list(_THREADS):
-        thread.join(max(0.0, deadline - time.monotonic()))
