@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import AsyncSaver, CheckpointError
+from vescale_ckpt import AsyncSaver, CheckpointError, _group
 from vescale_ckpt._arrivals import Arrivals
 from vescale_dtensor import distribute_tensor
 from vescale_testing import RankError, World
@@ -178,3 +181,47 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting(number: signal.Signal
     assert other.missing(timedelta(seconds=0.1)) is None
     server.kill()
     server.join()
+
+
+LENDING = """
+import pathlib, sys, threading, time
+import numpy as np
+from vescale_ckpt import _group
+
+held = [_group._lent(np.zeros(3, dtype=np.uint8))]
+
+def let_go():
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[1]).touch()
+    held.clear()
+
+threading.Thread(target=let_go, daemon=True).start()
+"""
+
+
+def test_a_process_ends_after_the_threads_of_gloo_let_go_of_tensors(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LENDING, tmp_path / "done"], check=True, timeout=60)
+    assert (tmp_path / "done").exists()
+
+
+def _collectives_lend() -> None:
+    ranks = _group.current_ranks()
+    finish = _group.Ranks._finish
+    lent = list[int]()
+
+    def note(self: _group.Ranks, work: dist.Work | None) -> None:
+        lent.append(len(_group._LENT))
+        finish(self, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_group.Ranks, "_finish", note)
+        ranks.all_gather("a")
+        ranks.reduce(np.zeros(3, dtype=np.int64), dist.ReduceOp.SUM)
+        ranks.exchange(np.zeros(2, np.uint8), [1, 1], np.zeros(2, np.uint8), [1, 1])
+    assert [n >= least for n, least in zip(lent, [3, 1, 2], strict=True)] == [True] * 3
+    _group._take_back()
+    assert not _group._LENT
+
+
+def test_what_collectives_use_is_known_until_they_let_go_of_it(world2: World) -> None:
+    world2.run(_collectives_lend)

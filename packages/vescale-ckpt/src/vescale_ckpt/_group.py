@@ -6,15 +6,17 @@ NCCL's, and traffic of the training step on it must not meet ours.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +63,8 @@ class Ranks:
             CheckpointError: If some are not here in time; it names them.
         """
         if self.group is not None:
-            with self._contact("the first meeting") as finish:
-                finish(dist.barrier(self.group, async_op=True))
+            with self._contact("the first meeting"):
+                self._finish(dist.barrier(self.group, async_op=True))
 
     def all_gather(self, message: Any) -> list[Any]:
         """Return the JSON-able messages of all ranks, in rank order. Every rank must call."""
@@ -82,9 +84,9 @@ class Ranks:
     ) -> None:
         """Combine ``words`` of all ranks element by element, in place. Every rank must call."""
         if self.group is not None:
-            tensor = torch.from_numpy(words)
-            with self._contact("a reduction") as finish:
-                finish(dist.all_reduce(tensor, operation, group=self.group, async_op=True))
+            with self._contact("a reduction"):
+                work = dist.all_reduce(_lent(words), operation, group=self.group, async_op=True)
+                self._finish(work)
 
     def exchange(
         self,
@@ -101,34 +103,33 @@ class Ranks:
             incoming: Where to put what comes, in rank order.
             received: How many bytes come from each rank.
         """
-        with self._contact("an exchange of bytes") as finish:
+        with self._contact("an exchange of bytes"):
             work = dist.all_to_all_single(
-                torch.from_numpy(incoming),
-                torch.from_numpy(outgoing),
+                _lent(incoming),
+                _lent(outgoing),
                 list(received),
                 list(sent),
                 group=self.group,
                 async_op=True,
             )
-            finish(work)
+            self._finish(work)
 
     def _gather(self, content: bytes, nbytes: int) -> list[bytes]:
-        sent = torch.zeros(nbytes, dtype=torch.uint8)
-        if content:
-            sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        received = torch.empty(self.size, nbytes, dtype=torch.uint8)
-        with self._contact("an exchange of messages") as finish:
-            rows = list(received.unbind())
-            finish(dist.all_gather(rows, sent, group=self.group, async_op=True))
-        return [row.numpy().tobytes() for row in received]
+        sent = np.zeros(nbytes, dtype=np.uint8)
+        sent[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        received = np.empty((self.size, nbytes), dtype=np.uint8)
+        with self._contact("an exchange of messages"):
+            rows = [_lent(row) for row in received]
+            self._finish(dist.all_gather(rows, _lent(sent), group=self.group, async_op=True))
+        return [row.tobytes() for row in received]
 
     @contextmanager
-    def _contact(self, name: str) -> Iterator[Callable[[dist.Work | None], None]]:
-        """Give what waits for a collective, and say what it means if that fails."""
+    def _contact(self, name: str) -> Iterator[None]:
+        """Say what it means if a collective fails."""
         assert self.arrivals is not None
         self.arrivals.begin()
         try:
-            yield self._finish
+            yield
         except RuntimeError as error:
             raise _lost_contact(self, name, error) from error
 
@@ -228,6 +229,29 @@ class _World:
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
+
+# What gloo's threads use, by id, until they let go of it; see [Note: exit].
+_LENT: WeakValueDictionary[int, npt.NDArray[Any]] = WeakValueDictionary()
+
+
+def _lent(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor for a collective, over the memory of ``array``."""
+    view = array.view()
+    _LENT[id(view)] = view
+    return torch.from_numpy(view)
+
+
+@atexit.register
+def _take_back() -> None:
+    """Wait for gloo's threads to let go of what they used.
+
+    [Note: exit]
+    Whoever waits for a collective goes on slightly before gloo's thread drops the tensors. These
+    have Python objects: where Python has ended by then, dropping them aborts the process.
+    """
+    deadline = time.monotonic() + _MAX_PATIENCE.total_seconds()
+    while _LENT and time.monotonic() < deadline:
+        time.sleep(1e-3)
 
 
 class Step(AbstractContextManager["Step"]):
