@@ -41,6 +41,8 @@ LOCAL = {"vescale-testing": ROOT / "testing"} | {
 }
 UNIT_SESSIONS = [f"unit-{name}" for name in LOCAL]
 SOURCES = os.pathsep.join(str(path / "src") for path in LOCAL.values())
+# Most tests take one processor. A rank is a process of its own, so a few workers are enough.
+ON_ALL_PROCESSORS = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
 # GPU sessions run where nox was started if that has torch: it is the build for this machine.
 HOST_HAS_TORCH = find_spec("torch") is not None
 HOST_BACKEND = "none" if HOST_HAS_TORCH else None
@@ -115,7 +117,7 @@ def unit(session: nox.Session) -> None:
     name = session.name.removeprefix("unit-")
     group = ["--group", f"{LOCAL[name] / 'pyproject.toml'}:test"]
     install(session, *group, editable=closure(name, group="test"))
-    session.run("pytest", str(LOCAL[name]), *session.posargs)
+    session.run("pytest", *ON_ALL_PROCESSORS, str(LOCAL[name]), *session.posargs)
 
 
 for unit_session in UNIT_SESSIONS:
@@ -126,7 +128,7 @@ for unit_session in UNIT_SESSIONS:
 def integration(session: nox.Session) -> None:
     """Test all packages together, on several CPU ranks."""
     install_everything(session, "rich", "matplotlib")
-    session.run("pytest", "integration_tests", *session.posargs)
+    session.run("pytest", *ON_ALL_PROCESSORS, "integration_tests", *session.posargs)
 
 
 @nox.session
@@ -166,7 +168,10 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the tests that take minutes, of all packages."""
     install_everything(session, "rich", "matplotlib")
-    session.run("pytest", "-m", "nightly", "packages", "integration_tests", *session.posargs)
+    pytest = ("pytest", *ON_ALL_PROCESSORS)
+    session.run(*pytest, "-m", "nightly", "packages", "integration_tests", *session.posargs)
+    rules = [str(path) for path in LOCAL["vescale-dtensor"].glob("tests/test_rules_*.py")]
+    session.run(*pytest, *rules, env={"VESCALE_RULE_CASES": "24"})
 
 
 @nox.session(venv_backend=HOST_BACKEND)

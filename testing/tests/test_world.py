@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_testing import RankError, World
+from vescale_testing._rank import COLLECTIVE_TIMEOUT
 
 
 def on_rank_all_reduce(scale: int) -> int:
@@ -163,7 +164,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_stopped_and_says_where_it_was(
     start = time.monotonic()
     with pytest.raises(RankError, match="KeyError") as caught:
         world2.run(on_rank_raise_before_a_collective)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < COLLECTIVE_TIMEOUT.total_seconds()
     assert "after rank 1 failed" in caught.value.errors[0]
     assert "in barrier" in caught.value.errors[0]
     assert set(caught.value.exceptions) == {1}
@@ -185,7 +186,7 @@ def test_a_rank_that_dies_is_reported_at_once(world2: World) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1: died with exit code -9"):
         world2.run(on_rank_die)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < COLLECTIVE_TIMEOUT.total_seconds()
 
 
 @pytest.mark.slow
@@ -224,7 +225,7 @@ def test_a_warning_on_a_rank_is_an_error(world1: World) -> None:
 @pytest.mark.slow
 def test_ranks_are_replaced_before_their_process_groups_exhaust_open_files(world2: World) -> None:
     before = process_ids(world2)
-    for _ in range(5):
+    for _ in range(20):
         world2.run(on_rank_open_many_groups)
     assert not set(process_ids(world2)) & set(before)
 

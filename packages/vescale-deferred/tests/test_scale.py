@@ -1,4 +1,4 @@
-"""Models that do not fit: time and peak memory, in a process of their own."""
+"""Models that do not fit: peak memory, in a process of its own."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 _MIB = 2**20
 _PRELUDE = """
-import json, resource, time
+import json, resource
 import torch
 from torch import nn
 from vescale_deferred import deferred_init, materialize
@@ -22,10 +22,9 @@ def peak_nbytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def measure(run):
-    before, start = peak_nbytes(), time.process_time()
+    before = peak_nbytes()
     result = run()
-    figures = {"seconds": time.process_time() - start, "nbytes": peak_nbytes() - before}
-    return result, figures
+    return result, {"nbytes": peak_nbytes() - before}
 """
 
 
@@ -50,7 +49,7 @@ def _record_llama(**config: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_llama_of_70b_parameters_is_recorded_in_seconds():
+def test_a_llama_of_70b_parameters_is_recorded_in_little_memory():
     figures = _record_llama(
         hidden_size=8192,
         intermediate_size=28672,
@@ -60,12 +59,11 @@ def test_a_llama_of_70b_parameters_is_recorded_in_seconds():
         vocab_size=128256,
     )
     assert figures["numel"] > 70e9
-    assert figures["seconds"] < 5
     assert figures["nbytes"] < 1024 * _MIB
 
 
 @pytest.mark.nightly
-def test_a_llama_of_405b_parameters_is_recorded_in_seconds():
+def test_a_llama_of_405b_parameters_is_recorded_in_little_memory():
     figures = _record_llama(
         hidden_size=16384,
         intermediate_size=53248,
@@ -75,7 +73,6 @@ def test_a_llama_of_405b_parameters_is_recorded_in_seconds():
         vocab_size=128256,
     )
     assert figures["numel"] > 405e9
-    assert figures["seconds"] < 15
     assert figures["nbytes"] < 1024 * _MIB
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ Placements = tuple[Placement, ...]
 MESH_SHAPES = ((4,), (2, 2))
 # Splitting a sum changes its rounding: float64 keeps more than this.
 TOLERANCE = 1e-12
+# Assignments of placements per mesh; `nox -s nightly` tries more.
+CASES_PER_MESH = int(os.environ.get("VESCALE_RULE_CASES", "4"))
 
 
 def placements_of_axis(tensor: Tensor, num_ranks: int) -> list[Placement]:
@@ -63,7 +66,7 @@ def placements_of(tensor: Tensor, mesh_shape: Sequence[int], rng: random.Random)
 def check(
     function: Callable[..., Any],
     *inputs: Tensor,
-    num_trials: int = 12,
+    num_trials: int = CASES_PER_MESH,
     mesh_shapes: Sequence[tuple[int, ...]] = MESH_SHAPES,
     allow_gather: bool = False,
     seed: int = 0,

@@ -66,12 +66,12 @@ ATTENTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_has_the_values_and_gradients_of_one_device(name: str) -> None:
     function, inputs = ATTENTIONS[name]
-    check(function, *inputs, num_trials=8)
+    check(function, *inputs)
 
 
 @pytest.mark.filterwarnings("ignore::vescale_dtensor.GatherWarning")
 def test_a_learned_bias_gets_its_gradient() -> None:
-    check(hidden, *heads(4), normal(1, 4, 4, 6), num_trials=4, allow_gather=True)
+    check(hidden, *heads(4), normal(1, 4, 4, 6), allow_gather=True)
 
 
 @pytest.mark.parametrize("groups", [4, 2])

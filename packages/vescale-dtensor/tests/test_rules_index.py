@@ -77,7 +77,7 @@ READS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("name", READS)
 def test_reads_have_the_values_and_gradients_of_one_device(name: str) -> None:
     function, inputs = READS[name]
-    check(function, *inputs, num_trials=10)
+    check(function, *inputs)
 
 
 WRITES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -120,7 +120,7 @@ WRITES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def test_writes_have_the_values_and_gradients_of_one_device(name: str) -> None:
     function, inputs = WRITES[name]
     # What the gradient of a mean writes in place is pending for some placements.
-    check(function, *inputs, num_trials=10, allow_gather=name == "scatter_reduce mean")
+    check(function, *inputs, allow_gather=name == "scatter_reduce mean")
 
 
 IN_PLACE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -148,7 +148,7 @@ IN_PLACE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.filterwarnings("ignore:index_reduce.*beta:UserWarning")
 def test_writes_in_place_have_the_values_and_gradients_of_one_device(name: str) -> None:
     function, inputs = IN_PLACE[name]
-    check(function, *inputs, num_trials=10, allow_gather=True)
+    check(function, *inputs, allow_gather=True)
 
 
 def test_a_cut_vocabulary_is_looked_up_without_sending() -> None:

@@ -61,7 +61,7 @@ _VIEWED = {"repeat_interleave"}
 @pytest.mark.parametrize("name", JOINS)
 def test_joined_tensors_have_the_values_and_gradients_of_one_device(name: str) -> None:
     function, inputs = JOINS[name]
-    check(function, *inputs, num_trials=10, allow_gather=name in _VIEWED)
+    check(function, *inputs, allow_gather=name in _VIEWED)
 
 
 VIEWS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -82,7 +82,7 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.filterwarnings("ignore::vescale_dtensor.GatherWarning")
 def test_gradients_of_views_are_those_of_one_device(name: str) -> None:
     function, inputs = VIEWS[name]
-    check(function, *inputs, num_trials=10, allow_gather=True)
+    check(function, *inputs, allow_gather=True)
 
 
 COPIES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ._pytest_private import apply_warning_filters
+from ._torch_private import serve_all_groups_by_one_thread
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -68,6 +69,7 @@ def serve(spec: RankSpec, pipe: Connection) -> None:
 
 def _join(spec: RankSpec) -> None:
     apply_warning_filters(spec.warning_filters, ())
+    serve_all_groups_by_one_thread()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec.directory / 'store'}",
