@@ -220,22 +220,47 @@ FOUR: dict[str, Constraints] = {
 MODELS = ("hand_written", "gpt2-eager", "gpt2-sdpa", "bert-eager", "bert-sdpa")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", TWO)
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_draw_what_one_device_draws(world2: World, name: str, plan: str) -> None:
-    check(world2, name, TWO[plan])
+# Every plan with one model, and every model with some plan on two ranks and on four.
+SLICE = [
+    *((2, name, "hand_written") for name in TWO),
+    *((4, name, "hand_written") for name in FOUR),
+    (2, "tp", "gpt2-eager"),
+    (2, "tp-sequence", "gpt2-sdpa"),
+    (2, "zero3-recompute", "bert-sdpa"),
+    (4, "hybrid2", "gpt2-eager"),
+    (4, "tp-dp", "bert-eager"),
+    (4, "tp-sequence-zero3-recompute", "gpt2-sdpa"),
+]
+EVERYTHING = [
+    *((2, plan, name) for plan in TWO for name in MODELS),
+    *((4, plan, name) for plan in FOUR for name in MODELS),
+]
+
+
+def ids(case: tuple[int, str, str]) -> str:
+    return "-".join(map(str, case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", FOUR)
-@pytest.mark.parametrize("name", MODELS)
-def test_four_ranks_draw_what_one_device_draws(world4: World, name: str, plan: str) -> None:
-    check(world4, name, FOUR[plan])
+@pytest.mark.parametrize("case", SLICE, ids=ids)
+def test_ranks_draw_what_one_device_draws(
+    world2: World, world4: World, case: tuple[int, str, str]
+) -> None:
+    ranks, plan, name = case
+    check({2: world2, 4: world4}[ranks], name, {2: TWO, 4: FOUR}[ranks][plan])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", EVERYTHING, ids=ids)
+def test_ranks_draw_what_one_device_draws_for_every_model_and_plan(
+    world2: World, world4: World, case: tuple[int, str, str]
+) -> None:
+    ranks, plan, name = case
+    check({2: world2, 4: world4}[ranks], name, {2: TWO, 4: FOUR}[ranks][plan])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp", "dp", "zero3"])
+@pytest.mark.parametrize("plan", ["tp", "zero3"])
 def test_an_encoder_and_a_decoder_draw_what_one_device_draws(world2: World, plan: str) -> None:
     # No blocks that run again: the cast of its norms to float32 is not turned off in backward.
     check(world2, "t5", TWO[plan])

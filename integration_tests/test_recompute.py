@@ -53,14 +53,18 @@ def check(world: World, family: str, constraints: Constraints, **given: Any) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("constraints", [{TP: 2, SEQUENCE: True}, {DP: 2, ZERO: 3}], ids=str)
-def test_models_of_transformers_are_recomputed_as_they_are(
-    world2: World, family: str, constraints: Constraints
-) -> None:
-    check(world2, family, constraints)
+def test_models_of_transformers_are_recomputed_as_they_are(world2: World, family: str) -> None:
+    check(world2, family, {DP: 2, ZERO: 3})
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.nightly) for f in FAMILIES[1:])]
+)
+def test_cut_sequences_are_recomputed_as_they_are(world2: World, family: str) -> None:
+    check(world2, family, {TP: 2, SEQUENCE: True})
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.nightly)])
 def test_a_cache_that_was_asked_for_is_as_it_was_before_the_first_run(
     world2: World, family: str
 ) -> None:

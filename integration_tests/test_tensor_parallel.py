@@ -83,8 +83,9 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(world2: World, family: str
     check(world2, family, "sdpa", {TP: 2})
 
 
+# The others on four ranks below, all of them in a night.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_SEQUENCE])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral"])
 def test_cutting_the_sequence_changes_nothing(world2: World, family: str) -> None:
     check(world2, family, "eager", {TP: 2, SEQUENCE: True})
 
@@ -111,8 +112,19 @@ OVERLAP = "tensor_parallel.overlap"
 
 
 # 12 tokens and rows: two parts of 6 without a cut sequence, of 3 of each rank's 6 with it.
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "mixtral"])
-@pytest.mark.parametrize("sizes", [{TP: 2}, {TP: 2, SEQUENCE: True}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {TP: 2}),
+        ("t5", {TP: 2, SEQUENCE: True}),
+        *(
+            pytest.param(family, {TP: 2, SEQUENCE: sequence}, marks=pytest.mark.nightly)
+            for family in ("llama", "gpt2", "t5", "bert", "mixtral")
+            for sequence in (False, True)
+        ),
+    ],
+    ids=str,
+)
 def test_sums_that_overlap_with_their_layers_change_nothing(
     world2: World, family: str, sizes: Constraints
 ) -> None:

@@ -39,7 +39,7 @@ class Recipe:
 
     model: str
     dtype: Literal["float64", "float32"] = "float64"
-    steps: int = 20
+    steps: int = 5
     uneven: bool = True
     optimizer: str = "adamw"
     accumulate: int = 1
