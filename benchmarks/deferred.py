@@ -62,21 +62,22 @@ def _shard(dim: int, index: int) -> Callable[..., Tensor]:
 
 def _record_llamas() -> dict[str, float]:
     """Return how long it takes to record models that fit nowhere."""
-    common = {"num_key_value_heads": 8, "vocab_size": 128256}
     configs = {
         "70b": LlamaConfig(
             hidden_size=8192,
             intermediate_size=28672,
             num_hidden_layers=80,
             num_attention_heads=64,
-            **common,
+            num_key_value_heads=8,
+            vocab_size=128256,
         ),
         "405b": LlamaConfig(
             hidden_size=16384,
             intermediate_size=53248,
             num_hidden_layers=126,
             num_attention_heads=128,
-            **common,
+            num_key_value_heads=8,
+            vocab_size=128256,
         ),
     }
     return {
