@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from vescale_parallel import ParallelPlan
 from vescale_planner import Cluster, generate_plan
 
 
@@ -38,21 +40,23 @@ def main() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(1, arguments.tokens, dtype=torch.long)
-    spent: list[float] = []
+    cluster = Cluster.preset(arguments.cluster)
+    seconds = math.inf
+    plan = ParallelPlan()
     for _ in range(arguments.repetitions):
         start = time.process_time()
         plan = generate_plan(
             model,
             world_size=arguments.world_size,
-            cluster=Cluster.preset(arguments.cluster),
+            cluster=cluster,
             example_batch={"input_ids": ids, "labels": ids},
         )
-        spent.append(time.process_time() - start)
+        seconds = min(seconds, time.process_time() - start)
     result = {
         "machine": platform.machine(),
         "torch": torch.__version__,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seconds": round(min(spent), 2),
+        "seconds": round(seconds, 2),
         "plan": plan.dotted(),
     }
     print(json.dumps(result, indent=2))
