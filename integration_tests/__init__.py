@@ -1,0 +1,1 @@
+from . import found_plans as found_plans
