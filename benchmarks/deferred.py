@@ -16,8 +16,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from observe import llama_70b, llama_405b
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_deferred import deferred_init, fingerprint, materialize, read, skip_init
 from vescale_dtensor import Box
@@ -58,32 +58,6 @@ def _shard(dim: int, index: int) -> Callable[..., Tensor]:
         return read(Box(tuple(offset), tuple(shape)))
 
     return make
-
-
-def _record_llamas() -> dict[str, float]:
-    """Return how long it takes to record models that fit nowhere."""
-    configs = {
-        "70b": LlamaConfig(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            vocab_size=128256,
-        ),
-        "405b": LlamaConfig(
-            hidden_size=16384,
-            intermediate_size=53248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-            num_key_value_heads=8,
-            vocab_size=128256,
-        ),
-    }
-    return {
-        size: _seconds(lambda config=config: deferred_init(LlamaForCausalLM, config), "cpu")
-        for size, config in configs.items()
-    }
 
 
 def _far_shards(hidden: int, layers: int) -> dict[str, float]:
@@ -165,7 +139,10 @@ def main() -> None:
         "speedup_of_one_of_8_shards_dim_1": whole / seconds["one_of_8_shards_dim_1"],
     }
     if device == "cpu":
-        result["seconds_to_record_a_llama"] = _record_llamas()
+        result["seconds_to_record_a_llama"] = {
+            "70b": _seconds(lambda: deferred_init(llama_70b), device),
+            "405b": _seconds(lambda: deferred_init(llama_405b), device),
+        }
         result["shards_of_one_64th"] = _far_shards(options.far_hidden, options.far_layers)
     print(json.dumps(result, indent=2))
 

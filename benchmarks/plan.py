@@ -1,8 +1,7 @@
 """How long it takes to find a plan for a model that fits on no device.
 
-Run ``python benchmarks/plan.py --world-size 64 --layers 80``. It prints one JSON object: processor
-seconds of ``generate_plan``, the least of the repetitions, for a Llama of the given depth and the
-widths of the one with 70 billion parameters, and the plan.
+Run ``python benchmarks/plan.py --world-size 64``. It prints one JSON object: the plan for a Llama
+of 70 billion parameters, and processor seconds of ``generate_plan``, the least of the repetitions.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import platform
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from observe import llama_70b
 
 from vescale_parallel import ParallelPlan
 from vescale_planner import Cluster, generate_plan
@@ -23,22 +22,13 @@ from vescale_planner import Cluster, generate_plan
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cluster", default="h200")
     parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
+        model = llama_70b().bfloat16()
     ids = torch.zeros(1, arguments.tokens, dtype=torch.long)
     cluster = Cluster.preset(arguments.cluster)
     seconds = math.inf
