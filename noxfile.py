@@ -41,7 +41,8 @@ LOCAL = {"vescale-testing": ROOT / "testing"} | {
 }
 UNIT_SESSIONS = [f"unit-{name}" for name in LOCAL]
 SOURCES = os.pathsep.join(str(path / "src") for path in LOCAL.values())
-# Most tests take one processor. A rank is a process of its own, so a few workers are enough.
+# Most tests take one processor. A rank is a process of its own, so a few workers are enough;
+# ``nox -s integration -- -n 0 --pdb`` has one process only, which a debugger needs.
 ON_ALL_PROCESSORS = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
 # GPU sessions run where nox was started if that has torch: it is the build for this machine.
 HOST_HAS_TORCH = find_spec("torch") is not None

@@ -2,7 +2,8 @@
 
 Finding a plan takes seconds on every rank, and these tests cut the same few models in the same few
 ways. What was found once is taken for every model of the same classes, shapes, plain attributes
-and example. The tests of vescale-parallel find every plan anew.
+and example; every test still checks what that plan computes. The tests of vescale-parallel find
+every plan anew, and whatever starts processes of its own does here.
 """
 
 # ruff: noqa: PLC2701 (what searches has no public name under which it could be replaced)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -220,42 +221,29 @@ FOUR: dict[str, Constraints] = {
 MODELS = ("hand_written", "gpt2-eager", "gpt2-sdpa", "bert-eager", "bert-sdpa")
 
 
-# Every plan with one model, and every model with some plan.
-SLICE = [
-    *((2, name, "hand_written") for name in TWO),
-    *((4, name, "hand_written") for name in FOUR),
+PLANS = {2: TWO, 4: FOUR}
+EVERYTHING = [(ranks, plan, name) for ranks in PLANS for plan in PLANS[ranks] for name in MODELS]
+# By day every plan with one model, and every model with some plan.
+BY_DAY = {
+    *((ranks, plan, "hand_written") for ranks in PLANS for plan in PLANS[ranks]),
     (2, "tp", "gpt2-eager"),
     (2, "tp-sequence", "gpt2-sdpa"),
     (2, "zero3-recompute", "bert-sdpa"),
     (4, "hybrid2", "gpt2-eager"),
     (4, "tp-dp", "bert-eager"),
-]
-EVERYTHING = [
-    *((2, plan, name) for plan in TWO for name in MODELS),
-    *((4, plan, name) for plan in FOUR for name in MODELS),
-]
+}
 
 
-def ids(case: tuple[int, str, str]) -> str:
-    return "-".join(map(str, case))
+def marked(case: tuple[int, str, str]) -> Any:
+    marks = pytest.mark.slow if case in BY_DAY else pytest.mark.nightly
+    return pytest.param(*case, marks=marks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLICE, ids=ids)
+@pytest.mark.parametrize(("ranks", "plan", "name"), [marked(case) for case in EVERYTHING])
 def test_ranks_draw_what_one_device_draws(
-    world2: World, world4: World, case: tuple[int, str, str]
+    world2: World, world4: World, ranks: int, plan: str, name: str
 ) -> None:
-    ranks, plan, name = case
-    check({2: world2, 4: world4}[ranks], name, {2: TWO, 4: FOUR}[ranks][plan])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", EVERYTHING, ids=ids)
-def test_ranks_draw_what_one_device_draws_for_every_model_and_plan(
-    world2: World, world4: World, case: tuple[int, str, str]
-) -> None:
-    ranks, plan, name = case
-    check({2: world2, 4: world4}[ranks], name, {2: TWO, 4: FOUR}[ranks][plan])
+    check({2: world2, 4: world4}[ranks], name, PLANS[ranks][plan])
 
 
 @pytest.mark.slow

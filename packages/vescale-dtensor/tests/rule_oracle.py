@@ -66,7 +66,6 @@ def placements_of(tensor: Tensor, mesh_shape: Sequence[int], rng: random.Random)
 def check(
     function: Callable[..., Any],
     *inputs: Tensor,
-    num_trials: int = CASES_PER_MESH,
     mesh_shapes: Sequence[tuple[int, ...]] = MESH_SHAPES,
     allow_gather: bool = False,
     seed: int = 0,
@@ -76,7 +75,6 @@ def check(
     Args:
         function: Takes the inputs, returns a tensor or several.
         inputs: Plain tensors. Floating point ones get gradients.
-        num_trials: Assignments of placements per mesh.
         mesh_shapes: The meshes.
         allow_gather: Whether operators without a rule may occur.
         seed: Of the choice of placements.
@@ -85,7 +83,7 @@ def check(
     for mesh_shape in mesh_shapes:
         with emulate(4):
             mesh = init_device_mesh("cpu", mesh_shape)
-            for _ in range(num_trials):
+            for _ in range(CASES_PER_MESH):
                 placements = [placements_of(each, mesh_shape, rng) for each in inputs]
                 check_placed(function, inputs, placements, mesh, allow_gather=allow_gather)
 
