@@ -26,8 +26,8 @@ from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
 from ._pieces import Piece
 from ._record import RECORD_NAME, Record, parse_record, read_text
 from ._runs import Bytes
-from ._scratch import pages
-from ._tensor_bytes import CHUNK_NBYTES, parts_of
+from ._scratch import keep_buffer, take_buffer
+from ._tensor_bytes import parts_of
 from .exceptions import CorruptCheckpointError
 
 
@@ -69,6 +69,7 @@ class Reader:
         self._descriptors: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}
         self._local = threading.local()
+        self._buffers: list[Bytes] = []
         # Not seeded: a later load must not ask where this one has.
         self._places = random.Random()
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -103,6 +104,8 @@ class Reader:
                 os.close(descriptor)
         self._descriptors.clear()
         self._direct.clear()
+        while self._buffers:
+            keep_buffer(self._buffers.pop())
 
     def check_blocks(self, blocks: Blocks) -> None:
         """Read consecutive blocks and compare their checksums.
@@ -203,7 +206,8 @@ class Reader:
     def scratch(self) -> Bytes:
         """Return memory of this thread for CHUNK_NBYTES from anywhere in a page."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = pages(CHUNK_NBYTES + PAGE_NBYTES)
+            self._local.memory = take_buffer()
+            self._buffers.append(self._local.memory)
         return self._local.memory
 
     def content(self, file: str, offset: int, nbytes: int) -> bytes:

@@ -71,6 +71,7 @@ class RemoteReader(Reader):
         self.path = Path(storage.url)
         self._storage = storage
         self._local = threading.local()
+        self._buffers: list[Bytes] = []
         self._descriptors: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}
         self.digest, self.record = read_record_of(storage)

@@ -1,13 +1,25 @@
-"""Memory that is used again and again: fresh memory costs more than what is done with it."""
+"""Memory that is used again and again.
+
+[Note: kept buffers]
+Memory that a process touches for the first time costs a fault for each page, on a virtual machine
+another one on its host, and a disk that takes or fills it past the page cache waits for both. So
+the aligned buffers of a save or a load are kept for the next one.
+"""
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
 from ._direct import PAGE_NBYTES
 from ._runs import Bytes
+from ._tensor_bytes import CHUNK_NBYTES
+
+_MAX_KEPT = 4
+# Appending and popping are atomic. The memory is private: after a fork each process has its own.
+_kept: list[Bytes] = []
 
 
 class Scratch:
@@ -23,7 +35,24 @@ class Scratch:
         return self._arrays[name][:nbytes]
 
 
+def take_buffer() -> Bytes:
+    """Return whole pages for CHUNK_NBYTES from anywhere in a page; see [Note: kept buffers]."""
+    try:
+        return _kept.pop()
+    except IndexError:
+        return pages(CHUNK_NBYTES + PAGE_NBYTES)
+
+
+def keep_buffer(buffer: Bytes) -> None:
+    """Keep for the next one what :func:`take_buffer` has returned; nobody may use it any more."""
+    if len(_kept) < _MAX_KEPT:
+        _kept.append(buffer)
+
+
 def pages(nbytes: int) -> Bytes:
     """Return at least ``nbytes`` of memory that starts and ends with a page."""
     whole = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
-    return np.frombuffer(mmap.mmap(-1, whole), np.uint8)
+    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -1,9 +1,9 @@
 """Write a file in large aligned requests, past the page cache where that works.
 
 [Note: direct writes]
-Data is packed into one of two page-aligned buffers while the other is on its way to the disk.
-Whole pages of a buffer go to the disk directly; that costs a tenth of the processor time of
-the page cache and does not push other data out of memory. The first and the last page of a
+Data is packed into page-aligned buffers, one of which is filled while others are on their way to
+the disk. Whole pages of a buffer go to the disk directly; that costs a tenth of the processor time
+of the page cache and does not push other data out of memory. The first and the last page of a
 stretch may belong partly to another rank, so their bytes go through the page cache, which
 merges them. A page is therefore never written both ways by one rank, and where two ranks
 share a page, both go through the cache.
@@ -12,33 +12,69 @@ share a page, both go through the cache.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 
 from ._crc import PartialSums
 from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
+from ._runs import Bytes
+from ._scratch import keep_buffer, take_buffer
+from ._tensor_bytes import CHUNK_NBYTES
 
-_BUFFER_NBYTES = 4 << 20
+_BUFFER_NBYTES = CHUNK_NBYTES
+_NUM_BUFFERS = 4
+_NUM_THREADS = 2
 
 
 class Buffers(AbstractContextManager["Buffers"]):
-    """Two aligned buffers and the thread that empties them; shared by the files of a save."""
+    """Aligned buffers and the threads that empty them; shared by the files of a save."""
 
     def __init__(self) -> None:
-        self.memory = [mmap.mmap(-1, _BUFFER_NBYTES) for _ in range(2)]
-        self.busy: list[Future[None] | None] = [None, None]
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-write")
+        self._failures: list[BaseException] = []
+        self._empty: SimpleQueue[Bytes] = SimpleQueue()
+        self._full: SimpleQueue[tuple[Bytes, Callable[[], None]] | None] = SimpleQueue()
+        for _ in range(_NUM_BUFFERS):
+            self._empty.put(take_buffer())
+        self._threads = [
+            threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
+            for _ in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> Bytes:
+        """Return a buffer as soon as one is empty; raise what went wrong."""
+        buffer = self._empty.get()
+        if self._failures:
+            self._empty.put(buffer)
+            raise self._failures[0]
+        return buffer
+
+    def give(self, buffer: Bytes, write: Callable[[], None] = lambda: None) -> None:
+        """Take a buffer back after a thread has called ``write``, unless one has failed before."""
+        self._full.put((buffer, write))
 
     def wait(self) -> None:
-        """Wait until everything is written; raise what went wrong."""
-        for index, future in enumerate(self.busy):
-            self.busy[index] = None
-            if future is not None:
-                future.result()
+        """Wait until everything is written and all buffers are back; raise what went wrong."""
+        for buffer in [self._empty.get() for _ in range(_NUM_BUFFERS)]:
+            self._empty.put(buffer)
+        if self._failures:
+            raise self._failures[0]
+
+    def _empty_them(self) -> None:
+        while (full := self._full.get()) is not None:
+            buffer, write = full
+            try:
+                if not self._failures:
+                    write()
+            except BaseException as error:
+                self._failures.append(error)
+            self._empty.put(buffer)
 
     def __exit__(
         self,
@@ -46,7 +82,12 @@ class Buffers(AbstractContextManager["Buffers"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.pool.shutdown(wait=True)
+        for _ in self._threads:
+            self._full.put(None)
+        for thread in self._threads:
+            thread.join()
+        while not self._empty.empty():
+            keep_buffer(self._empty.get())
 
 
 class FileWriter(AbstractContextManager["FileWriter"]):
@@ -59,8 +100,8 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def __init__(self, path: Path, sums: PartialSums, buffers: Buffers) -> None:
         self.sums = sums
         self._buffers = buffers
-        self._current = 0
-        # The stretch of the file in the current buffer, whose byte 0 is that at ``_base``.
+        self._buffer: Bytes | None = None
+        # The stretch of the file in the buffer, whose byte 0 is that at ``_base``.
         self._base = self._start = self._stop = 0
         self._cached = os.open(path, os.O_WRONLY)
         self._direct = open_direct(path, os.O_WRONLY)
@@ -68,15 +109,18 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; cheapest if ``offset`` is where the last write ended."""
         while view:
-            if offset != self._stop or self._stop == self._base + _BUFFER_NBYTES:
+            if offset != self._stop or self._buffer is None:
                 self._flush()
+                self._buffer = self._buffers.take()
                 self._base = offset // PAGE_NBYTES * PAGE_NBYTES
                 self._start = self._stop = offset
             position = offset - self._base
             count = min(len(view), _BUFFER_NBYTES - position)
-            self._buffers.memory[self._current][position : position + count] = view[:count]
+            self._buffer.data[position : position + count] = view[:count]
             view, offset = view[count:], offset + count
             self._stop = offset
+            if position + count == _BUFFER_NBYTES:
+                self._flush()
 
     def write_through_cache(self, offset: int, view: memoryview) -> None:
         """Write bytes that are few and far from others."""
@@ -95,35 +139,23 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if error is not None:
-                self._abandon()
-        finally:
-            os.close(self._cached)
-            if self._direct is not None:
-                os.close(self._direct)
-
-    def _abandon(self) -> None:
-        # The descriptors must stay open until the thread has done with them.
-        for future in self._buffers.busy:
-            if future is not None:
-                future.exception()
-        self._buffers.busy = [None, None]
+        if self._buffer is not None:
+            self._buffers.give(self._buffer)
+        # The descriptors must stay open until the threads have done with them.
+        with suppress(Exception):
+            self._buffers.wait()
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)
 
     def _flush(self) -> None:
-        """Hand the current buffer to the thread and take the other one."""
-        if self._start == self._stop:
+        """Hand the buffer to a thread."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
             return
-        memory = memoryview(self._buffers.memory[self._current])
-        view = memory[self._start - self._base : self._stop - self._base]
-        self.sums.add(self._start, view)
-        future = self._buffers.pool.submit(self._write_stretch, self._start, view)
-        self._buffers.busy[self._current] = future
-        self._current = 1 - self._current
-        self._start = self._stop
-        other, self._buffers.busy[self._current] = self._buffers.busy[self._current], None
-        if other is not None:
-            other.result()
+        start, view = self._start, buffer.data[self._start - self._base : self._stop - self._base]
+        self.sums.add(start, view)
+        self._buffers.give(buffer, lambda: self._write_stretch(start, view))
 
     def _write_stretch(self, start: int, view: memoryview) -> None:
         stop = start + len(view)

@@ -1,0 +1,99 @@
+"""Buffers: kept from one save to the next, and back whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from vescale_ckpt import CheckpointError, _scratch as scratch, _stream as stream, load, save
+from vescale_ckpt._runs import Bytes
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by what is allocated for buffers; none is kept at first."""
+    lengths: list[int] = []
+    pages = scratch.pages
+
+    def counted(nbytes: int) -> Bytes:
+        lengths.append(nbytes)
+        return pages(nbytes)
+
+    monkeypatch.setattr(scratch, "pages", counted)
+    monkeypatch.setattr(scratch, "_kept", [])
+    return lengths
+
+
+def test_later_saves_and_loads_allocate_no_buffers(tmp_path: Path, allocated: list[int]) -> None:
+    state = {"w": torch.randn(3 << 20)}
+    save(tmp_path / "step-1", state)
+    first = len(allocated)
+    assert 0 < first <= 4
+    save(tmp_path / "step-2", state)
+    filled = load(tmp_path / "step-2", {"w": torch.zeros(3 << 20)})
+    assert len(allocated) == first
+    assert torch.equal(filled["w"], state["w"])
+
+
+def test_kept_memory_is_bounded(allocated: list[int]) -> None:
+    for buffer in [scratch.take_buffer() for _ in range(20)]:
+        scratch.keep_buffer(buffer)
+    assert sum(map(len, scratch._kept)) <= 17 << 20
+
+
+def test_saves_side_by_side_do_not_share_buffers(tmp_path: Path, allocated: list[int]) -> None:
+    states = [{"w": torch.full((3 << 20,), float(number))} for number in range(3)]
+
+    def save_and_load(number: int) -> None:
+        for _ in range(3):
+            save(tmp_path / str(number), states[number])
+            load(tmp_path / str(number), {"w": torch.zeros(3 << 20)})
+
+    threads = [threading.Thread(target=save_and_load, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, state in enumerate(states):
+        filled = load(tmp_path / str(number), {"w": torch.zeros(3 << 20)})
+        assert torch.equal(filled["w"], state["w"])
+
+
+def test_a_failed_write_is_raised_and_ends_the_writing(allocated: list[int]) -> None:
+    written: list[str] = []
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with stream.Buffers() as buffers:
+        buffers.give(buffers.take(), fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            buffers.wait()
+        with pytest.raises(OSError, match="the disk is gone"):
+            buffers.take()
+        buffers.give(buffers._empty.get(), lambda: written.append("more"))
+    assert not written
+    assert len(scratch._kept) == len(allocated)
+
+
+def test_after_a_failed_save_the_next_one_is_whole(
+    tmp_path: Path, allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(9 << 20)}
+    write = stream._write
+
+    def write_or_fail(descriptor: int, offset: int, view: memoryview) -> None:
+        if offset <= 8 << 20 < offset + len(view):
+            raise OSError(errno.EIO, "the disk is gone")
+        write(descriptor, offset, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_write", write_or_fail)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            save(tmp_path / "step-1", state)
+    save(tmp_path / "step-2", state)
+    assert torch.equal(load(tmp_path / "step-2", {"w": torch.zeros(9 << 20)})["w"], state["w"])
