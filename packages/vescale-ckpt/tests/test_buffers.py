@@ -1,4 +1,4 @@
-"""Buffers: kept from one save to the next, and back whatever goes wrong."""
+"""Buffers: kept from one save to the next, back whatever goes wrong, and few."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_ckpt import CheckpointError, _scratch as scratch, _stream as stream, load, save
 from vescale_ckpt._runs import Bytes
+from vescale_dtensor import distribute_tensor
+from vescale_testing import World
+
+from .memory import peak_nbytes
 
 
 @pytest.fixture
@@ -97,3 +104,34 @@ def test_after_a_failed_save_the_next_one_is_whole(
             save(tmp_path / "step-1", state)
     save(tmp_path / "step-2", state)
     assert torch.equal(load(tmp_path / "step-2", {"w": torch.zeros(9 << 20)})["w"], state["w"])
+
+
+PLACEMENTS: dict[str, Placement] = {
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "copies": Replicate(),
+}
+
+
+def memory_to_save_and_load(path: str, placement: Placement) -> list[int]:
+    """Save and load 96 MB, and return how much more memory each has taken than there was."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        str(number): distribute_tensor(torch.randn(1024, 3072), mesh, [placement])
+        for number in range(8)
+    }
+    scratch._kept.clear()
+    taken: list[int] = []
+    for action in (save, load):
+        before = peak_nbytes(reset=True)
+        action(path, state)
+        taken.append(peak_nbytes() - before)
+    return taken
+
+
+@pytest.mark.parametrize("layout", PLACEMENTS)
+def test_a_rank_needs_little_memory_beside_the_state(
+    world2: World, tmp_path: Path, layout: str
+) -> None:
+    ranks = world2.run(memory_to_save_and_load, str(tmp_path / "step-1"), PLACEMENTS[layout])
+    assert max(nbytes for taken in ranks for nbytes in taken) < 32 << 20

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ MIN_RUN_NBYTES = 256 << 10
 _MIN_TENSOR_NBYTES = 1 << 20
 _MAX_RANKS = 256
 # What a rank writes of an exchange, about as much as it sends and receives.
-_ROUND_NBYTES = 6 << 20
+_ROUND_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ def write_slabs(
         for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
             start, stop = tensor.own_slab.part(number)
             if writer is not None and failure is None and start < stop:
+                boxes = _by_box(tensor.holders, pieces, start, stop)
                 try:
-                    slab = scratch.take("slab", stop - start)
-                    writer.write(start, _assembled(tensor.holders, pieces, start, slab))
+                    writer.write_from(start, stop - start, partial(_assemble, boxes))
                 except Exception as error:
                     failure = error
     return failure
@@ -286,14 +286,27 @@ def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]
         yield [received[stop - n : stop] for stop, n in zip(row_stops, row, strict=True)]
 
 
-def _assembled(holders: list[_Holder], pieces: list[Bytes], start: int, slab: Bytes) -> memoryview:
-    """Put ``slab``, the bytes of the file from ``start`` on, together from all holders."""
-    stop = start + len(slab)
+def _by_box(
+    holders: list[_Holder], pieces: list[Bytes], start: int, stop: int
+) -> list[tuple[Runs, int, Bytes]]:
+    """Divide what ranks have sent of some bytes of the file among their boxes.
+
+    Returns:
+        Each box, which of its packed bytes comes first, and the bytes.
+    """
+    result: list[tuple[Runs, int, Bytes]] = []
     for holder in holders:
         position = 0
         for runs in holder.boxes:
-            lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
-            packed = pieces[holder.rank][position : position + upper - lower]
-            runs.scatter(packed, lower, slab, start)
-            position += upper - lower
-    return slab.data
+            first, last = runs.bytes_before(start), runs.bytes_before(stop)
+            packed = pieces[holder.rank][position : position + last - first]
+            result.append((runs, first, packed))
+            position += last - first
+    return result
+
+
+def _assemble(boxes: list[tuple[Runs, int, Bytes]], start: int, memory: Bytes) -> None:
+    """Put consecutive bytes of the file together, from ``start`` on."""
+    for runs, first, packed in boxes:
+        lower, upper = runs.bytes_before(start), runs.bytes_before(start + len(memory))
+        runs.scatter(packed[lower - first : upper - first], lower, memory, start)

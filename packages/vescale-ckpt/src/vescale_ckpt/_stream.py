@@ -20,6 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 
+import numpy as np
+
 from ._crc import PartialSums
 from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
 from ._runs import Bytes
@@ -108,18 +110,34 @@ class FileWriter(AbstractContextManager["FileWriter"]):
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; cheapest if ``offset`` is where the last write ended."""
-        while view:
+        content = np.frombuffer(view, np.uint8)
+
+        def copy(start: int, memory: Bytes) -> None:
+            memory[:] = content[start - offset : start - offset + len(memory)]
+
+        self.write_from(offset, len(content), copy)
+
+    def write_from(self, offset: int, nbytes: int, fill: Callable[[int, Bytes], None]) -> None:
+        """Write bytes that are put together where they are written from.
+
+        Args:
+            offset: Where in the file the first of them lies.
+            nbytes: How many there are.
+            fill: Called with places in the file, one after the other, and the memory to fill with
+                what belongs there.
+        """
+        stop = offset + nbytes
+        while offset < stop:
             if offset != self._stop or self._buffer is None:
                 self._flush()
                 self._buffer = self._buffers.take()
                 self._base = offset // PAGE_NBYTES * PAGE_NBYTES
                 self._start = self._stop = offset
             position = offset - self._base
-            count = min(len(view), _BUFFER_NBYTES - position)
-            self._buffer.data[position : position + count] = view[:count]
-            view, offset = view[count:], offset + count
-            self._stop = offset
-            if position + count == _BUFFER_NBYTES:
+            end = min(position + stop - offset, _BUFFER_NBYTES)
+            fill(offset, self._buffer[position:end])
+            self._stop = offset = self._base + end
+            if end == _BUFFER_NBYTES:
                 self._flush()
 
     def write_through_cache(self, offset: int, view: memoryview) -> None:
