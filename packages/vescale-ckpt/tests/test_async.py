@@ -78,6 +78,31 @@ def test_a_failure_that_nobody_asks_for_is_printed_at_the_end() -> None:
     assert "/proc/no" in ended.stderr
 
 
+UNFINISHED = """
+import sys, threading, time, torch, vescale_ckpt
+from vescale_ckpt import _save
+
+def agree_late(*args, agree=_save.agree):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    return agree(*args)
+
+_save.agree = agree_late
+saver = vescale_ckpt.AsyncSaver()
+saver.save(sys.argv[1], {"w": torch.ones(3 << 20)}, layout=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("layout", ["shared", "per_rank"])
+def test_a_save_is_finished_that_the_program_does_not_wait_for(
+    tmp_path: Path, layout: str
+) -> None:
+    path = tmp_path / "ckpt"
+    subprocess.run([sys.executable, "-c", UNFINISHED, path, layout], check=True, timeout=120)
+    assert bool((vescale_ckpt.load(path, {"w": torch.zeros(3 << 20)})["w"] == 1).all())
+
+
 def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         addresses: set[int] = set()
