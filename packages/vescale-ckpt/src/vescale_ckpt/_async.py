@@ -33,8 +33,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     ``with`` block.
 
     Every rank must construct this, and call its methods in the same order. ``timeout`` is how
-    long ranks wait for one another before they give up on one that hangs. A failure that
-    nobody has asked for is printed when the process ends.
+    long ranks wait for one another before they give up on one that hangs. A process that ends
+    finishes its save first, and prints a failure that nobody has asked for.
 
     Example:
         >>> import tempfile, torch
