@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_private import FakeTensor, FakeTensorMode, pytree
+from ._torch_private import FakeTensor, FakeTensorMode, fake_like, pytree
 
 # Elements above which an integer operator is not run for real.
 _LARGE_NUMEL = 1 << 27
@@ -54,11 +54,7 @@ def _stand_in(leaf: Any, fake_mode: FakeTensorMode) -> Any:
         return leaf
     if _is_readable(leaf) and not is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
         return leaf.detach().cpu().clone()
-    with fake_mode:
-        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=leaf.requires_grad)
-    return fake.requires_grad_(leaf.requires_grad)
+    return fake_like(leaf, fake_mode)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
