@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,8 +85,10 @@ def test_a_failed_write_is_raised_and_ends_the_writing(allocated: list[int]) -> 
         with pytest.raises(OSError, match="the disk is gone"):
             buffers.take()
         buffers.give(buffers._empty.get(), lambda: written.append("more"))
+        buffers.stop()
+        with pytest.raises(RuntimeError, match="have been stopped"):
+            buffers.give(buffers._empty.get(), lambda: written.append("more"))
     assert not written
-    assert len(scratch._kept) == len(allocated)
 
 
 def test_after_a_failed_save_the_next_one_is_whole(
@@ -104,6 +108,45 @@ def test_after_a_failed_save_the_next_one_is_whole(
             save(tmp_path / "step-1", state)
     save(tmp_path / "step-2", state)
     assert torch.equal(load(tmp_path / "step-2", {"w": torch.zeros(9 << 20)})["w"], state["w"])
+
+
+def test_an_interrupted_save_ends(
+    tmp_path: Path, allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(16 << 20)}
+    write = stream._write
+    begun = threading.Event()
+
+    def write_slowly(descriptor: int, offset: int, view: memoryview) -> None:
+        begun.set()
+        time.sleep(0.1)
+        write(descriptor, offset, view)
+
+    def interrupt() -> None:
+        begun.wait()
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threads_before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_write", write_slowly)
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "step-1", state)
+        interrupter.join()
+    assert threading.active_count() == threads_before
+    save(tmp_path / "step-2", state)
+    assert torch.equal(load(tmp_path / "step-2", {"w": torch.zeros(16 << 20)})["w"], state["w"])
+
+
+def test_buffers_that_went_missing_are_not_waited_for(allocated: list[int]) -> None:
+    written: list[str] = []
+    with stream.Buffers() as buffers:
+        buffers.take()  # and then an interrupt
+        buffers.give(buffers.take(), lambda: written.append("all"))
+        buffers.stop()
+        assert written == ["all"]
 
 
 PLACEMENTS: dict[str, Placement] = {

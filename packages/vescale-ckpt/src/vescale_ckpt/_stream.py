@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -57,16 +57,31 @@ class Buffers(AbstractContextManager["Buffers"]):
             raise self._failures[0]
         return buffer
 
-    def give(self, buffer: Bytes, write: Callable[[], None] = lambda: None) -> None:
+    def give(self, buffer: Bytes, write: Callable[[], None]) -> None:
         """Take a buffer back after a thread has called ``write``, unless one has failed before."""
+        if not self._threads:
+            raise RuntimeError("the threads that write have been stopped")
         self._full.put((buffer, write))
 
     def wait(self) -> None:
         """Wait until everything is written and all buffers are back; raise what went wrong."""
-        for buffer in [self._empty.get() for _ in range(_NUM_BUFFERS)]:
-            self._empty.put(buffer)
+        if self._threads:
+            for buffer in [self._empty.get() for _ in range(_NUM_BUFFERS)]:
+                self._empty.put(buffer)
         if self._failures:
             raise self._failures[0]
+
+    def stop(self) -> None:
+        """End the threads after what they have been given.
+
+        Unlike :meth:`wait` this ends even if a buffer went missing, because an interrupt came
+        just when it changed hands.
+        """
+        for _ in self._threads:
+            self._full.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
     def _empty_them(self) -> None:
         while (full := self._full.get()) is not None:
@@ -84,10 +99,7 @@ class Buffers(AbstractContextManager["Buffers"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for _ in self._threads:
-            self._full.put(None)
-        for thread in self._threads:
-            thread.join()
+        self.stop()
         while not self._empty.empty():
             keep_buffer(self._empty.get())
 
@@ -103,6 +115,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self.sums = sums
         self._buffers = buffers
         self._buffer: Bytes | None = None
+        self._is_finished = False
         # The stretch of the file in the buffer, whose byte 0 is that at ``_base``.
         self._base = self._start = self._stop = 0
         self._cached = os.open(path, os.O_WRONLY)
@@ -150,6 +163,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._flush()
         self._buffers.wait()
         os.fsync(self._cached)
+        self._is_finished = True
 
     def __exit__(
         self,
@@ -157,11 +171,9 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._buffer is not None:
-            self._buffers.give(self._buffer)
-        # The descriptors must stay open until the threads have done with them.
-        with suppress(Exception):
-            self._buffers.wait()
+        if not self._is_finished:
+            # The descriptors must stay open until the threads have done with them.
+            self._buffers.stop()
         os.close(self._cached)
         if self._direct is not None:
             os.close(self._direct)
