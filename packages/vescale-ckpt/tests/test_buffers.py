@@ -155,6 +155,24 @@ def test_an_interrupted_save_ends(tmp_path: Path) -> None:
     assert not (tmp_path / "step-1").exists()
 
 
+def test_threads_that_cannot_all_start_do_not_stay(
+    allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(RuntimeError, match="can't start"):
+            stream.Buffers()
+    assert not started[0].is_alive()
+
+
 def test_buffers_that_went_missing_are_not_waited_for(allocated: list[int]) -> None:
     written: list[str] = []
     with stream.Buffers() as buffers:

@@ -96,6 +96,10 @@ class Reader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+        if error is None:  # after an interrupt a thread may still be reading into one
+            for buffer in self._buffers:
+                keep_buffer(buffer)
+        self._buffers.clear()
 
     def close(self) -> None:
         """Close all files."""
@@ -104,8 +108,6 @@ class Reader:
                 os.close(descriptor)
         self._descriptors.clear()
         self._direct.clear()
-        while self._buffers:
-            keep_buffer(self._buffers.pop())
 
     def check_blocks(self, blocks: Blocks) -> None:
         """Read consecutive blocks and compare their checksums.

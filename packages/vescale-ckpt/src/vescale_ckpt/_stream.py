@@ -42,12 +42,15 @@ class Buffers(AbstractContextManager["Buffers"]):
         self._full: SimpleQueue[tuple[Bytes, Callable[[], None]] | None] = SimpleQueue()
         for _ in range(_NUM_BUFFERS):
             self._empty.put(take_buffer())
-        self._threads = [
-            threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
-            for _ in range(_NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(_NUM_THREADS):
+                thread = threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()  # a thread that waits would keep the process from ending
+            raise
 
     def take(self) -> Bytes:
         """Return a buffer as soon as one is empty; raise what went wrong."""
