@@ -177,13 +177,22 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session(venv_backend=HOST_BACKEND)
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a GPU, in the environment nox was started from if it has torch."""
+    """Run the tests that need a GPU, in the environment nox was started from if it has torch.
+
+    Then the rules of operators and torch's operator database, on the GPU instead of the CPU.
+    """
     if not HOST_HAS_TORCH:
         install_everything(session)
     # The sources may be on the path only: name the plugin rather than find it installed.
     env = {"PYTHONPATH": SOURCES, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    pytest = (HOST_PYTHON, "-m", "pytest", "-p", "vescale_testing.plugin", "-m", "gpu")
-    session.run(*pytest, "packages", "integration_tests", *session.posargs, env=env)
+    pytest = (HOST_PYTHON, "-m", "pytest", "-p", "vescale_testing.plugin")
+    if not HOST_HAS_TORCH or find_spec("xdist"):
+        pytest = (*pytest, "-p", "xdist", "-n", "8", "--dist", "worksteal")
+    session.run(*pytest, "-m", "gpu", "packages", "integration_tests", *session.posargs, env=env)
+    tests = LOCAL["vescale-dtensor"] / "tests"
+    rules = map(str, [*tests.glob("test_rules_*.py"), tests / "test_opinfo.py"])
+    on_gpu = {**env, "VESCALE_TEST_DEVICE": "cuda"}
+    session.run(*pytest, "-m", "not gpu", *rules, *session.posargs, env=on_gpu)
 
 
 @nox.session(venv_backend=HOST_BACKEND)

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ._rank import Outcome, RankSpec, serve
+from ._rank import DeviceType, Outcome, RankSpec, serve
 
 # Once a rank has failed the others get this long to fail too; most then wait for it in vain.
 GRACE_SECONDS = 5.0
@@ -22,14 +22,17 @@ STACK_SECONDS = 0.5
 
 
 class Pool:
-    """``world_size`` gloo ranks on this machine, each waiting for a job."""
+    """``world_size`` ranks on this machine, each waiting for a job."""
 
-    def __init__(self, world_size: int, warning_filters: tuple[str, ...]) -> None:
+    def __init__(
+        self, world_size: int, warning_filters: tuple[str, ...], device_type: DeviceType
+    ) -> None:
         self._directory = TemporaryDirectory(prefix="vescale-world-")
         self._specs = [
             RankSpec(
                 rank=rank,
                 world_size=world_size,
+                device_type=device_type,
                 directory=Path(self._directory.name),
                 warning_filters=warning_filters,
             )

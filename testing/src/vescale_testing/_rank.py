@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import random
 import signal
 import socket
 import traceback
@@ -14,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from ._torch_private import serve_all_groups_by_one_thread
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
+DeviceType = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
@@ -31,6 +34,7 @@ class RankSpec:
 
     rank: int
     world_size: int
+    device_type: DeviceType
     directory: Path  # holds the rendezvous file and the ranks' stack dumps
     warning_filters: tuple[str, ...]  # in the syntax of pytest's ``filterwarnings``
 
@@ -70,8 +74,11 @@ def serve(spec: RankSpec, pipe: Connection) -> None:
 def _join(spec: RankSpec) -> None:
     apply_warning_filters(spec.warning_filters, ())
     serve_all_groups_by_one_thread()
+    on_gpus_of_their_own = (
+        spec.device_type == "cuda" and torch.cuda.device_count() >= spec.world_size
+    )
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpus_of_their_own else "gloo",
         init_method=f"file://{spec.directory / 'store'}",
         rank=spec.rank,
         world_size=spec.world_size,
@@ -110,18 +117,28 @@ def _reset(environment: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    random.seed(0)  # every process has its own, but for this
     torch.manual_seed(0)
+
+
+def _local_rank(spec: RankSpec) -> int:
+    """Return the index of the rank's GPU; ranks share them if there are too few."""
+    if spec.device_type == "cpu":
+        return spec.rank
+    return spec.rank % torch.cuda.device_count()
 
 
 def _rank_environment(spec: RankSpec) -> dict[str, str]:
     """Return what torchrun sets, and the interface that needs no working network."""
     environment = {
         "RANK": str(spec.rank),
-        "LOCAL_RANK": str(spec.rank),
+        "LOCAL_RANK": str(_local_rank(spec)),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_WORLD_SIZE": str(spec.world_size),
         "OMP_NUM_THREADS": "1",
     }
+    if spec.device_type == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     loopback = {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex())
     if loopback:
         environment["GLOO_SOCKET_IFNAME"] = loopback.pop()

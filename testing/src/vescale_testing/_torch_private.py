@@ -1,4 +1,4 @@
-"""The private parts of torch (2.11 to 2.13) that let a rank have many process groups.
+"""The private parts of torch (2.11 to 2.14) that let a rank have many process groups.
 
 [Note: one loop]
 Each gloo group brings a device whose thread looks for messages a hundred times a second. Meshes
@@ -30,6 +30,7 @@ def serve_all_groups_by_one_thread() -> None:
         rank: int,
         size: int,
         timeout: timedelta = _DEFAULT_TIMEOUT,
+        **_: object,  # since torch 2.14, whether ranks may come and go
     ) -> None:
         options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [device]

@@ -8,7 +8,7 @@ from typing import TypeVar, TypeVarTuple
 
 from ._error import RankError
 from ._pool import Pool
-from ._rank import Outcome
+from ._rank import DeviceType, Outcome
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -20,21 +20,31 @@ MAX_OPEN_FILES = 400
 
 
 class World:
-    """``world_size`` gloo ranks on this machine; ``run`` calls a function once on each.
+    """``world_size`` ranks on this machine; ``run`` calls a function once on each.
 
     The ranks start at the first ``run`` and stay up for the next. A test cannot poison a later
     one: after any failure the ranks are replaced, and before each job a rank's environment
-    (torchrun's ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``), random seed (0),
+    (torchrun's ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``), random seeds (0),
     default dtype (float32), gradient mode (on) and number of threads (1) are set anew.
 
     Args:
         world_size: Number of ranks.
         warning_filters: What becomes of a warning on a rank, in the syntax of pytest's
             ``filterwarnings``.
+        device_type: With ``"cuda"`` every rank has a GPU and they talk over NCCL. If there are
+            too few GPUs ranks share them and talk over gloo: NCCL knows one rank a GPU. With
+            ``"cpu"`` they see no GPU, and talk over gloo.
     """
 
-    def __init__(self, world_size: int, *, warning_filters: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        warning_filters: Sequence[str] = (),
+        device_type: DeviceType = "cpu",
+    ) -> None:
         self.world_size = world_size
+        self._device_type: DeviceType = device_type
         self._warning_filters = tuple(warning_filters)
         self._pool: Pool | None = None
 
@@ -71,7 +81,7 @@ class World:
             self._pool = None
 
     def _start(self) -> Pool:
-        self._pool = Pool(self.world_size, self._warning_filters)
+        self._pool = Pool(self.world_size, self._warning_filters, self._device_type)
         _raise_errors(self._pool.collect(timeout_seconds=START_SECONDS))
         return self._pool
 

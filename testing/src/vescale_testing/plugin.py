@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
+from ._rank import DeviceType
 from ._world import World
 
 
@@ -34,8 +36,21 @@ def world4(pytestconfig: pytest.Config) -> Iterator[World]:
     yield from _world(4, pytestconfig)
 
 
-def _world(world_size: int, config: pytest.Config) -> Iterator[World]:
-    world = World(world_size, warning_filters=config.getini("filterwarnings"))
+@pytest.fixture(scope="session")
+def gpu_worlds(pytestconfig: pytest.Config) -> Iterator[dict[int, World]]:
+    """One, two and four ranks on GPUs, by their number; for tests marked ``gpu``."""
+    with ExitStack() as stack:
+        yield {
+            ranks: stack.enter_context(contextmanager(_world)(ranks, pytestconfig, "cuda"))
+            for ranks in (1, 2, 4)
+        }
+
+
+def _world(
+    world_size: int, config: pytest.Config, device_type: DeviceType = "cpu"
+) -> Iterator[World]:
+    filters = config.getini("filterwarnings")
+    world = World(world_size, warning_filters=filters, device_type=device_type)
     yield world
     world.close()
 
