@@ -14,10 +14,11 @@ from ._torch_private import pytree
 
 aten = torch.ops.aten
 
-# The registry knows the kernels of GPUs alone; what they compute is the same.
-_COUNTED_AS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-}
+# The registry lacks the one of CPUs, and until torch 2.12 refuses heads that share keys.
+_ATTENTION = frozenset((
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu,
+))  # fmt: skip
 
 # Several floating-point tensors and yet no products of matrices: these move elements,
 # normalise, or compare. Whatever torch tags as pointwise is not listed.
@@ -36,9 +37,15 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """Return the flops of an operator, None if there is no rule for it."""
     if func is aten._grouped_mm.default:
         return grouped_mm_flops(args[0].shape, args[1].shape)
-    packet = func.overloadpacket
-    rule = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    if func.overloadpacket in _ATTENTION:
+        return _attention_flops(*(tensor.shape for tensor in args[:3]))
+    rule = flop_registry.get(func.overloadpacket)
     return None if rule is None else int(rule(*args, **kwargs, out_val=out))
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Return the flops of scores and of their products with values; shapes are (B, H, S, E)."""
+    return 2 * query[:-1].numel() * key[-2] * (query[-1] + value[-1])
 
 
 class Uncounted:

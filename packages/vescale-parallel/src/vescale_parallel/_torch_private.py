@@ -35,6 +35,12 @@ __all__ = [
     "set_timeout",
 ]
 
+if torch.__version__ < "2.12":
+    # Without a GPU the first thread to enter the mode there leaves torch a pointer to something
+    # that ends with the thread, and the next one crashes. Let that be the thread that imports.
+    with FakeTensorMode():
+        pass
+
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass in progress has ended.
