@@ -98,8 +98,11 @@ class Ordinarily(TorchDispatchMode):
         out: Tensor
         parameters: Any
         match name:
-            case "uniform_" | "normal_" | "bernoulli_" | "random_":
-                out, parameters = args[0], args[1:] or (0.0, 1.0)
+            case "uniform_" | "normal_":
+                # Arguments of their default value are not passed on.
+                out, parameters = args[0], (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            case "bernoulli_" | "random_":
+                out, parameters = args[0], args[1:]
             case "rand" | "randn":
                 out, parameters = torch.empty(args[0], **kwargs), (0.0, 1.0)
                 name = "uniform_" if name == "rand" else "normal_"

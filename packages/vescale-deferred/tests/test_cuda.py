@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_deferred import DeferredWarning, deferred_init, fingerprint, is_deferred, read
+from vescale_deferred import (
+    DeferredWarning,
+    deferred_init,
+    fingerprint,
+    is_deferred,
+    materialize,
+    read,
+)
 from vescale_dtensor import Box
 
 from .emulated_cuda import DEVICE, Ordinarily, default_generator, install
@@ -199,6 +206,19 @@ def test_modules_on_a_gpu_have_their_ordinary_values(
     make: Callable[[Device], nn.Module], same_as_ordinary: Check
 ):
     same_as_ordinary(lambda: make("cuda"), accelerator=torch.cuda)
+
+
+@pytest.mark.gpu
+def test_recurrent_layers_on_a_gpu_lay_their_weights_out_as_one_chunk():
+    torch.manual_seed(0)
+    ordinary = nn.LSTM(20, 30, 2, device="cuda")
+    torch.manual_seed(0)
+    layer = deferred_init(nn.LSTM, 20, 30, 2, device="cuda")
+    assert is_deferred(layer)
+    materialize(layer)
+    x = torch.randn(5, 3, 20, device="cuda")
+    # torch warns if they are not, which is an error here.
+    assert torch.equal(layer(x)[0], ordinary(x)[0])
 
 
 @pytest.mark.gpu

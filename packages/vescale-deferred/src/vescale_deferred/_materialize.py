@@ -94,6 +94,10 @@ def materialize(module: M, *, make: ShardMaker | None = None) -> M:
     for fqn, holder, name, tensor in list(registered(module)):
         holder[name] = replacements.registered(fqn, tensor)
     replace_unregistered(module, replacements.unregistered)
+    if make is None:
+        for each in module.modules():
+            if isinstance(each, nn.RNNBase):
+                each.flatten_parameters()
     return module
 
 

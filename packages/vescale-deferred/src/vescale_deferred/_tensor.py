@@ -7,12 +7,14 @@ with its parameters without reading them, and refuses the rest with its name.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale_dtensor.random import Window
 
@@ -126,6 +128,8 @@ class DeferredTensor(torch.Tensor):
                 values = recorder.values(args[0], getattr(func, "__name__", "read"))
                 return func(values, *args[1:], **(kwargs or {}))
             if func in _NEED_MEMORY and isinstance(args[0], DeferredTensor):
+                if func is torch.Tensor.data_ptr and _recurrent_layer_asks():
+                    return 0
                 raise ReadError(unreadable(args[0], func.__name__))
             if func == _SET_DATA:  # a new object each time
                 return assign_data(*args)
@@ -151,7 +155,23 @@ _READERS = frozenset(
 # Methods that would crash, or lie, because there is no memory. Constructors that call one run for
 # real, see _real_code.py.
 _NEED_MEMORY = frozenset({torch.Tensor.data_ptr, torch.Tensor.share_memory_, torch.Tensor.apply_})
+# Only a comprehension is between it and the tensor's method.
+_FRAMES_OF_FLATTENING = 4
 _SET_DATA: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
+
+
+def _recurrent_layer_asks() -> bool:
+    """Whether ``nn.RNNBase.flatten_parameters`` wants to know whether weights share memory.
+
+    On a GPU recurrent layers lay their weights out as one chunk, but not if their addresses are
+    the same. For them that is 0; :func:`vescale_deferred.materialize` asks them once more.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_OF_FLATTENING):
+        if frame is None or frame.f_code is nn.RNNBase.flatten_parameters.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def copy_attributes(tensor: Tensor, other: Tensor) -> None:
