@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 
 @pytest.fixture
@@ -23,6 +22,9 @@ def s3() -> Iterator[dict[str, str]]:
 
     It is one for all tests: ranks go on using the connection that they have once made.
     """
+    # Here, so that the tests of GPUs run where there is none of it.
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -190,6 +190,36 @@ def test_training_with_dropout_goes_on_bit_for_bit(world2: World, tmp_path: Path
     assert results[0] != results[1]
 
 
+def save_generators(path: str, torch_alike: bool) -> None:
+    """Save generators as ordinary processes have them: Python's are seeded by each of them."""
+    rank = torch.distributed.get_rank()
+    random.seed(rank)
+    torch.manual_seed(5 if torch_alike else rank)
+    vescale_ckpt.save(path, {"rng": RngState()})
+
+
+def test_generators_go_on_on_another_number_of_ranks_but_for_those_that_processes_seed(
+    world2: World, tmp_path: Path
+) -> None:
+    world2.run(save_generators, str(tmp_path / "ckpt"), True)
+    before = random.getstate()
+    expected = r"not loaded: rng.python for 1 ranks: each of 2 ranks has saved a value of its own"
+    with pytest.warns(UserWarning, match=expected):
+        vescale_ckpt.load(tmp_path / "ckpt", {"rng": RngState()})
+    assert random.getstate() == before
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_generators_of_torch_that_differ_are_refused_on_another_number_of_ranks(
+    world2: World, tmp_path: Path
+) -> None:
+    world2.run(save_generators, str(tmp_path / "ckpt"), False)
+    with pytest.raises(MismatchError, match=r"rng\.torch for 1 ranks"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"rng": RngState()})
+
+
 @pytest.mark.gpu
 def test_the_generator_of_the_gpu_goes_on_where_it_was(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "ckpt", {"rng": RngState()})

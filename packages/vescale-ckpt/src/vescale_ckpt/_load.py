@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -100,6 +101,9 @@ def load(
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
+        if matched.kept:
+            kept = "; ".join(matched.kept)
+            warnings.warn(f"left as it is, not loaded: {kept}", stacklevel=2)
         if verify_first:
             with Step(ranks):
                 check(reader, pieces, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +49,7 @@ class Matched:
         unexpected: Keys of the checkpoint that the given state lacks.
         unfit: Sentences about keys that both have, but in different shapes or kinds.
         idle: Sentences about patterns that match nothing.
+        kept: Sentences about values that stay as they are, though the checkpoint has some.
     """
 
     result: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -58,6 +59,7 @@ class Matched:
     unexpected: list[str] = field(default_factory=list[str])
     unfit: list[str] = field(default_factory=list[str])
     idle: list[str] = field(default_factory=list[str])
+    kept: list[str] = field(default_factory=list[str])
 
     def complain(self, *, strict: bool) -> None:
         """Raise MismatchError for all that does not fit together, if anything does not."""
@@ -175,7 +177,7 @@ class _Walk:
             self.matched.unfit.append(f"{path}: only {side} has a value per rank")
             return given
         if len(values) not in (1, self.num_ranks):
-            self.matched.missing.append(
+            (self.matched.missing if given.strict else self.matched.kept).append(
                 f"{path} for {self.num_ranks} ranks: each of {len(values)} ranks has "
                 f"saved a value of its own"
             )
@@ -183,7 +185,7 @@ class _Walk:
         self.row = self.rank if len(values) > 1 else 0
         filled = self.node(given.value, values[self.row], path)
         self.row = None
-        return PerRank(filled)
+        return replace(given, value=filled)
 
     def is_value(self, given: Any, node: Json, path: str) -> bool:
         """Return whether neither side has tensors or objects here."""

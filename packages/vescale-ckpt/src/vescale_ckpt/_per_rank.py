@@ -30,14 +30,16 @@ class PerRank:
 
     It is saved for every rank, and loaded on the rank of the same number. If the number of ranks
     has changed, it is an error, unless all ranks had the same value: then every rank gets that.
-    ``strict=False`` leaves the value as it is instead.
+    ``load(strict=False)`` leaves the value as it is instead.
 
     Attributes:
         value: Anything that a state may contain but DTensors: tensors of the same shape and
             dtype on every rank, Python values, objects with ``state_dict()``.
+        strict: Whether that is an error; if not, the value stays as it is, with a warning.
     """
 
     value: Any
+    strict: bool = True
 
 
 def stacked_part(key: str, tensor: torch.Tensor, ranks: Ranks) -> Part:

@@ -16,8 +16,11 @@ class RngState:
 
     Those are torch's on the CPU and on the current CUDA device if there is one, that of
     ``random``, and the global one of numpy. Every rank has its own, see :class:`PerRank`; ranks
-    whose generators all are in the same state can go on on any number of ranks. Generators that
-    a program has made itself are not among them: ``PerRank(generator.get_state())``.
+    whose generators all are in the same state can go on on any number of ranks. Those of torch
+    are unless a program seeds ranks differently, and if so it is an error. Python and numpy seed
+    theirs differently in every process; unless a program seeds them alike, they stay as they are
+    if the number of ranks has changed, with a warning. Generators that a program has made itself
+    are not among them: ``PerRank(generator.get_state())``.
 
     Example:
         >>> import tempfile, torch
@@ -47,7 +50,10 @@ class RngState:
         }
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
-        return {key: PerRank(value) for key, value in states.items()}
+        return {
+            key: PerRank(value, strict=key not in ("python", "numpy"))
+            for key, value in states.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the generators."""
