@@ -22,6 +22,8 @@ from vescale_dtensor import (
     strict,
 )
 
+from .device import DEVICE
+
 Placements = tuple[Placement, ...]
 
 MESH_SHAPES = ((4,), (2, 2))
@@ -80,9 +82,10 @@ def check(
         seed: Of the choice of placements.
     """
     rng = random.Random(seed)
+    inputs = tuple(each.to(DEVICE) for each in inputs)
     for mesh_shape in mesh_shapes:
-        with emulate(4):
-            mesh = init_device_mesh("cpu", mesh_shape)
+        with emulate(4), torch.device(DEVICE):
+            mesh = init_device_mesh(DEVICE, mesh_shape)
             for _ in range(CASES_PER_MESH):
                 placements = [placements_of(each, mesh_shape, rng) for each in inputs]
                 check_placed(function, inputs, placements, mesh, allow_gather=allow_gather)

@@ -29,7 +29,17 @@ from torch.utils import _pytree as pytree
 
 from vescale_dtensor import emulate
 
-from .sweep_cases import OPERATORS, UNINITIALIZED, Sample, assignments, dtypes_of, samples_of
+from .device import DEVICE
+from .sweep_cases import (
+    OPERATORS,
+    SEEDS_UNINITIALIZED,
+    UNDISPATCHED,
+    UNINITIALIZED,
+    Sample,
+    assignments,
+    dtypes_of,
+    samples_of,
+)
 from .sweep_verdicts import Function, Variant, Verdict, alike, judge, outs_of, plain_outcome
 
 MESHES = ((4,), (2, 2))
@@ -71,8 +81,10 @@ def sweep_operator(
     """Return the record of one operator. Call it inside ``emulate(4)``."""
     record = _Record(op.formatted_name)
     started = time.monotonic()
-    if op.name in UNINITIALIZED:
+    if op.name in UNINITIALIZED or op.name in SEEDS_UNINITIALIZED:
         return record.done(started, "its values are whatever the memory held")
+    if op.name in UNDISPATCHED and DEVICE != "cpu":
+        return record.done(started, "no subclass can be given to it")
     try:
         with _limited(SECONDS_PER_OPERATOR):
             for number, dtype in enumerate(dtypes_of(op, OPERATORS.index(op))):
@@ -228,7 +240,7 @@ def main() -> None:
         known = {json.loads(line)["operator"] for line in lines}
     torch.set_num_threads(1)
     with emulate(4), options.json.open("a", encoding="utf-8") as file:
-        meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
+        meshes = [init_device_mesh(DEVICE, shape) for shape in MESHES]
         for op in chosen:
             if op.formatted_name in known:
                 continue

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, distribute_tensor, is_sharded
 from vescale_dtensor._ranks import per_rank
 
+from .device import DEVICE
+
 # Importing the database forbids assigning to torch.backends, for the whole process.
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
@@ -29,6 +31,15 @@ OPERATORS: list[Any] = sorted(database.op_db, key=lambda op: op.formatted_name)
 UNINITIALIZED = frozenset({
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
     "resize_", "resize_as_",
+})  # fmt: skip
+# Made by CUDA's runtime compiler from tensors' addresses, past the dispatcher.
+UNDISPATCHED = frozenset({
+    "jiterator_2inputs_2outputs", "jiterator_4inputs_with_extra_args", "jiterator_binary",
+    "jiterator_binary_return_by_ref", "jiterator_unary",
+})  # fmt: skip
+# On GPUs they also return the seed of a dropout that there is not: whatever the memory held.
+SEEDS_UNINITIALIZED = frozenset({
+    "torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward",
 })  # fmt: skip
 # The database makes tensors of these sizes; the even ones divide by four ranks and by two.
 EVEN_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 16}
@@ -56,7 +67,7 @@ class Sample:
 
 def dtypes_of(op: Any, index: int) -> list[torch.dtype]:
     """Return the widest float of an operator and one other dtype, which rotates with ``index``."""
-    supported = op.supported_dtypes("cpu")
+    supported = op.supported_dtypes(DEVICE)
     floats = [t for t in (torch.float64, torch.float32, torch.bfloat16) if t in supported][:1]
     others = [t for t in (torch.int64, torch.complex128, torch.bool) if t in supported]
     return floats + ([others[index % len(others)]] if others else [])
@@ -78,7 +89,7 @@ def _generated(op: Any, dtype: torch.dtype) -> list[Sample]:
         drawn: list[Any] = []
         # Some samples only exist for the database's own sizes.
         with suppress(Exception):
-            drawn.extend(islice(op.sample_inputs("cpu", dtype), 60))
+            drawn.extend(islice(op.sample_inputs(DEVICE, dtype), 60))
         made = [_sample(each) for each in drawn]
     return [sample for sample in made if sample is not None]
 

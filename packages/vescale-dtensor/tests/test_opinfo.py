@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import emulate
 
+from .device import DEVICE
 from .sweep import MESHES, sweep_operator
 from .sweep_cases import OPERATORS
 
@@ -34,7 +35,7 @@ def _name(op: Any) -> str:
 @pytest.fixture(scope="module")
 def meshes() -> Iterator[list[DeviceMesh]]:
     with emulate(4):
-        yield [init_device_mesh("cpu", shape) for shape in MESHES]
+        yield [init_device_mesh(DEVICE, shape) for shape in MESHES]
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def meshes() -> Iterator[list[DeviceMesh]]:
 def test_an_operator_is_right_under_every_placement(op: Any, meshes: list[DeviceMesh]) -> None:
     record = sweep_operator(op, meshes, num_samples=2, num_assignments=3)
     assert record["counts"]
-    assert not record["not_right"]
+    assert not record["not_right"], "\n".join(map(str, record["not_right"]))
 
 
 def test_the_slice_names_operators_of_the_database() -> None:
@@ -53,4 +54,5 @@ def test_the_slice_names_operators_of_the_database() -> None:
 @pytest.mark.parametrize("op", OPERATORS, ids=_name)
 def test_an_operator_is_right_or_refused(op: Any, meshes: list[DeviceMesh]) -> None:
     record = sweep_operator(op, meshes)
-    assert [each for each in record["not_right"] if each["kind"] != "refused"] == []
+    wrong = [each for each in record["not_right"] if each["kind"] != "refused"]
+    assert not wrong, "\n".join(map(str, wrong))

@@ -51,6 +51,7 @@ JOINS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "new_full of another shape": (lambda t: t.new_full((3, 5), 2.0), (x,)),
     "slice_scatter": (lambda t, s: t.slice_scatter(s, 0, 1, 4), (x, normal(3, 4))),
     "slice_scatter of steps": (lambda t, s: t.slice_scatter(s, 1, 0, 4, 2), (x, normal(6, 2))),
+    "slice_scatter of everything": (lambda t, s: t.slice_scatter(s, 0), (x, y)),
     "select_scatter": (lambda t, s: t.select_scatter(s, 0, 3), (x, normal(4))),
     "diagonal_scatter": (lambda t, s: t.diagonal_scatter(s), (cube, normal(2, 4))),
 }
@@ -68,6 +69,8 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rows": (lambda t: t[1:5] * 2, (x,)),
     "every other row": (lambda t: t[1::2] * 2, (x,)),
     "columns": (lambda t: t[:, :3] * 2, (x,)),
+    "all rows": (lambda t: t[-6:] * 2, (x,)),
+    "one chunk": (lambda t: [c * 2 for c in t.split([6])], (x,)),
     "a row": (lambda t: t[4] * 2, (x,)),
     "a column": (lambda t: t[:, 1] * 2, (cube,)),
     "an element": (lambda t: t[4, 1] * 2, (x,)),

@@ -142,7 +142,7 @@ def test_triangles_are_cut_in_place() -> None:
 
 LINALG: dict[str, Callable[..., Any]] = {
     "inv": torch.linalg.inv,
-    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 3 * torch.eye(4).double()),
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 3 * torch.eye(4).to(x)),
     "qr": torch.linalg.qr,
     "svdvals": torch.linalg.svdvals,
     "det": torch.linalg.det,

@@ -104,6 +104,14 @@ def test_draws_are_those_of_one_device(shape: tuple[int, ...]) -> None:
         check(shape, torch.float32, names)
 
 
+def test_draws_are_made_on_the_device_that_is_asked_for() -> None:
+    with emulate(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.rand(6, 8), mesh, (Replicate(), Replicate()))
+        for draw in (torch.rand_like, torch.randn_like):
+            assert draw(x, device="meta").device.type == "meta"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_draws_of_other_dtypes_are_those_of_one_device(dtype: torch.dtype) -> None:
     with emulate(4):

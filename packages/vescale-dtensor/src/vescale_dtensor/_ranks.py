@@ -282,6 +282,8 @@ def drawing_from(generator: torch.Generator | None) -> Iterator[None]:
 def _each_rank(run: Callable[[int], Any]) -> Iterator[Any]:
     """Call ``run`` for every rank, each with the generators as the first one found them."""
     generators = [torch.default_generator, *_generators]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     before = [generator.get_state() for generator in generators]
     for rank in range(_world().size):
         if rank:

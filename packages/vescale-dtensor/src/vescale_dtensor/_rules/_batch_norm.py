@@ -9,6 +9,8 @@ of these, and what the copies become is written to wherever the statistics are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from math import nan
 from typing import Any
 
@@ -67,10 +69,7 @@ def _synchronized(call: Call, given: DTensor) -> tuple[tuple[Any, ...], list[Any
         if old is not None:
             old = old * (1 - momentum) + new.reshape(-1) * momentum
         statistics.append(old)
-    saved = [
-        each.reshape(-1).to(output.dtype)
-        for each, output in zip((mean, rstd), call.outputs[1:3], strict=True)
-    ]
+    saved = [each.reshape(-1).to(_saved_dtype(call)) for each in (mean, rstd)]
     return (result.to(given.dtype), *saved), statistics
 
 
@@ -97,7 +96,7 @@ def _on_own_samples(
         return (*result, *(own[name] for name in written))
 
     placements = _per_channel(made)
-    saved_dtype = call.outputs[1].dtype
+    saved_dtype = _saved_dtype(call)
     saved_layout = (
         layout(made.mesh, placements, (made.shape[1],), None, saved_dtype)
         if training
@@ -127,12 +126,13 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         of_input, *rest = normalized_backward(grad, normalized, rstd, factor, dims, dims)
         dtype = values.dtype if weight is None else weight.dtype
         results = (of_input.to(values.dtype), *(each.to(dtype) for each in rest))
-    else:
-        results = _backward_on_own_samples(call, values)
-    return tuple(each if wanted else None for each, wanted in zip(results, mask, strict=True))
+        return tuple(each if wanted else None for each, wanted in zip(results, mask, strict=True))
+    found = iter(_backward_on_own_samples(call, values, mask))
+    return tuple(next(found) if wanted else None for wanted in mask)
 
 
-def _backward_on_own_samples(call: Call, values: DTensor) -> list[Any]:
+def _backward_on_own_samples(call: Call, values: DTensor, mask: Sequence[bool]) -> list[DTensor]:
+    """Return what ``mask`` asks for: CUDA's kernel has no gradient of a weight that is missing."""
     made = layout_of(values)
     given = as_distributed(call, "grad_out")
     assert given is not None
@@ -145,19 +145,21 @@ def _backward_on_own_samples(call: Call, values: DTensor) -> list[Any]:
     weight = call.named("weight")
     dtype = made.dtype if weight is None else weight.dtype
     per_channel = layout(made.mesh, pending, (made.shape[1],), None, dtype)
-    settings = call.named("train"), call.named("eps"), [True, True, True]
+    outputs = [*compress((made, per_channel, per_channel), mask)]
+    settings = call.named("train"), call.named("eps"), mask
 
     def differentiate(
         coordinate: tuple[int, ...], grad: Tensor, local: Tensor, *vectors: Tensor
     ) -> Any:
         if not local.numel():
-            zeros = local.new_zeros(per_channel.local_shape(coordinate), dtype=dtype)
-            return local.clone(), zeros, zeros.clone()
+            return tuple(
+                local.new_zeros(each.local_shape(coordinate), dtype=each.dtype) for each in outputs
+            )
         own = dict(zip(names, vectors, strict=True))
         rest = (own.get(name) for name in _VECTORS if name != "bias")
-        return aten.native_batch_norm_backward.default(grad, local, *rest, *settings)
+        found = aten.native_batch_norm_backward.default(grad, local, *rest, *settings)
+        return tuple(compress(found, mask))
 
-    outputs = [made, per_channel, per_channel]
     return list(on_parts(differentiate, [grad, values, *vectors], outputs))
 
 
@@ -167,6 +169,14 @@ def _along_single_dims(tensor: Any) -> DTensor:
     return moved(tensor, tuple(
         Replicate() if is_sharded(p) and single_dim(p) is None else p for p in made.placements
     ))  # fmt: skip
+
+
+def _saved_dtype(call: Call) -> torch.dtype:
+    """Return the dtype of saved moments; kernels of CPUs do not keep them as meta tensors say."""
+    if call.tensors[0].device.type != "cpu":
+        return call.outputs[1].dtype
+    names = ("weight", "bias", "running_mean", "running_var", "input")
+    return next(each.dtype for each in map(call.named, names) if each is not None)
 
 
 def _per_channel(made: Layout) -> Placements:
@@ -214,9 +224,10 @@ def _cudnn(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     names = ("input", "weight", "bias", "running_mean", "running_var", "training",
              "exponential_average_factor", "epsilon")  # fmt: skip
     results = aten.native_batch_norm.default(*(call.named(name) for name in names))
-    made = layout(call.mesh, replicated(call.mesh), (0,), None, torch.uint8)
+    # One byte that nobody reads: operators on empty tensors are not decomposed.
+    made = layout(call.mesh, replicated(call.mesh), (1,), None, torch.uint8)
     device = call.tensors[0].device
-    reserved = on_parts(lambda _: (torch.empty(0, dtype=torch.uint8, device=device),), [], [made])
+    reserved = on_parts(lambda _: (torch.empty(1, dtype=torch.uint8, device=device),), [], [made])
     return (*results, *reserved)
 
 

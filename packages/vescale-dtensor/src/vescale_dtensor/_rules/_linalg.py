@@ -90,10 +90,12 @@ def _check_errors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     func(whole, *args[1:], **kwargs)
 
 
+# Removed in torch 2.14.
+_OF_OLD = [aten.cholesky.default] if hasattr(aten, "cholesky") else []
 RULES: dict[OpOverload, Any] = {
     **dict.fromkeys(
         (
-            aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten.cholesky.default,
+            aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, *_OF_OLD,
             aten.cholesky_inverse.default, aten.cholesky_solve.default,
             aten.linalg_qr.default, aten._linalg_eigh.default,
             aten.linalg_eigvals.default, aten._linalg_eigvals.default,

@@ -74,7 +74,9 @@ def _logsumexp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     assert given is not None
     dims = sorted(dims_of_call(call, given.ndim))
     values = widened(given.to(call.outputs[0].dtype))
-    largest = settled(aten.amax.default(values, dims, True))
+    # Complex numbers have no order; exponentials are as large as their real parts say.
+    ordered = aten.real.default(values) if values.dtype.is_complex else values
+    largest = settled(aten.amax.default(ordered, dims, True))
     # The difference of two infinities is no number.
     shift = torch.where(largest.abs() == math.inf, torch.zeros_like(largest), largest)
     total = settled(aten.sum.dim_IntList((values - shift).exp(), dims, True))

@@ -30,17 +30,19 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Run a random operator on the first argument's layout."""
     first = args[0] if isinstance(args[0], DISTRIBUTED) else None
     how = None
+    device: torch.device | None = None
     if first is not None:
-        device_type = layout_of(first).mesh.device_type
-        how = random_operator(func, args, device_type=device_type)
-    if first is None or how is None or not _can_be_parted(first, args):
+        device = torch.device(kwargs.get("device") or first.device)
+        if device.type in ("cpu", "cuda"):
+            how = random_operator(func, args, device_type=device.type)
+    if first is None or device is None or how is None or not _can_be_parted(first, args):
         return gathered(func, args, kwargs)
     target = layout_of(first).placed(without_partial(layout_of(first).placements))
     drawn_layout = _drawn_layout(target, how, kwargs)
     generator: Generator | None = kwargs.get("generator")
 
     def part(coordinate: tuple[int, ...], local_args: Any) -> Any:
-        drawn = _draw(how, drawn_layout, coordinate, generator, local_args[0].device)
+        drawn = _draw(how, drawn_layout, coordinate, generator, device)
         return drawn if how.finish is None else how.finish(drawn, local_args)
 
     local_args = tuple(_local(arg, target) for arg in args)

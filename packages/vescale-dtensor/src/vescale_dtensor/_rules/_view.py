@@ -156,8 +156,11 @@ def _pieces(call: Call, dim: int, ranges: Sequence[range]) -> View:
     def function(local: Local) -> Function:
         if not _axes_of(local.inputs[0].placements, dim):
             return call.func
-        lower, upper = _own_run(shape, local, dim)
-        slices = [_within(indices, lower, upper) for indices in ranges]
+        if whole:  # whichever indices a rank has
+            slices = [slice(None)] * len(ranges)
+        else:
+            lower, upper = _own_run(shape, local, dim)
+            slices = [_within(indices, lower, upper) for indices in ranges]
 
         def cut(base: Tensor, *rest: Any, **named: Any) -> Any:
             parts = [base[(slice(None),) * dim + (each,)] for each in slices]
