@@ -71,7 +71,9 @@ class HandWritten(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         x_BSF = self.embed(batch["input_ids"])
         if self.training:
-            x_BSF = x_BSF + 0.1 * torch.randn_like(x_BSF) * torch.rand(x_BSF.shape[-1])
+            x_BSF = x_BSF + 0.1 * torch.randn_like(x_BSF) * torch.rand(
+                x_BSF.shape[-1], device=x_BSF.device
+            )
         x_BSF = self.dropout(x_BSF)
         for block in self.blocks:
             x_BSF = block(x_BSF)
@@ -147,9 +149,9 @@ class Record:
     state: Tensor
 
 
-def train(name: str, constraints: Constraints | None) -> Record:
+def train(name: str, constraints: Constraints | None, device: str) -> Record:
     """Take a few steps of plain gradient descent on one device, or under a plan."""
-    model = build(name)
+    model = build(name).to(device)
     given, rows = batches(STEPS, ROWS, LENGTH), slice(None)
     if constraints is not None:
         dataset = [{k: v[row] for k, v in given[0].items()} for row in range(ROWS)]
@@ -163,33 +165,39 @@ def train(name: str, constraints: Constraints | None) -> Record:
     grads: list[dict[str, Tensor]] = []
     for batch in given:
         with InDouble():
-            loss = model({k: v[rows] for k, v in batch.items()})
+            loss = model({k: v[rows].to(device) for k, v in batch.items()})
         loss.backward()
         losses.append(loss.item())
-        grads.append({k: whole(p.grad) for k, p in model.named_parameters() if p.grad is not None})
+        grads.append(
+            {k: whole(p.grad).cpu() for k, p in model.named_parameters() if p.grad is not None}
+        )
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
                     p -= 0.1 * p.grad
         model.zero_grad()
-    return Record(losses, grads, torch.get_rng_state())
+    return Record(losses, grads, random_state(device))
+
+
+def random_state(device: str) -> Tensor:
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
 
 
 @cache
-def on_one_device(name: str) -> Record:
+def on_one_device(name: str, device: str) -> Record:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     state = torch.get_rng_state()
     try:
-        return train(name, None)
+        return train(name, None, device)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
 
 
-def check(world: World, name: str, plan: Constraints) -> None:
-    expected = on_one_device(name)
-    for record in world.run(train, name, plan):
+def check(world: World, name: str, plan: Constraints, device: str = "cpu") -> None:
+    expected = on_one_device(name, device)
+    for record in world.run(train, name, plan, device):
         assert record.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
         for found, grads in zip(record.grads, expected.grads, strict=True):
             assert [*found] == [*grads]

@@ -100,7 +100,8 @@ def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def uninterrupted(name: str) -> Outcome:
     """Train as on one device; only the order of the samples is the loader's."""
     torch.manual_seed(0)
-    model = construct(name)
+    # Ranks that are to stay on the CPU see no GPU.
+    model = construct(name).to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = adamw(model)
     plan, dataset = make_plan(ORDER), samples(EPOCH, ROWS, uneven=True)
     _, loader = vescale.parallelize(plan, nn.Linear(1, 1), None, None, dataset)

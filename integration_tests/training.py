@@ -35,6 +35,7 @@ class Recipe:
         evaluate: Whether to evaluate in eval mode before every step.
         deferred: Whether the model's construction is deferred.
         exact: Whether to compute in float64 from parameters that were drawn as ``dtype``.
+        device: Where to train. Parameters are drawn on the CPU.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Recipe:
     evaluate: bool = False
     deferred: bool = False
     exact: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,8 @@ def make_model(recipe: Recipe) -> nn.Module:
         model = (
             vescale.deferred_init(build, recipe.model) if recipe.deferred else build(recipe.model)
         )
-        return model.double() if recipe.exact else model
+        model = model.double() if recipe.exact else model
+        return model if recipe.deferred else model.to(recipe.device)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -132,6 +135,7 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
     norms: list[float] = []
     evaluations: list[float] = []
     for index, batch in enumerate(loader):
+        batch = {name: tensor.to(recipe.device) for name, tensor in batch.items()}
         if recipe.evaluate:
             model.eval()
             with torch.no_grad():
@@ -149,7 +153,7 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
         losses=losses,
         norms=norms,
         evaluations=evaluations,
-        parameters={name: whole(p) for name, p in model.named_parameters()},
+        parameters={name: whole(p).cpu() for name, p in model.named_parameters()},
     )
 
 
