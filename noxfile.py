@@ -75,18 +75,20 @@ def closure(name: str, *, group: str | None = None) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def install(session: nox.Session, *others: str, editable: list[str]) -> None:
+def install(
+    session: nox.Session, *others: str, editable: list[str], constraints: str = CONSTRAINTS
+) -> None:
     """Install local packages in place and ``others`` from an index."""
     local = [arg for name in editable for arg in ("-e", str(LOCAL[name]))]
-    session.install("-c", CONSTRAINTS, *local, *others)
+    session.install("-c", constraints, *local, *others)
 
 
-def install_everything(session: nox.Session, *others: str) -> None:
+def install_everything(session: nox.Session, *others: str, constraints: str = CONSTRAINTS) -> None:
     """Install all local packages and what the tests of any of them need."""
     groups = [
         arg for path in LOCAL.values() for arg in ("--group", f"{path / 'pyproject.toml'}:test")
     ]
-    install(session, *groups, *others, editable=[*LOCAL])
+    install(session, *groups, *others, editable=[*LOCAL], constraints=constraints)
 
 
 @nox.session
@@ -173,6 +175,19 @@ def nightly(session: nox.Session) -> None:
     session.run(*pytest, "-m", "nightly", "packages", "integration_tests", *session.posargs)
     rules = [str(path) for path in LOCAL["vescale-dtensor"].glob("tests/test_rules_*.py")]
     session.run(*pytest, *rules, env={"VESCALE_RULE_CASES": "24"})
+
+
+@nox.session
+@nox.parametrize("version", ["2.11.0", "2.12.1", "2.14.1"])
+def other_torch(session: nox.Session, version: str) -> None:
+    """Run the tests of all packages on another version of torch than the one of development."""
+    pins = Path(CONSTRAINTS).read_text(encoding="utf-8")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={version}", pins), "utf-8")
+    install_everything(session, "rich", "matplotlib", constraints=str(constraints))
+    session.run(
+        "pytest", *ON_ALL_PROCESSORS, "packages", "testing", "integration_tests", *session.posargs
+    )
 
 
 @nox.session(venv_backend=HOST_BACKEND)

@@ -126,7 +126,7 @@ def test_logarithm_of_sums_of_infinite_exponentials() -> None:
 
 def test_logsumexp_of_complex_numbers_goes_by_their_real_parts() -> None:
     x = torch.randn(6, 5, dtype=torch.complex128)
-    x[2, 3] = 900 + 1j  # overflows unless it is subtracted
+    x[2, 3] = torch.tensor(900 + 1j)  # overflows unless it is subtracted
     check(lambda x: (x.logsumexp(0), x.logsumexp(1)), x)
 
 

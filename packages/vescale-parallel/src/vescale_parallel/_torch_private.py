@@ -14,8 +14,8 @@ import torch
 # Tensors with shapes and no memory; without them a model could only be observed by running it.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_group
 
 # The nested structures that modules take and return; torch has no public name for it.
 from torch.utils import _pytree as pytree
@@ -34,6 +34,11 @@ __all__ = [
     "pytree",
     "set_timeout",
 ]
+
+# Public since torch 2.14, where the old name warns.
+_set_timeout: Callable[[timedelta, ProcessGroup], None] = (
+    getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)
 
 if torch.__version__ < "2.12":
     # Without a GPU the first thread to enter the mode there leaves torch a pointer to something
@@ -81,7 +86,7 @@ def set_timeout(group: ProcessGroup) -> None:
     """Give a group the timeout of the default group."""
     timeout = group_timeout()
     if timeout is not None:
-        _set_pg_timeout(timeout, group)
+        _set_timeout(timeout, group)
 
 
 def is_in_backward() -> bool:
