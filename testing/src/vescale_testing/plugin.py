@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -56,6 +57,7 @@ def _world(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked ``gpu`` on a machine that has none."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    """Skip a test marked ``gpu``, or that is told to run on one, on a machine that has none."""
+    wants_gpu = item.get_closest_marker("gpu") or os.environ.get("VESCALE_TEST_DEVICE") == "cuda"
+    if wants_gpu and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
