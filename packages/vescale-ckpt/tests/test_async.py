@@ -123,6 +123,28 @@ def save_without_rank_1(path: str) -> str:
     return str(caught.value)
 
 
+def test_each_save_holds_its_own_state_whatever_the_one_before_held(tmp_path: Path) -> None:
+    weight = torch.ones(1000)
+    states: list[dict[str, Any]] = [
+        {"a": weight, "b": torch.arange(300)},
+        {"a": weight, "b": torch.arange(300.0)},  # another dtype
+        {"a": weight},
+        {"a": weight, "b": weight[100:900], "c": weight.view(10, 100).t()},
+        {"b": torch.rand(5000), "none": torch.empty(0), "a": weight},
+        {"a": weight},
+    ]
+    with AsyncSaver() as saver:
+        for step, state in enumerate([*states, *states]):
+            weight.fill_(step)
+            wanted = {key: tensor.clone() for key, tensor in state.items()}
+            saver.save(tmp_path / str(step), state)
+            weight.fill_(-1)
+            saver.wait()
+            target = {key: torch.full_like(tensor, 7) for key, tensor in state.items()}
+            vescale_ckpt.load(tmp_path / str(step), target)
+            assert all(torch.equal(target[key], wanted[key]) for key in wanted), step
+
+
 def test_a_rank_that_does_not_come_is_named(world4: World, tmp_path: Path) -> None:
     messages = world4.run(save_without_rank_1, str(tmp_path / "ckpt"))
     for rank in (0, 2, 3):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -160,43 +161,64 @@ class _Stage:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        # Where the tensors of the last save lie in it, by their identities.
+        self._places: dict[Any, torch.Tensor] = {}
 
     def copy(self, taken: Snapshot) -> Snapshot:
         """Return a snapshot whose tensors lie in this memory; overwrites the one before."""
+        identities = {key: part.identity for key, part in taken.parts.items() if _is_needed(part)}
         sources: dict[Any, torch.Tensor] = {}
-        for part in taken.parts.values():
-            if _is_needed(part):
-                sources.setdefault(part.identity, part.local)
-        offsets: list[int] = []
-        total = 0
-        for source in sources.values():
-            offsets.append(total)
-            total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for key, identity in identities.items():
+            if identity is not None:
+                sources.setdefault(identity, taken.parts[key].local)
         on_gpu = any(source.is_cuda for source in sources.values())
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-        copies: dict[Any, torch.Tensor] = {}
-        for (identity, source), offset in zip(sources.items(), offsets, strict=True):
-            flat = self._memory[offset : offset + source.nbytes].view(source.dtype)
-            copies[identity] = flat.view(source.shape).copy_(source, non_blocking=True)
+        if sources.keys() != self._places.keys():
+            self._places = self._laid_out(sources, pin_memory=on_gpu)
+        for identity, source in sources.items():
+            self._places[identity].copy_(source, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
-        return Snapshot(
-            taken.encoded,
-            {key: _with_copy(part, copies) for key, part in taken.parts.items()},
-        )
+        parts = {
+            key: _placed(part, self._places.get(identities[key]))
+            if key in identities
+            else _emptied(part)
+            for key, part in taken.parts.items()
+        }
+        return Snapshot(taken.encoded, parts)
+
+    def _laid_out(
+        self, sources: Mapping[Any, torch.Tensor], *, pin_memory: bool
+    ) -> dict[Any, torch.Tensor]:
+        """Return memory for each tensor, side by side; allocate more if there is too little."""
+        stops = [*accumulate(_aligned(source.nbytes) for source in sources.values())]
+        total = stops[-1] if stops else 0
+        if self._memory.numel() < total:
+            self._places = {}
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
+        places: dict[Any, torch.Tensor] = {}
+        for (identity, source), stop in zip(sources.items(), stops, strict=True):
+            start = stop - _aligned(source.nbytes)
+            flat = self._memory[start : start + source.nbytes].view(source.dtype)
+            places[identity] = flat.view(source.shape)
+        return places
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_needed(part: Part) -> bool:
     # What every rank holds whole is compared, and written by all together.
-    return part.identity is not None and (part.layout.is_first_replica or part.layout.is_whole)
+    return part.layout.is_first_replica or part.layout.is_whole
 
 
-def _with_copy(part: Part, copies: Mapping[Any, torch.Tensor]) -> Part:
-    if part.identity is None:
+def _placed(part: Part, copy: torch.Tensor | None) -> Part:
+    return part if copy is None else part._replace(local=copy)
+
+
+def _emptied(part: Part) -> Part:
+    """Return a part that others write, without its memory."""
+    if not part.local.numel():
         return part
-    if not _is_needed(part):
-        layout = replace(part.layout, boxes=())
-        return part._replace(local=part.local.new_empty(0), layout=layout)
-    return part._replace(local=copies[part.identity])
+    return part._replace(local=part.local.new_empty(0), layout=replace(part.layout, boxes=()))
