@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale_dtensor import distribute_tensor, emulate
+from vescale_dtensor import DTensor, distribute_tensor, emulate
 
 from .rule_checks import check, sent_bytes
 
@@ -138,6 +138,20 @@ def test_values_are_looked_up_among_sorted_ones() -> None:
 
 def test_triangles_are_cut_in_place() -> None:
     check(lambda x: x.clone().tril_(1), values(6, 5).detach(), exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saved_moments_of_batch_norm_have_the_dtype_of_one_device(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(4, 6, 3).bfloat16(), torch.rand(6).to(dtype)
+    settings = (weight, None, None, None, True, 0.1, 1e-5)
+    expected = [each.dtype for each in torch.native_batch_norm(x, *settings)]
+    mesh = init_device_mesh("cpu", (4,))
+    for placement in (Shard(0), Shard(1)):
+        results = torch.native_batch_norm(distribute_tensor(x, mesh, (placement,)), *settings)
+        assert [each.dtype for each in results] == expected
+        for each in results:
+            assert isinstance(each, DTensor)
+            assert each.to_local().dtype == each.dtype
 
 
 LINALG: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from vescale_parallel import ObservationError, observe
+from vescale_parallel._flops import flops_of
 
 
 class Block(nn.Module):
@@ -146,6 +147,13 @@ def _flop_counter() -> FlopCounterMode:
     """Count like torch, with attention on a CPU, which it leaves out, as on a GPU."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={kernel: _attention_flops})
+
+
+def test_attention_is_counted_as_torch_counts_it() -> None:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    shapes = ((2, 4, 8, 16), (2, 4, 12, 16), (2, 4, 12, 24))
+    given = tuple(torch.empty(shape, device="meta") for shape in shapes)
+    assert flops_of(kernel.default, given, {}, None) == flop_registry[kernel](*given, out_val=None)
 
 
 def _really(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[int, int]:
