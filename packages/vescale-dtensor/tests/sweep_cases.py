@@ -27,19 +27,16 @@ from .device import DEVICE
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
 OPERATORS: list[Any] = sorted(database.op_db, key=lambda op: op.formatted_name)
-# Their results are whatever the memory held.
+# Their results are whatever the memory held; of attention on GPUs the seed of no dropout is.
 UNINITIALIZED = frozenset({
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
     "resize_", "resize_as_",
+    "torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward",
 })  # fmt: skip
 # Made by CUDA's runtime compiler from tensors' addresses, past the dispatcher.
 UNDISPATCHED = frozenset({
     "jiterator_2inputs_2outputs", "jiterator_4inputs_with_extra_args", "jiterator_binary",
     "jiterator_binary_return_by_ref", "jiterator_unary",
-})  # fmt: skip
-# On GPUs they also return the seed of a dropout that there is not: whatever the memory held.
-SEEDS_UNINITIALIZED = frozenset({
-    "torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward",
 })  # fmt: skip
 # The database makes tensors of these sizes; the even ones divide by four ranks and by two.
 EVEN_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 16}
