@@ -14,7 +14,7 @@ from ._torch_private import pytree
 
 aten = torch.ops.aten
 
-# The registry lacks the one of CPUs, and until torch 2.12 refuses heads that share keys.
+# The registry lacks the one of CPUs, and before torch 2.12 refuses heads that share keys.
 _ATTENTION = frozenset((
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu,
