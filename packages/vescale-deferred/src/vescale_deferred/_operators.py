@@ -1,4 +1,7 @@
-"""What does an operator do to its arguments? Read off its schema, once per operator."""
+"""What does an operator do to its arguments? Read off its schema, once per operator.
+
+Running statistics are written by operators whose schemas do not say so: a table says it for them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,21 @@ def aten(names: str) -> frozenset[str]:
 # Fill their first argument, whatever was in it.
 _FILLS = aten("uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ zero_ fill_")
 _OVERWRITING = _FILLS | aten("bernoulli_ copy_")
+# Write to arguments that their schemas call read-only: kernels that keep running statistics. What
+# torch knows of this itself (torch/csrc/utils/schema_info.cpp) lacks some of them.
+_UNDECLARED = dict.fromkeys(
+    aten(
+        "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats "
+        "batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm instance_norm "
+        "_batch_norm_impl_index"
+    ),
+    ("running_mean", "running_var"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What the schema of an operator says.
+    """What the schema of an operator says, and what it conceals.
 
     Attributes:
         name: Such as ``aten::add_``.
@@ -52,10 +65,12 @@ def operator(func: OpOverload) -> Operator:
     """Return what the schema of ``func`` says."""
     found = schema(func)
     arguments = found.arguments
+    undeclared = _UNDECLARED.get(found.name, ())
     written = [
         (position, argument)
         for position, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name in undeclared
+        or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
     names = {argument.name for argument in arguments}
     return Operator(

@@ -207,11 +207,11 @@ class Recording:
         def outside(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or id(leaf) in by_real:
                 return by_real.get(id(leaf), leaf)
-            if leaf.layout is torch.strided and not leaf.is_quantized:
+            if _can_be_deferred(leaf):
                 return self.defer(leaf)
             self._warn(
-                f"the result of {op.name} is not deferred, {leaf.layout} tensors of {leaf.dtype} "
-                "cannot be"
+                f"the result of {op.name} is not deferred, "
+                f"{'nested' if leaf.is_nested else leaf.layout} tensors of {leaf.dtype} cannot be"
             )
             return leaf
 
@@ -302,10 +302,14 @@ def _on_meta(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> An
         return None
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
     is_plain = all(
-        leaf.layout is torch.strided and not leaf.is_conj() and not leaf.is_neg()
-        for leaf in tensors
+        _can_be_deferred(leaf) and not leaf.is_conj() and not leaf.is_neg() for leaf in tensors
     )
     return results if tensors and is_plain else None
+
+
+def _can_be_deferred(tensor: Tensor) -> bool:
+    """Whether a tensor is a window on plain numbers."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _is_deferred(leaf: Any) -> bool:
@@ -324,4 +328,11 @@ def _freeze(leaf: Any) -> Any:
 
 
 def _private_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    """Return a copy with the same strides; ``clone`` packs tensors with gaps."""
+    copy = tensor.detach().clone()
+    if copy.stride() == tensor.stride() or not _can_be_deferred(tensor) or 0 in tensor.stride():
+        return copy
+    strided = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return strided.copy_(copy)

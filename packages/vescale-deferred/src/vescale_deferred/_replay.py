@@ -19,8 +19,10 @@ from ._history import History, Source, Write
 from ._operators import operator
 from ._tensor import DeferredTensor
 from ._torch_private import plainly, tree_leaves, tree_map
+from .exceptions import DeferredError
 
-_Storages = dict[History, torch.UntypedStorage]
+# A sentence in the place of a storage says why its content is not known.
+_Storages = dict[History, torch.UntypedStorage | str]
 
 
 def replay(sources: Sequence[Source]) -> list[Tensor]:
@@ -76,7 +78,10 @@ def _storage(history: History, storages: _Storages) -> torch.UntypedStorage:
     if history not in storages:
         memory = torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
         storages[history] = memory.untyped_storage()
-    return storages[history]
+    found = storages[history]
+    if isinstance(found, str):
+        raise DeferredError(f"{history.fqn or 'a tensor'!r} cannot be made: {found}")
+    return found
 
 
 def _run(write: Write, storages: _Storages) -> None:
@@ -137,7 +142,18 @@ def _draw_on_cuda(write: Write, draws: PhiloxDraws, args: tuple[Any, ...]) -> Te
 
 
 def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:
-    """Make ``result`` the content of a history that begins with it."""
+    """Make ``result`` the content of a history that begins with it.
+
+    Some meta kernels tell another shape than the kernel of the device returns, most of all for
+    results that nobody uses, such as the saved statistics of batch norm in evaluation.
+    """
+    if tuple(result.shape) != out.window.shape or result.dtype != out.window.dtype:
+        storages[out.history] = (
+            f"expected an operator to return shape {out.window.shape} and {out.window.dtype} as "
+            f"on the meta device, got {tuple(result.shape)} and {result.dtype}; construct it "
+            "outside of deferred_init"
+        )
+        return
     storage = result.untyped_storage()
     is_same = (
         storage.nbytes() == out.history.nbytes

@@ -6,7 +6,10 @@ import sys
 import traceback
 from pathlib import Path
 
+import vescale_dtensor
+
 _OURS = str(Path(__file__).parent)
+_DTENSOR = str(Path(vescale_dtensor.__file__).parent)
 _TORCHS = str(Path(sys.modules["torch"].__file__ or "").parent)
 
 
@@ -26,4 +29,4 @@ def line_of(error: BaseException | None = None) -> str:
 
 def is_foreign(filename: str) -> bool:
     """Return whether a file is neither ours nor torch's."""
-    return not filename.startswith((_OURS, _TORCHS))
+    return not filename.startswith((_OURS, _DTENSOR, _TORCHS))
