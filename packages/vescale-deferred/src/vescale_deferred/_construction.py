@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ._functions import Functions
 from ._generators import Generators
+from ._loans import Loans
 from ._operators import aten, operator
 from ._real_code import RealCode
 from ._record import Recording
 from ._replay import values
 from ._tensor import DeferredTensor, unreadable
-from ._torch_private import OpOverload, TorchDispatchMode, plainly, tree_leaves
+from ._torch_private import OpOverload, TorchDispatchMode, is_tracing, plainly, tree_leaves
 from .exceptions import DeferredError, ReadError
 
 # What may happen to deferred tensors when their constructor is done: other places to see the same
@@ -38,16 +40,22 @@ class Construction(TorchDispatchMode):
         super().__init__()
         self.generators = Generators()
         self._real_code = real_code
+        self._functions = Functions()
+        self._loans = Loans()
         self._is_open = False
 
     def __enter__(self) -> Construction:
         self._is_open = True
         super().__enter__()
+        self._functions.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._functions.__exit__(*exception)
         super().__exit__(*exception)
         self._is_open = False
+        if exception[0] is None:
+            self._loans.settle()
 
     def __torch_dispatch__(
         self,
@@ -56,6 +64,8 @@ class Construction(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_tracing():
+            return func(*args, **(kwargs or {}))
         with plainly():
             recording = Recording(self, self.generators, self._real_code)
             return recording.call(func, args, kwargs or {})
@@ -87,6 +97,14 @@ class Construction(TorchDispatchMode):
         if not self._is_open:
             raise ReadError(unreadable(tensor, reason))
         return values(tensor)
+
+    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
+        """Note who looks at the memory of ``values``, which are those of ``tensor``."""
+        self._loans.add(tensor.deferral.history, values, borrower)
+
+    def check_not_lent(self, tensor: DeferredTensor) -> None:
+        """Raise CannotDefer if somebody would not see a write to ``tensor``."""
+        self._loans.check(tensor.deferral.history)
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values of ``tensor``."""

@@ -18,6 +18,7 @@ from ._read import read_part
 from ._replay import replay
 from ._tensor import DeferredTensor, copy_attributes
 from ._tensors_of import registered, replace_unregistered
+from .exceptions import DeferredError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -126,7 +127,20 @@ class _Replacements:
             self._made[id(tensor)] = tensor, value
             if is_deferred and value is not tensor:
                 tensor.deferral.made = value
+                self._make_gradient(fqn, tensor, value)
         return self._made[id(tensor)][1]
+
+    def _make_gradient(self, fqn: str, tensor: Tensor, value: Tensor) -> None:
+        """Give ``value`` the gradient that the constructor left behind."""
+        if tensor.grad is None:
+            return
+        if self._make is not None:
+            raise DeferredError(
+                f"{fqn!r} has a gradient from its constructor, of which no shard can be made; "
+                "call module.zero_grad() before materialize(module, make=...)"
+            )
+        grad = tensor.grad
+        value.grad = _whole(grad) if isinstance(grad, DeferredTensor) else grad
 
     def unregistered(self, tensor: Tensor) -> Tensor:
         """Return what takes the place of a tensor in an attribute."""

@@ -39,6 +39,11 @@ _CPU = torch.device("cpu")
 # What running on the meta device raises if an operator needs values, or is not implemented there.
 _NO_META = (RuntimeError, TypeError, ValueError, IndexError)
 
+# On the meta device these return another dtype, or other strides, than on any other.
+_MISSTATED = aten(
+    "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel nonzero_static "
+    "max_unpool2d max_unpool3d _fft_r2c _fft_c2r _fft_c2c"
+)
 _GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
 
 _Args = tuple[Any, ...]
@@ -79,7 +84,7 @@ class Recording:
         if any(type(tensor) is not DeferredTensor for tensor in mutated):
             return self._early(op, func, args, kwargs, mutated)
         # A fill tells its geometry without running.
-        outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs)
+        outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs, device)
         call = Call(func, args, kwargs)
         drawn = None
         if op.is_random and device.type not in ("cpu", "meta"):
@@ -117,6 +122,8 @@ class Recording:
         device: torch.device,
         drawn: PhiloxDraws | None,
     ) -> Any:
+        for tensor in mutated:
+            self._recorder.check_not_lent(tensor)
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
         sources = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
@@ -227,6 +234,7 @@ class Recording:
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} changed in place to "
                 f"shape {tuple(value.shape)} and {value.dtype}"
             )
+        self._recorder.check_not_lent(tensor)
         target = tensor.deferral.source()
         copy = torch.ops.aten.copy_.default
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
@@ -243,7 +251,9 @@ def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
 
 def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
     """Make a tensor another view of its storage, in place."""
-    tensor: DeferredTensor = args[0]
+    tensor = args[0]
+    if not isinstance(tensor, DeferredTensor):
+        raise CannotDefer(f"{op.name} gives a real tensor the memory of a deferred one")
     if schema(func).overload_name == "source_Tensor":  # set_
         assign_data(tensor, args[1])
         return tensor
@@ -281,8 +291,12 @@ def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> to
     return device
 
 
-def _on_meta(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+def _on_meta(
+    op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, device: torch.device
+) -> Any:
     """Return the results of an operator on the meta device, None if it cannot run there."""
+    if op.name in _MISSTATED:
+        return None
 
     def meta(leaf: Any) -> Any:
         if isinstance(leaf, DeferredTensor):
@@ -304,7 +318,16 @@ def _on_meta(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> An
     is_plain = all(
         _can_be_deferred(leaf) and not leaf.is_conj() and not leaf.is_neg() for leaf in tensors
     )
+    if op.name == "aten::_linalg_svd" and device.type == "cpu":
+        results = _vectors_of_lapack(results)
     return results if tensors and is_plain else None
+
+
+def _vectors_of_lapack(results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return singular vectors column after column; the meta device takes itself for CUDA."""
+    left, values, right = results
+    by_columns = torch.empty_like(right.mT, memory_format=torch.contiguous_format).mT
+    return left, values, by_columns
 
 
 def _can_be_deferred(tensor: Tensor) -> bool:

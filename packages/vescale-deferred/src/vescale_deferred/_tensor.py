@@ -19,8 +19,16 @@ from torch import Tensor, nn
 from vescale_dtensor.random import Window
 
 from ._history import History, Source
-from ._torch_private import OpOverload, plainly, tree_leaves, without_torch_function, wrapper
-from .exceptions import ReadError
+from ._spectral import is_spectral
+from ._torch_private import (
+    OpOverload,
+    plainly,
+    tree_leaves,
+    tree_map,
+    without_torch_function,
+    wrapper,
+)
+from .exceptions import CannotDefer, ReadError
 
 
 class Recorder(Protocol):
@@ -36,6 +44,14 @@ class Recorder(Protocol):
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor that will have the values ``tensor`` has now."""
+        ...
+
+    def check_not_lent(self, tensor: DeferredTensor) -> None:
+        """Raise CannotDefer if somebody who looks at the memory of ``tensor`` lacks a write."""
+        ...
+
+    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
+        """Watch ``values`` of ``tensor``, on whose memory ``borrower`` lies."""
         ...
 
 
@@ -124,15 +140,17 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         with without_torch_function():
             if func in _READERS and isinstance(args[0], DeferredTensor):
-                recorder = args[0].deferral.recorder
-                values = recorder.values(args[0], getattr(func, "__name__", "read"))
-                return func(values, *args[1:], **(kwargs or {}))
+                return _read(func, args[0], args[1:], kwargs or {})
             if func in _NEED_MEMORY and isinstance(args[0], DeferredTensor):
                 if func is torch.Tensor.data_ptr and _recurrent_layer_asks():
                     return 0
                 raise ReadError(unreadable(args[0], func.__name__))
-            if func == _SET_DATA:  # a new object each time
+            if func is torch.Tensor.untyped_storage and isinstance(args[0], DeferredTensor):
+                return DeferredStorage(args[0])
+            if func == SET_DATA:  # a new object each time
                 return assign_data(*args)
+            if is_spectral(func, args, kwargs or {}) and not is_differentiated(args):
+                return _on_values(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -154,10 +172,73 @@ _READERS = frozenset(
 )
 # Methods that would crash, or lie, because there is no memory. Constructors that call one run for
 # real, see _real_code.py.
-_NEED_MEMORY = frozenset({torch.Tensor.data_ptr, torch.Tensor.share_memory_, torch.Tensor.apply_})
+_NEED_MEMORY: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.data_ptr,
+        torch.Tensor.share_memory_,
+        torch.Tensor.apply_,
+        torch.Tensor.storage,
+    }
+)
 # Only a comprehension is between it and the tensor's method.
 _FRAMES_OF_FLATTENING = 4
-_SET_DATA: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
+SET_DATA: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
+
+
+class DeferredStorage:
+    """The storage of a deferred tensor: its size can be asked, and whether it is another's."""
+
+    def __init__(self, tensor: DeferredTensor) -> None:
+        self._tensor = tensor
+        self._cdata = tensor.deferral.history.key
+        self.device = tensor.deferral.history.device
+
+    def nbytes(self) -> int:
+        """Return its size."""
+        return self._tensor.deferral.history.nbytes
+
+    size = __len__ = nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        raise ReadError(unreadable(self._tensor, f"untyped_storage().{name}"))
+
+    def __getitem__(self, index: object) -> Any:
+        raise ReadError(unreadable(self._tensor, "untyped_storage()[...]"))
+
+    __setitem__ = __iter__ = __getitem__
+
+
+def _read(
+    func: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a method that reads the memory of ``tensor``, and may lie on it from then on."""
+    recorder = tensor.deferral.recorder
+    values = recorder.values(tensor, getattr(func, "__name__", "read"))
+    result = func(values, *args, **kwargs)
+    if func is not torch.Tensor.tolist:
+        recorder.lend(tensor, values, result)
+    return result
+
+
+def is_differentiated(args: tuple[Any, ...]) -> bool:
+    """Whether autograd will record a call."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on the values of its arguments, and defer its results."""
+    leaves = tree_leaves((args, kwargs))
+    recorder = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor)).deferral.recorder
+    name = getattr(func, "__name__", "a function")
+
+    def real(leaf: Any) -> Any:
+        return recorder.values(leaf, name) if isinstance(leaf, DeferredTensor) else leaf
+
+    real_args, real_kwargs = tree_map(real, (args, kwargs))
+    with plainly():
+        result = func(*real_args, **real_kwargs)
+        return tree_map(lambda t: recorder.defer(t) if isinstance(t, Tensor) else t, result)
 
 
 def _recurrent_layer_asks() -> bool:
@@ -205,6 +286,9 @@ def assign_data(tensor: Tensor, value: Tensor) -> None:
         tensor.deferral.meta = value.deferral.meta
         tensor.deferral.history = value.deferral.history
     elif isinstance(value, DeferredTensor):
-        value = value.deferral.recorder.values(value, "data")
+        raise CannotDefer(
+            f"a real {type(tensor).__name__} cannot take over the memory of a deferred tensor of "
+            f"shape {tuple(value.shape)}, which has none yet"
+        )
     with without_torch_function():
-        _SET_DATA(tensor, value)
+        SET_DATA(tensor, value)

@@ -42,6 +42,18 @@ def active_modes() -> list[TorchDispatchMode]:
     return _get_current_dispatch_mode_stack()
 
 
+_TRACERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def is_tracing() -> bool:
+    """Whether operators run on fake tensors here, or are traced: modes of the user come first."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Call torch functions on a subclass without coming back to its ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -49,7 +61,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 def wrapper(cls: type[Tensor], meta: Tensor, device: torch.device) -> Any:
     """Return a ``cls`` without storage that has the geometry of ``meta``."""
-    return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+    tensor = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
         cls,
         meta.size(),
         strides=meta.stride(),
@@ -58,6 +70,9 @@ def wrapper(cls: type[Tensor], meta: Tensor, device: torch.device) -> Any:
         layout=meta.layout,
         device=device,
     )
+    # Whoever gets to its null pointer in C++, such as to_dlpack, then raises instead of crashing.
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
 
 
 def storage_key(tensor: Tensor) -> int:
