@@ -20,6 +20,7 @@ def test_public_names_are_these() -> None:
         "TensorParallel",
         "block_stacks",
         "check_constraints",
+        "check_pipeline",
         "constraint_keys",
         "explain",
         "model_signature",

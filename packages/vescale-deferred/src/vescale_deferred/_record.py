@@ -42,7 +42,7 @@ _NO_META = (RuntimeError, TypeError, ValueError, IndexError)
 # On the meta device these return another dtype, or other strides, than on any other.
 _MISSTATED = aten(
     "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel nonzero_static "
-    "max_unpool2d max_unpool3d _fft_r2c _fft_c2r _fft_c2c"
+    "max_unpool2d max_unpool3d linalg_eig _fft_r2c _fft_c2r _fft_c2c"
 )
 _GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
 
@@ -315,6 +315,8 @@ def _on_meta(
     except _NO_META:
         return None
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+    if op.is_view and any(leaf.is_conj() or leaf.is_neg() for leaf in tensors):
+        raise CannotDefer(f"{op.name} returns a conjugate view, which writes would have to follow")
     is_plain = all(
         _can_be_deferred(leaf) and not leaf.is_conj() and not leaf.is_neg() for leaf in tensors
     )

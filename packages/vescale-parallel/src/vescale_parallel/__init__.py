@@ -12,6 +12,7 @@ from ._loader import ParallelLoader as ParallelLoader
 from ._observation import Observation as Observation
 from ._observe import observe as observe
 from ._parallelize import parallelize as parallelize
+from ._pipeline_check import check_pipeline as check_pipeline
 from ._plan import (
     Estimate as Estimate,
     ModelSignature as ModelSignature,
@@ -58,6 +59,7 @@ __all__ = [
     "TensorParallel",
     "block_stacks",
     "check_constraints",
+    "check_pipeline",
     "constraint_keys",
     "explain",
     "model_signature",

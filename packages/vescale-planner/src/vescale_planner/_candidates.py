@@ -222,7 +222,15 @@ def _pipelines(
         if fixed is not None and layout.pp == 1 and fixed > 1:
             yield f"pipeline_parallel.microbatches {fixed} needs pipeline_parallel.size above 1"
             return
-        for microbatches in (fixed,) if fixed else _microbatches(layout, rows):
+        options = [fixed] if fixed else _microbatches(layout, rows)
+        if layout.pp > 1 and not is_pipeline_asked_for(constraints):
+            options = [count for count in options if count > 1]
+            if not options:
+                yield (
+                    f"{counted(stages, 'pipeline stage')} need two micro-batches or more to work "
+                    "at the same time, and a replica gets one row"
+                )
+        for microbatches in options:
             if virtual_stages > 1 and microbatches % layout.pp:
                 if not _is_interleaving_asked_for(constraints):
                     continue
@@ -250,6 +258,14 @@ def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
         f"pipeline_parallel.microbatches ({dp} x {microbatches} = {dp * microbatches}), "
         f"got {rows.global_size}"
     )
+
+
+def is_pipeline_asked_for(constraints: Mapping[str, Any]) -> bool:
+    """Return whether only pipelines obey the constraints."""
+    counts = ("size", "virtual_stages", "microbatches")
+    given = [constraints.get(f"pipeline_parallel.{name}") or 1 for name in counts]
+    points = constraints.get("pipeline_parallel.split_points")
+    return max(given) > 1 or bool(points) or _is_interleaving_asked_for(constraints)
 
 
 def _is_interleaving_asked_for(constraints: Mapping[str, Any]) -> bool:

@@ -51,15 +51,21 @@ def left_whole(parameters: Mapping[str, str]) -> list[str]:
     return shown
 
 
-def _runners_up(found: Found) -> list[str]:
-    """Return the best of every other layout, and how much slower it is."""
+def runners_up(found: Found) -> list[Scored]:
+    """Return the best of every other layout, as many as are named."""
     winner = found.fits[0]
     best: dict[Layout, Scored] = {}
     for each in sorted(found.fits, key=lambda s: (s.seconds_per_row, s.candidate)):
         if each.candidate.layout != winner.candidate.layout:
             best.setdefault(each.candidate.layout, each)
+    return list(best.values())[:_RUNNERS_UP]
+
+
+def _runners_up(found: Found) -> list[str]:
+    """Return how much slower the others are."""
+    winner = found.fits[0]
     lines: list[str] = []
-    for each in list(best.values())[:_RUNNERS_UP]:
+    for each in runners_up(found):
         ratio = each.seconds_per_row / winner.seconds_per_row
         tied = ratio <= TIE and each.candidate.moving_parts >= winner.candidate.moving_parts
         verdict = f"{ratio:.3g} x the time"

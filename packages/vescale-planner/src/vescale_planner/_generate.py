@@ -15,6 +15,7 @@ from vescale_parallel import Estimate, ParallelPlan, model_signature, with_const
 from ._constraints import check, check_split_points
 from ._explain import left_whole, nothing_fits, reasons
 from ._memory import Memory, optimizer_states
+from ._runnable import runnable
 from ._search import Found, Scored, Search
 from ._workload import workload_of
 from .cluster import Cluster
@@ -67,7 +68,7 @@ def generate_plan(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
     search = Search(model, workload, cluster, constraints, states, split, example_batch)
-    found = search.run(world_size)
+    found = runnable(search.run(world_size), search, lambda each: _fill_in(each, search))
     if not found.fits:
         raise ValueError(_no_plan(found, search))
     plan = _fill_in(found.fits[0], search)

@@ -110,9 +110,9 @@ class Search:
         fits = [each for each in scored if each.needed_bytes <= limit]
         too_large = [each for each in scored if each.needed_bytes > limit]
         return Found(
-            fits=tuple(_ranked(fits)),
+            fits=tuple(ranked(fits)),
             too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
-            rejected=tuple(_distinct(rejected)),
+            rejected=tuple(distinct(rejected)),
         )
 
     def score(self, candidate: Candidate) -> Scored:
@@ -215,7 +215,7 @@ class Search:
         return self._ranks[key]
 
 
-def _distinct(sentences: Iterable[str]) -> list[str]:
+def distinct(sentences: Iterable[str]) -> list[str]:
     """Return the first of those that differ in numbers alone."""
     first: dict[str, str] = {}
     for sentence in sentences:
@@ -223,7 +223,7 @@ def _distinct(sentences: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def _ranked(fits: list[Scored]) -> list[Scored]:
+def ranked(fits: list[Scored]) -> list[Scored]:
     """Sort by time; of those about as fast as the fastest, the simplest first."""
     if not fits:
         return []

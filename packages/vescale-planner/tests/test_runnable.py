@@ -1,0 +1,93 @@
+"""Only what the runtime carries out is proposed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_planner import Cluster, generate_plan
+
+CPU = Cluster.preset("cpu")
+# Neither tensor nor data parallelism: pipelines are all that is left.
+ONLY_PIPELINES = {"tensor_parallel.size": 1, "data_parallel.size": 1}
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, residual: bool = False, loss: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.residual, self.loss = residual, loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if self.residual else layer(x)
+        return x.square().mean() if self.loss else x
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [("up", nn.Linear(8, 16)), ("act", nn.ReLU()), ("down", nn.Linear(16, 8))]
+        self.body = nn.Sequential(OrderedDict[str, nn.Module](layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Activated(), r"'body.down' is not called with what the block before it returned"),
+        (Blocks(residual=True), r"is not called with what the block before it returned"),
+        (Blocks(loss=False), r"needs a module whose forward returns its loss"),
+    ],
+)
+@pytest.mark.parametrize("asked", [{}, {"pipeline_parallel.size": 2}])
+def test_pipelines_that_would_not_run_are_refused_with_the_reason(
+    model: nn.Module, reason: str, asked: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        generate_plan(
+            model,
+            {**ONLY_PIPELINES, **asked},
+            world_size=2,
+            cluster=CPU,
+            example_batch=torch.ones(4, 8),
+        )
+
+
+def test_pipelines_that_run_are_proposed() -> None:
+    plan = generate_plan(
+        Blocks(), ONLY_PIPELINES, world_size=2, cluster=CPU, example_batch=torch.ones(4, 8)
+    )
+    assert plan.pipeline_parallel.size == 2
+    assert plan.pipeline_parallel.microbatches > 1
+
+
+def test_pipelines_nobody_asked_for_need_a_batch_to_be_tried_on() -> None:
+    with pytest.raises(ValueError, match="2 pipeline stages: needs an example_batch"):
+        generate_plan(Blocks(), ONLY_PIPELINES, world_size=2, cluster=CPU)
+    asked = {**ONLY_PIPELINES, "pipeline_parallel.size": 2}
+    assert generate_plan(Blocks(), asked, world_size=2, cluster=CPU).pipeline_parallel.size == 2
+
+
+def test_pipelines_of_one_micro_batch_are_for_those_who_ask() -> None:
+    row = torch.ones(1, 8)
+    with pytest.raises(ValueError, match="2 pipeline stages need two micro-batches or more"):
+        generate_plan(Blocks(), ONLY_PIPELINES, world_size=2, cluster=CPU, example_batch=row)
+    asked = {**ONLY_PIPELINES, "pipeline_parallel.size": 2}
+    plan = generate_plan(Blocks(), asked, world_size=2, cluster=CPU, example_batch=row)
+    assert plan.pipeline_parallel.microbatches == 1
+
+
+def test_the_reasons_say_which_pipelines_would_not_run() -> None:
+    plan = generate_plan(
+        Blocks(residual=True), world_size=2, cluster=CPU, example_batch=torch.ones(4, 8)
+    )
+    assert plan.pipeline_parallel.size == 1
+    said = "\n".join(plan.reasons)
+    assert "not possible: 2 pipeline stages: pipeline parallelism passes the output" in said
+    assert "next: pipeline parallel" not in said
