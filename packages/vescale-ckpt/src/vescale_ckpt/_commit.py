@@ -21,9 +21,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
-from ._record import RECORD_NAME, Record, parse_record, read_text
+from ._handles import Handles
+from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
 from .exceptions import CheckpointError
 
 _AT_FDCWD = -100
@@ -85,8 +87,18 @@ def check_replaceable(path: Path) -> None:
     """Refuse to replace anything but a checkpoint or an empty directory."""
     if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir():
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link to {os.path.realpath(path)}, which a save would replace; "
+            f"save to that path, or to another one"
+        )
+    if not path.is_dir():
         raise CheckpointError(f"{path} exists and is no directory; save to another path")
+    if path.is_mount():
+        raise CheckpointError(
+            f"{path} is a mount point, which cannot be replaced; save to a directory in it, "
+            f"{path / 'step-1'} for example"
+        )
     if not (path / RECORD_NAME).exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} holds files but no checkpoint ({RECORD_NAME} is missing); it will not be "
@@ -125,11 +137,29 @@ def recover(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def place_of(path: Path) -> Path:
+    """Return where the checkpoint of ``path`` is: there, or where a writer left it that died."""
+    return interrupted(path) or path
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is something.
+
+    Raises:
+        OSError: If that cannot be found out; ``Path.exists`` may say no then.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def interrupted(path: Path) -> Path | None:
     """Return where the checkpoint of ``path`` is if a writer died while replacing it."""
-    if path.exists():
+    if is_there(path):
         return None
-    aside = [entry for entry in _siblings(path, "replaced") if (entry / RECORD_NAME).exists()]
+    aside = [entry for entry in _siblings(path, "replaced") if is_there(entry / RECORD_NAME)]
     return max(aside, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
@@ -208,6 +238,6 @@ def _foreign_names(directory: Path) -> Iterable[str]:
 
 def read_record(directory: Path) -> Record:
     """Return the commit record of a directory."""
-    file = directory / RECORD_NAME
-    with open(file, "rb") as stream:
-        return parse_record(read_text(stream, str(file)), str(file))
+    with closing(Handles(directory, follow_links=True, most=1)) as handles:
+        text = handles.content(RECORD_NAME, MAX_RECORD_NBYTES)
+    return parse_record(text, str(directory / RECORD_NAME))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -152,13 +151,6 @@ def _box_rows(record: Record, key: str) -> list[Any]:
         for box, stored in record.boxes[key]
     ]
     return [tensor.dtype, list(tensor.shape), rows]
-
-
-def read_text(stream: BinaryIO, where: str) -> bytes:
-    """Return the content of a commit record, unless it is absurdly long."""
-    if os.fstat(stream.fileno()).st_size > MAX_RECORD_NBYTES:
-        raise CorruptCheckpointError(f"{where} is too long for a commit record; {_ADVICE}")
-    return stream.read(MAX_RECORD_NBYTES)
 
 
 def parse_record(text: bytes, where: str) -> Record:

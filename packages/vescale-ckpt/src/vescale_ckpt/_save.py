@@ -156,7 +156,17 @@ def write_checkpoint(
     if target.keep_last is not None:
         with Step(ranks):
             if ranks.rank == 0:
-                keep_newest(target.where, target.keep_last)
+                _keep_newest(target.where, target.keep_last)
+
+
+def _keep_newest(where: Path | Storage, keep_last: int) -> None:
+    try:
+        keep_newest(where, keep_last)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{where if isinstance(where, Path) else where.url} is committed, but which older "
+            f"checkpoints to delete could not be found out, and not all of them are: {error}"
+        ) from error
 
 
 def _write_shared(
