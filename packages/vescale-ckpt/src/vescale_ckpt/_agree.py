@@ -201,9 +201,11 @@ def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
     if num_more:
         at_least = "at least " if len(buckets) > len(looked_at) else ""
         lines.append(f"and {at_least}{num_more} more")
-    raise MismatchError(
-        "expected the same state on every rank (shards as DTensors, all else equal); nothing "
-        "was saved:\n" + "\n".join(lines)
+    raise ranks.common(
+        MismatchError(
+            "expected the same state on every rank (shards as DTensors, all else equal); nothing "
+            "was saved:\n" + "\n".join(lines)
+        )
     )
 
 

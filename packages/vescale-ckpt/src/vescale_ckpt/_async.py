@@ -18,7 +18,7 @@ import torch
 from ._boxes import Part
 from ._group import DEFAULT_TIMEOUT, Ranks, separate_ranks
 from ._save import Snapshot, snapshot, write_checkpoint
-from ._target import Layout, target_of
+from ._target import Layout, Target, target_of
 from .exceptions import CheckpointError
 
 _ALIGNMENT = 64
@@ -46,6 +46,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """
 
     def __init__(self, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
         self._ranks: Ranks = separate_ranks(timeout)
         self._stage = _Stage()
         self._thread: threading.Thread | None = None
@@ -86,18 +87,29 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
-        target = target_of(path, layout=layout, keep_last=keep_last)
-        self.wait()
+        target: Target | None = None
         taken: Snapshot | None = None
         failure: Exception | None = None
         try:
+            target = target_of(path, layout=layout, keep_last=keep_last)
+        except ValueError as error:
+            if self._ranks.size == 1:
+                raise
+            failure = error
+        self.wait()
+        if self._ranks.is_closed:
+            self._ranks = separate_ranks(self._timeout)
+        try:
             taken = self._stage.copy(snapshot(state, self._ranks))
         except Exception as error:
-            failure = error
+            failure = failure or error
+
+        def choose() -> Target:
+            if failure is not None or target is None:
+                raise failure or AssertionError
+            return target
 
         def take() -> Snapshot:
-            if failure is not None:
-                raise failure
             assert taken is not None
             return taken
 
@@ -106,12 +118,17 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
         def work() -> None:
             try:
-                write_checkpoint(target, take, ranks, progress=outcome.add_written)
+                write_checkpoint(choose, take, ranks, progress=outcome.add_written)
             except BaseException as error:
                 outcome.error = error
 
-        self._thread = threading.Thread(target=work, name="vescale-ckpt-save")
-        self._thread.start()
+        thread = threading.Thread(target=work, name="vescale-ckpt-save")
+        try:
+            thread.start()
+        except RuntimeError:
+            work()  # no more threads: the other ranks must not wait for this one in vain
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Return when the last save is committed.

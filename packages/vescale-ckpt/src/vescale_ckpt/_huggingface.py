@@ -60,11 +60,18 @@ def load_safetensors(
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_ranks()
-    with Step(ranks) as step:
-        reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
-        step.message = this_host()
+    reader: Reader | None = None
+    try:
+        with Step(ranks) as step:
+            reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
+            step.message = this_host()
+    except BaseException:
+        if reader is not None:
+            reader.close()
+        raise
+    assert reader is not None
     hosts = step.messages
-    with reader, torch.no_grad():
+    with reader, ranks.together(), torch.no_grad():
         with Step(ranks):
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -76,7 +83,7 @@ def load_safetensors(
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
-        with Step(ranks):
+        with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ import torch
 from ._fill import check, fill
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
 from ._host import this_host
-from ._match import match
+from ._match import EVERYTHING, match
 from ._open import open_checkpoint
 from ._pieces import Piece, pieces_of
 from ._read import Reader
-from ._selection import select
+from ._selection import Selection, select
 from .exceptions import CheckpointError
 
 _MAX_ATTEMPTS = 5
@@ -81,11 +82,11 @@ def load(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
-    selection = select(only, rename)
     ranks = current_ranks(timeout)
     ranks.meet()
-    reader, hosts = _open_same(path, ranks)
-    with reader, torch.no_grad():
+    with ranks.together():
+        reader, hosts, selection = _open_same(path, ranks, partial(select, only, rename))
+    with reader, ranks.together(), torch.no_grad():
         with Step(ranks):
             try:
                 matched = match(
@@ -105,9 +106,9 @@ def load(
             kept = "; ".join(matched.kept)
             warnings.warn(f"left as it is, not loaded: {kept}", stacklevel=2)
         if verify_first:
-            with Step(ranks):
+            with Step(ranks), ranks.together():
                 check(reader, pieces, ranks)
-        with Step(ranks):
+        with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts, exchange=exchange)
         with Step(ranks):
             for given, filled in matched.stateful:
@@ -115,16 +116,25 @@ def load(
         return matched.result
 
 
-def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Reader, list[str]]:
+def _open_same(
+    path: str | os.PathLike[str], ranks: Ranks, chosen: Callable[[], Selection]
+) -> tuple[Reader, list[str], Selection]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
+    Args:
+        path: Where it is.
+        ranks: All ranks.
+        chosen: Returns what of it is wanted, or raises what is wrong with that.
+
     Returns:
-        What reads it, and the host of each rank.
+        What reads it, the host of each rank, and what is wanted.
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: Reader | None = None
+        selection = EVERYTHING
         try:
             with Step(ranks) as step:
+                selection = checked(chosen)
                 try:
                     reader = open_checkpoint(path)
                     step.message = reader.digest, this_host()
@@ -138,9 +148,21 @@ def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Reader, list
         if reader is not None and None not in step.messages:
             digests, hosts = zip(*step.messages, strict=True)
             if len(set(digests)) == 1:
-                return reader, list(hosts)
+                return reader, list(hosts), selection
         _close(reader)
-    raise CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    raise ranks.common(
+        CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    )
+
+
+def checked(chosen: Callable[[], Selection]) -> Selection:
+    """Return what a user has chosen; what is wrong with it every rank has to hear of."""
+    try:
+        return chosen()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _close(reader: Reader | None) -> None:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ def save(
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
-    target = target_of(path, layout=layout, keep_last=keep_last)
+    choose = partial(target_of, path, layout=layout, keep_last=keep_last)
     ranks = current_ranks(timeout)
-    write_checkpoint(target, lambda: snapshot(state, ranks), ranks)
+    write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
 
 
 def write_checkpoint(
-    target: Target,
+    choose: Callable[[], Target],
     take: Callable[[], Snapshot],
     ranks: Ranks,
     *,
@@ -131,14 +132,31 @@ def write_checkpoint(
     """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
 
     Args:
-        target: Where to write.
+        choose: Returns where to write, or raises what is wrong with that.
         take: Returns the state to save.
         ranks: The ranks that save.
         max_file_nbytes: When to begin another file.
         progress: Called with the number of bytes of each request to write.
     """
     ranks.meet()
+    with ranks.together():
+        _write_checkpoint(choose, take, ranks, max_file_nbytes, progress)
+
+
+def _write_checkpoint(
+    choose: Callable[[], Target],
+    take: Callable[[], Snapshot],
+    ranks: Ranks,
+    max_file_nbytes: int,
+    progress: Callable[[int], None],
+) -> None:
     with Step(ranks) as step:
+        try:
+            target = choose()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         target.check()
         taken = take()
         ties = ties_of(taken.parts)
@@ -214,7 +232,7 @@ def _write_all(
     progress: Callable[[int], None],
 ) -> dict[str, list[int]]:
     """Write this rank's bytes and return the checksums of all files' blocks."""
-    with Step(ranks) as step:
+    with Step(ranks) as step, ranks.together():
         sums = {
             name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
             for name, file in plan.files.items()
@@ -225,10 +243,11 @@ def _write_all(
         plan.files.items(), zip(*step.messages, strict=True), strict=True
     ):
         if sum(counts) != file.nbytes:
-            raise CheckpointError(
+            text = (
                 f"the ranks wrote {sum(counts)} bytes of file {name!r}, which has {file.nbytes}: "
                 f"their shards do not make up the tensors exactly once; nothing was committed"
             )
+            raise ranks.common(CheckpointError(text))
     # Registers of all ranks combine by XOR; see [Note: partial checksums].
     registers = np.concatenate([_NOTHING, *(partial.folded() for partial in sums.values())])
     ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ._boxes import Part, located
+from ._commit import is_there
 from ._crc import PartialSums
 from ._files import FilePlan
 from ._group import Ranks
@@ -75,9 +75,7 @@ def write_files(
         ranks: All ranks.
     """
     with Buffers() as buffers:
-        failure = _write_exchanged(directory, plan, work, sums, buffers, ranks)
-        if failure is not None:
-            raise failure
+        _write_exchanged(directory, plan, work, sums, buffers, ranks)
         keys = keys_by_file(plan, work)
         for name, file in plan.files.items():
             if name not in keys and ranks.rank != 0:
@@ -98,39 +96,26 @@ def _write_exchanged(
     sums: Mapping[str, PartialSums],
     buffers: Buffers,
     ranks: Ranks,
-) -> Exception | None:
-    """Write slabs; see [Note: slabs]. Takes part in every exchange whatever goes wrong."""
-    failure = _invisible(directory)
+) -> None:
+    """Write slabs; see [Note: slabs]."""
+    _check_visible(directory)
     scratch = Scratch()
     by_file: dict[str, list[str]] = {}
     for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
         by_file.setdefault(plan.tensors[key].file, []).append(key)
     for name in sorted(by_file):
-        with ExitStack() as stack:
-            writer: FileWriter | None = None
-            try:
-                writer = stack.enter_context(FileWriter(directory / name, sums[name], buffers))
-            except Exception as error:
-                failure = failure or error
-            usable = writer if failure is None else None
-            tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
-            error = write_slabs(usable, tensors, ranks, scratch)
-            failure = failure or error
-            try:
-                if writer is not None:
-                    writer.finish()
-            except Exception as error:
-                failure = failure or error
-    return failure
+        tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
+        with FileWriter(directory / name, sums[name], buffers) as writer:
+            write_slabs(writer, tensors, ranks, scratch)
+            writer.finish()
 
 
-def _invisible(directory: Path) -> Exception | None:
-    if directory.is_dir():
-        return None
-    return CheckpointError(
-        f"{directory}, made by rank 0, is not visible here; save to a path on a file system that "
-        f"all ranks share"
-    )
+def _check_visible(directory: Path) -> None:
+    if not is_there(directory):
+        raise CheckpointError(
+            f"{directory}, made by rank 0, is not visible here; save to a path on a file system "
+            f"that all ranks share"
+        )
 
 
 def keys_by_file(plan: FilePlan, work: Work) -> dict[str, list[str]]:
