@@ -92,7 +92,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         failure: Exception | None = None
         try:
             target = target_of(path, layout=layout, keep_last=keep_last)
-        except ValueError as error:
+        except Exception as error:
             if self._ranks.size == 1:
                 raise
             failure = error
