@@ -92,6 +92,7 @@ def load_dcp(
             matched = match(
                 state, record, ranks.rank, strict=strict, cast=cast, selection=selection
             )
+        matched.report(strict=strict)
         with Step(ranks):
             source.fill(matched.targets)
         with Step(ranks):

@@ -83,6 +83,7 @@ def load_safetensors(
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
+        matched.report(strict=strict)
         with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts)
 

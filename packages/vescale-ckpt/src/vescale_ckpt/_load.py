@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -53,12 +52,13 @@ def load(
     Args:
         path: The checkpoint's directory, or its URL, ``s3://...`` for example, if it lies where
             fsspec can read.
-        state: What to fill, with the keys of the saved state. A top-level key of the checkpoint
-            that ``state`` leaves out, an optimizer for example, is not read. Objects with
-            ``state_dict()`` get their state through ``load_state_dict()``; an object that
-            implements :class:`StateTemplate` is asked for the tensors to fill.
-        strict: Whether other keys that only the checkpoint or only ``state`` has are an error,
-            and patterns that match nothing in the checkpoint.
+        state: What to fill, with the keys of the saved state. Objects with ``state_dict()`` get
+            their state through ``load_state_dict()``; an object that implements
+            :class:`StateTemplate` is asked for the tensors to fill.
+        strict: Whether keys that only the checkpoint or only ``state`` has are an error, and
+            patterns that match nothing in the checkpoint; if not, a warning lists them. To read
+            a part of a checkpoint, the model without its optimizer for example, say so with
+            ``only=["model"]``: what else there is does not matter then.
         only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
             lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
             of ``state`` stays as it is, and objects of which nothing is wanted are not touched.
@@ -102,9 +102,7 @@ def load(
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
             check_targets(pieces)
-        if matched.kept:
-            kept = "; ".join(matched.kept)
-            warnings.warn(f"left as it is, not loaded: {kept}", stacklevel=2)
+        matched.report(strict=strict)
         if verify_first:
             with Step(ranks), ranks.together():
                 check(reader, pieces, ranks)

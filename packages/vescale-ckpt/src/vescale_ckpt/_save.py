@@ -238,7 +238,7 @@ def _write_all(
             for name, file in plan.files.items()
         }
         write_files(directory, plan, work, sums, ranks)
-        step.message = [partial.written_nbytes for partial in sums.values()]
+        step.message = [own.written_nbytes for own in sums.values()]
     for (name, file), counts in zip(
         plan.files.items(), zip(*step.messages, strict=True), strict=True
     ):
@@ -249,12 +249,12 @@ def _write_all(
             )
             raise ranks.common(CheckpointError(text))
     # Registers of all ranks combine by XOR; see [Note: partial checksums].
-    registers = np.concatenate([_NOTHING, *(partial.folded() for partial in sums.values())])
+    registers = np.concatenate([_NOTHING, *(own.folded() for own in sums.values())])
     ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
     result: dict[str, list[int]] = {}
-    for name, partial in sums.items():
-        words, registers = np.split(registers, [partial.num_blocks])
-        result[name] = checksums(partial.nbytes, _BLOCK_NBYTES, words)
+    for name, own in sums.items():
+        words, registers = np.split(registers, [own.num_blocks])
+        result[name] = checksums(own.nbytes, _BLOCK_NBYTES, words)
     return result
 
 

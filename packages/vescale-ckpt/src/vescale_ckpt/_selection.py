@@ -107,7 +107,9 @@ class Stored:
         for key, node in items:
             old = dotted(path, key)
             if inner := _items_of(node):
-                yield key, _with_items(node, list(self._staying(inner, old)))
+                # A dict of which everything has another place is none any more.
+                if staying := list(self._staying(inner, old)):
+                    yield key, _with_items(node, staying)
             else:
                 new = renamed(old, self._rename)
                 self._unused -= {pattern for pattern in self._unused if re.fullmatch(pattern, old)}
