@@ -17,8 +17,8 @@ from ._files import StoredTensor
 from ._fill import fill
 from ._group import Step, current_ranks
 from ._host import this_host
-from ._load import check_targets
 from ._match import Matched, match
+from ._overlap import apart, settle
 from ._pieces import pieces_of
 from ._read import Reader
 from ._record import Record, StoredFile, is_file_name
@@ -82,10 +82,11 @@ def load_safetensors(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
-            check_targets(pieces)
+            twins = apart(pieces)
         matched.report(strict=strict)
         with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts)
+            settle(twins)
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:

@@ -15,7 +15,8 @@ from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
 from ._host import this_host
 from ._match import EVERYTHING, match
 from ._open import open_checkpoint
-from ._pieces import Piece, pieces_of
+from ._overlap import apart, settle
+from ._pieces import pieces_of
 from ._read import Reader
 from ._selection import Selection, select
 from .exceptions import CheckpointError
@@ -101,7 +102,7 @@ def load(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
-            check_targets(pieces)
+            twins = apart(pieces)
         matched.report(strict=strict)
         if verify_first:
             with Step(ranks), ranks.together():
@@ -109,6 +110,7 @@ def load(
         with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts, exchange=exchange)
         with Step(ranks):
+            settle(twins)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
@@ -166,15 +168,3 @@ def checked(chosen: Callable[[], Selection]) -> Selection:
 def _close(reader: Reader | None) -> None:
     if reader is not None:
         reader.close()
-
-
-def check_targets(pieces: list[Piece]) -> None:
-    """Refuse to read two stored tensors into the same memory."""
-    keys: dict[tuple[int, torch.Size], Piece] = {}
-    for piece in pieces:
-        first = keys.setdefault((piece.target.data_ptr(), piece.target.shape), piece)
-        if first.stored != piece.stored and first.target.device == piece.target.device:
-            raise CheckpointError(
-                f"{first.key!r} and {piece.key!r} share their memory in the given state, but are "
-                f"two tensors in the checkpoint; untie them or load only one of them"
-            )

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -218,10 +219,10 @@ class _Walk:
         for name, key in found:
             if self.selection.wants(dotted(path, name)):
                 saved[name] = self.saved_tensor(key)
-        structure = None
-        if self.selection.wants(path) and not self.stored.holds_below(path):
-            structure = decode(node, self.saved_tensor)
-        return template_of(given, saved, structure)
+        is_whole = self.selection.wants(path) and not self.stored.holds_below(path)
+        return template_of(
+            given, saved, partial(decode, node, self.saved_tensor) if is_whole else None
+        )
 
     def saved_tensor(self, key: str) -> SavedTensor:
         stored = self.record.stored(key)

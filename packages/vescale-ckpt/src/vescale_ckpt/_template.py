@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,20 +47,22 @@ class StateTemplate(Protocol):
 
 
 def template_of(
-    given: Stateful, saved: Mapping[str, SavedTensor], structure: Any = None
+    given: Stateful,
+    saved: Mapping[str, SavedTensor],
+    structure: Callable[[], Any] | None = None,
 ) -> Mapping[str, Any]:
     """Return the nested dict of tensors to fill for ``given``.
 
     Args:
         given: The object.
         saved: The tensors in the checkpoint, by their dotted path within the object.
-        structure: All that is stored of the object, with a :class:`SavedTensor` for each tensor;
-            None if only a part of it is wanted, or some of it has another name here.
+        structure: Returns all that is stored of the object, with a :class:`SavedTensor` for each
+            tensor; None if only a part of it is wanted, or some of it has another name here.
     """
     if isinstance(given, StateTemplate):
         return given.state_template(saved)
     if isinstance(given, torch.optim.Optimizer):
-        return _optimizer_template(given, saved, structure)
+        return _optimizer_template(given, saved, structure() if structure else None)
     return given.state_dict()
 
 
