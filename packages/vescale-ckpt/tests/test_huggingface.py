@@ -118,6 +118,13 @@ HEADERS = {
     "other length": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}',
     "three offsets": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}}',
     "numbers": b'{"up.bias":5}',
+    "over one another": b'{"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "a hole": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "bytes of no tensor": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "twice": b'{"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "twice within": b'{"up.bias":{"dtype":"F32","dtype":"F64","shape":[1],"data_offsets":[0,8]}}',
 }  # fmt: skip
 
 

@@ -116,6 +116,10 @@ class Handles:
             with self.use(name):
                 pass
 
+    def held(self) -> list[str]:
+        """Return the files that are open."""
+        return list(self._open)
+
     @contextmanager
     def use(self, name: str) -> Iterator[Handle]:
         """Give a file that stays open for the time of the block.

@@ -24,6 +24,7 @@ import numpy as np
 
 from ._crc import crc32
 from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES
+from ._files import StoredTensor
 from ._handles import Handles
 from ._pieces import Piece
 from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
@@ -86,6 +87,7 @@ class Reader:
             self.record = record
             self._check_lengths()
             self._handles.hold()
+            self._check_starts()
         except BaseException:
             self.close()
             raise
@@ -272,6 +274,26 @@ class Reader:
                 raise CorruptCheckpointError(
                     f"{self.path / name} has {actual} bytes, the checkpoint was committed with "
                     f"{file.nbytes}, {lost}; the file is damaged, load another checkpoint"
+                )
+
+    def _check_starts(self) -> None:
+        """Refuse tensors that would lie in the header of their file."""
+        firsts: dict[str, StoredTensor] = {}
+        for _, tensor in self.record.extents():
+            first = firsts.setdefault(tensor.file, tensor)
+            if tensor.offset < first.offset:
+                firsts[tensor.file] = tensor
+        for name in self._handles.held():
+            first = firsts.get(name)
+            if first is None or not name.endswith(".safetensors"):
+                continue
+            start = 8 + int.from_bytes(self.content(name, 0, 8), "little")
+            if first.offset < start:
+                self.check_blocks(Blocks(name, 0, 1))  # more often a bit was lost
+                raise CorruptCheckpointError(
+                    f"{self.path / name}: tensor {first.name!r} would begin at byte "
+                    f"{first.offset}, within the header, which ends at byte {start}; the file is "
+                    f"damaged, load another checkpoint"
                 )
 
     def _role(self, name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ._json import strict_json
 from ._open import open_checkpoint
 from ._read import Blocks, Reader
 from ._record import Record
@@ -94,7 +94,7 @@ def wrong_headers(reader: Reader) -> Iterator[str]:
 def _header(reader: Reader, name: str) -> dict[str, Any]:
     try:
         (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
-        header = json.loads(reader.content(name, 8, nbytes))
+        header = strict_json(reader.content(name, 8, nbytes))
         header.pop("__metadata__", None)
         return {
             key: [entry["dtype"], entry["shape"], entry["data_offsets"][0] + 8 + nbytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,9 +54,22 @@ def create_files(directory: Path, plan: FilePlan) -> None:
         descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             if file.nbytes:
-                os.posix_fallocate(descriptor, 0, file.nbytes)
+                _reserve(descriptor, file.nbytes)
         finally:
             os.close(descriptor)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a file its length, and space on the disk where the system can do that."""
+    if hasattr(os, "posix_fallocate"):  # macOS lacks it
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, nbytes)
 
 
 def write_files(
