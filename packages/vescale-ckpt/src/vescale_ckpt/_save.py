@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ._agree import Agreed, Fingerprint, agree, fingerprint, ties_of
 from ._boxes import Part, part_of
 from ._commit import Staging, staging_directory
+from ._copies import Copies
 from ._crc import PartialSums, checksums
 from ._files import MAX_FILE_NBYTES, FilePlan, plan_files
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
@@ -160,7 +161,9 @@ def _write_checkpoint(
         target.check()
         taken = take()
         ties = ties_of(taken.parts)
-        prints = fingerprint(taken.encoded, taken.parts, ties, ranks)
+        # Files of ranks hold whole tensors, not shares of them.
+        all_bytes = target.has_rank_files or isinstance(target.where, Storage)
+        prints = fingerprint(taken.encoded, taken.parts, ties, ranks, all_bytes=all_bytes)
         step.message = [uuid.uuid4().hex, prints]
     token: str = step.messages[0][0]
     by_rank = [Fingerprint(*prints) for _, prints in step.messages]
@@ -237,8 +240,11 @@ def _write_all(
             name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
             for name, file in plan.files.items()
         }
-        write_files(directory, plan, work, sums, ranks)
-        step.message = [own.written_nbytes for own in sums.values()]
+        copies = Copies(plan, _BLOCK_NBYTES, progress)
+        write_files(directory, plan, work, sums, copies, ranks)
+        step.message = [
+            own.written_nbytes + copies.written[name].written_nbytes for name, own in sums.items()
+        ]
     for (name, file), counts in zip(
         plan.files.items(), zip(*step.messages, strict=True), strict=True
     ):
@@ -249,8 +255,13 @@ def _write_all(
             )
             raise ranks.common(CheckpointError(text))
     # Registers of all ranks combine by XOR; see [Note: partial checksums].
-    registers = np.concatenate([_NOTHING, *(own.folded() for own in sums.values())])
+    written = [own.folded() ^ copies.written[name].folded() for name, own in sums.items()]
+    compared = [copies.registers()] if work.shared and ranks.size > 1 else []
+    registers = np.concatenate([_NOTHING, *written, *compared])
     ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
+    registers, differing = np.split(registers, [sum(map(len, written))])
+    if differing.any():
+        raise ranks.common(copies.difference(differing, work.shared, ranks))
     result: dict[str, list[int]] = {}
     for name, own in sums.items():
         words, registers = np.split(registers, [own.num_blocks])

@@ -13,8 +13,9 @@ import torch
 
 from ._boxes import Part, located
 from ._commit import is_there
+from ._copies import Copies
 from ._crc import PartialSums
-from ._files import FilePlan
+from ._files import FilePlan, StoredTensor
 from ._group import Ranks
 from ._runs import Runs
 from ._scratch import Scratch
@@ -77,6 +78,7 @@ def write_files(
     plan: FilePlan,
     work: Work,
     sums: Mapping[str, PartialSums],
+    copies: Copies,
     ranks: Ranks,
 ) -> None:
     """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
@@ -85,7 +87,8 @@ def write_files(
         directory: Where the files are.
         plan: Where each tensor lies.
         work: What this rank has to write. Rank 0 writes the files' heads, too.
-        sums: For each file, what takes account of the bytes written.
+        sums: For each file, what takes account of the bytes written, but for copies.
+        copies: What takes account of those of tensors that every rank holds.
         ranks: All ranks.
     """
     with Buffers() as buffers:
@@ -98,9 +101,34 @@ def write_files(
                 if ranks.rank == 0:
                     writer.write(0, memoryview(file.head))
                 for key in keys.get(name, ()):
+                    writer.account(copies.written[name] if key in work.shared else sums[name])
                     for piece in pieces_of_tensor(key, plan, work, ranks):
                         _write_piece(writer, piece)
                 writer.finish()
+    if ranks.size > 1:
+        _check_copies(plan, work, copies, (ranks.rank + 1) % ranks.size, ranks.size)
+
+
+def _check_copies(
+    plan: FilePlan, work: Work, copies: Copies, writer_rank: int, num_ranks: int
+) -> None:
+    """Take account of what another rank writes, as this one holds it; see [Note: copies]."""
+    for key, part in work.shared.items():
+        sums = copies.checked[plan.tensors[key].file]
+        piece = _share(plan.tensors[key], part, writer_rank, num_ranks)
+        start = 0
+        for chunk in packed_chunks(piece.source) if piece.first < piece.last else ():
+            first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+            if first < last:
+                sums.add(piece.runs.start + start + first, chunk[first:last])
+            start += len(chunk)
+
+
+def _share(stored: StoredTensor, part: Part, rank: int, num_ranks: int) -> _Piece:
+    """Return what a rank writes of a tensor that all of them hold; perhaps nothing."""
+    start, stop = page_shares(stored, num_ranks)[rank]
+    runs = Runs(stored.offset, stored.nbytes)
+    return _Piece(runs, part.local, start - stored.offset, stop - stored.offset)
 
 
 def _write_exchanged(
@@ -148,11 +176,9 @@ def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iter
         for memory, runs in located(work.own[key], stored):
             yield _Piece(runs, memory, 0, runs.total_nbytes)
         return
-    start, stop = page_shares(stored, ranks.size)[ranks.rank]
-    if start < stop:
-        runs = Runs(stored.offset, stored.nbytes)
-        lower, upper = start - stored.offset, stop - stored.offset
-        yield _Piece(runs, work.shared[key].local, lower, upper)
+    piece = _share(stored, work.shared[key], ranks.rank, ranks.size)
+    if piece.first < piece.last:
+        yield piece
 
 
 def _write_piece(writer: FileWriter, piece: _Piece) -> None:
