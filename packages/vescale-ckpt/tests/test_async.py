@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
+from vescale_ckpt._async import in_pieces
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -108,8 +110,38 @@ def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
         addresses: set[int] = set()
         for step in range(3):
             saver.save(tmp_path / "ckpt", {"w": torch.full((1000,), float(step))})
-            addresses.add(saver._stage._memory.data_ptr())  # pyright: ignore[reportPrivateUsage]
+            addresses.add(saver._stage._pieces[0].data_ptr())  # pyright: ignore[reportPrivateUsage]
         assert len(addresses) == 1
+
+
+def test_pieces_of_pinned_memory_waste_little() -> None:
+    chooser = random.Random(0)
+    for longest in (1 << 10, 1 << 20, 33 << 20, 700 << 20):
+        lengths = [64 * chooser.randint(1, longest // 64) for _ in range(200)]
+        pieces, starts = in_pieces(lengths)
+        assert all(piece & (piece - 1) == 0 for piece in pieces)  # what torch rounds up to
+        assert sum(pieces) <= 1.1 * sum(lengths) + (4 << 20)
+        assert len(pieces) < 40
+        ends = [-1, 0]
+        for (piece, start), length in zip(starts, lengths, strict=True):
+            assert (piece, start) >= (ends[0], ends[1] if piece == ends[0] else 0)
+            assert start + length <= pieces[piece]
+            ends = [piece, start + length]
+    assert in_pieces([]) == ([], [])
+
+
+@pytest.mark.gpu
+def test_memory_of_a_state_on_the_gpu_is_pinned(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        for step in range(2):
+            state = {key: torch.full((3 << 20,), step, device="cuda") for key in "abc"}
+            saver.save(tmp_path / "ckpt", state)
+            pieces = saver._stage._pieces  # pyright: ignore[reportPrivateUsage]
+            assert all(piece.is_pinned() for piece in pieces)
+            assert sum(piece.nbytes for piece in pieces) <= 1.4 * sum(
+                tensor.nbytes for tensor in state.values()
+            )
+    assert torch.equal(vescale_ckpt.load(tmp_path / "ckpt", state)["b"], state["b"])
 
 
 def save_without_rank_1(path: str) -> str:

@@ -221,6 +221,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "hidden file": _rename_file(".ssh"),
     "nul in a name": _rename_file("a\0b"),
     "the record itself": _rename_file(RECORD_NAME),
+    "offset into the header": _set_small(2, value=8),
+    "offset of zero": _set_small(2, value=0),
+    "offset that leaves a hole": _set_small(2, value=8192),
     "huge offset": _set_small(2, value=1 << 80),
     "negative offset": _set_small(2, value=-8),
     "offset behind the end": _set_small(2, value=2_804_130),
@@ -268,6 +271,29 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_hostile_record_is_refused(checkpoint: Path, what: str) -> None:
     rewritten(checkpoint, HOSTILE[what])
     refused(checkpoint)
+
+
+def test_a_record_with_two_members_of_one_name_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / RECORD_NAME
+    text = file.read_bytes()
+    body = text.split(b",", 2)[2].replace(b'"state":{', b'"state":{},"state":{', 1)
+    blank = HEAD + body
+    file.write_bytes(blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1))
+    assert "2 members called 'state'" in refused(checkpoint)
+
+
+def test_a_tensor_within_a_longer_header_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[:8] = struct.pack("<Q", 3 * 4096 - 8)
+    file.write_bytes(content)
+    assert "do not match their checksum" in refused(checkpoint)
+    sums = [zlib.crc32(content[at : at + (1 << 20)]) for at in range(0, len(content), 1 << 20)]
+    digits = "".join(f"{checksum:08x}" for checksum in sums)
+    rewritten(checkpoint, _set("files", "model.safetensors", "crc32", value=digits))
+    message = refused(checkpoint)
+    assert "model.safetensors: tensor" in message
+    assert "within the header, which ends at byte 12288" in message
 
 
 def test_a_record_of_endless_depth_is_refused(checkpoint: Path) -> None:

@@ -53,6 +53,7 @@ def load_foreign(path: Path) -> None:
         vescale_ckpt.load_safetensors(path, nn.Linear(4, 3), strict=False)
 
 
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=60)
 @given(content=st.binary(max_size=200), length=st.integers(0, 300))
 @example(content=b"", length=1 << 62)
@@ -74,6 +75,7 @@ def load_mutated_header(directory: Path, seed: int) -> None:
     load_foreign(directory)
 
 
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_header_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
@@ -81,6 +83,7 @@ def test_a_mutated_header_loads_or_is_refused(tmp_path: Path, seed: int) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=5000)
 @given(seed=st.integers(0, 2**32))
 def test_many_mutated_headers_load_or_are_refused(tmp_path: Path, seed: int) -> None:
@@ -97,6 +100,7 @@ def load_mutated_index(directory: Path, seed: int) -> None:
     load_foreign(directory)
 
 
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_index_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
@@ -104,6 +108,7 @@ def test_a_mutated_index_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=3000)
 @given(seed=st.integers(0, 2**32))
 def test_many_mutated_indices_load_or_are_refused(tmp_path: Path, seed: int) -> None:
@@ -204,6 +209,7 @@ def command_on_mutated(checkpoint: Path, text: bytes, seed: int, command: list[s
     assert cli.main(command) in (0, 1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=40)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(["inspect", "verify", "diff", "hf", "gc"]))
 def test_the_command_line_survives_mutated_records(tmp_path: Path, seed: int, name: str) -> None:
@@ -253,6 +259,7 @@ def test_boxes_that_make_no_sense_are_refused(tmp_path: Path, what: str) -> None
         vescale_ckpt.load(path, {"w": torch.zeros(4)})
 
 
+@pytest.mark.filterwarnings("ignore:passed over", "ignore:only in", "ignore:missing in")
 @settings(FUZZ, max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_record_of_boxes_loads_or_is_refused(tmp_path: Path, seed: int) -> None:

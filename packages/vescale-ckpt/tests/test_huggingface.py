@@ -100,7 +100,8 @@ def test_names_that_do_not_fit_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"(?s)missing.*up\.bias.*unexpected.*extra"):
         load_safetensors(tmp_path, model)
     assert torch.equal(model.up.weight, before)
-    load_safetensors(tmp_path, model, strict=False)
+    with pytest.warns(UserWarning, match=r"(?s)missing.*up\.bias.*not loaded: extra"):
+        load_safetensors(tmp_path, model, strict=False)
     assert torch.equal(model.up.weight, tensors["up.weight"].float())
 
 
@@ -117,6 +118,13 @@ HEADERS = {
     "other length": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,8]}}',
     "three offsets": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}}',
     "numbers": b'{"up.bias":5}',
+    "over one another": b'{"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "a hole": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "bytes of no tensor": b'{"up.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "twice": b'{"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"up.bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "twice within": b'{"up.bias":{"dtype":"F32","dtype":"F64","shape":[1],"data_offsets":[0,8]}}',
 }  # fmt: skip
 
 

@@ -106,7 +106,9 @@ def test_a_pattern_that_matches_nothing_is_an_error_if_strict(saved: Path) -> No
     patterns: dict[str, Any] = {"only": ["model", "modle"], "rename": {r"encoder\..*": "x"}}
     with pytest.raises(MismatchError, match=r"(?s)rename 'encoder.*only 'modle' matches nothing"):
         vescale_ckpt.load(saved, state(), **patterns)
-    assert len(filled(vescale_ckpt.load(saved, state(), strict=False, **patterns))) == 3
+    with pytest.warns(UserWarning, match=r"(?s)rename 'encoder.*only 'modle' matches nothing"):
+        loaded = vescale_ckpt.load(saved, state(), strict=False, **patterns)
+    assert len(filled(loaded)) == 3
 
 
 def test_missing_and_unexpected_keys_outside_the_part_do_not_count(saved: Path) -> None:
@@ -140,11 +142,24 @@ def test_keys_are_renamed_by_the_first_rule_that_matches(saved: Path) -> None:
         r"model\.a\.(.*)": r"net.last.\1",
         r"progress\.step": "iteration",
     }
-    loaded = vescale_ckpt.load(saved, given, rename=rules)
+    with pytest.raises(MismatchError) as caught:
+        vescale_ckpt.load(saved, given, rename=rules)
+    for key in ("model", "progress", "name"):
+        assert f"unexpected in the checkpoint: {key}\n" in str(caught.value)
+    only = ["net", "moments", "iteration"]
+    loaded = vescale_ckpt.load(saved, given, rename=rules, only=only)
     assert bool((given["net"]["first"]["weight"] == 7).all())
     assert bool((given["net"]["last.bias"] == 7).all())
     assert bool((given["moments"]["a"]["m"] == 7).all())
     assert loaded["iteration"] == 7
+
+
+def test_a_dict_of_which_all_was_renamed_is_not_unexpected(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "c", {"old": {"a": torch.ones(2), "b": {"c": 5}}})
+    given: dict[str, Any] = {"new": {"a": torch.zeros(2), "b": {"c": 0}}}
+    assert vescale_ckpt.load(tmp_path / "c", given, rename={r"old\.(.*)": r"new.\1"})["new"][
+        "b"
+    ] == {"c": 5}
 
 
 def test_a_module_is_filled_under_other_names(tmp_path: Path) -> None:

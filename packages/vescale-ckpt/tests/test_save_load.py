@@ -189,16 +189,35 @@ def test_missing_and_unexpected_keys_and_shapes_are_reported_together(tmp_path: 
 def test_keys_that_both_have_are_loaded_when_not_strict(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "c", {"m": {"a": torch.ones(2), "b": torch.ones(3)}, "x": 1})
     target: dict[str, Any] = {"m": {"a": torch.zeros(2), "c": torch.zeros(2)}, "y": 5}
-    loaded = vescale_ckpt.load(tmp_path / "c", target, strict=False)
+    with pytest.warns(UserWarning, match="not loaded") as caught:
+        loaded = vescale_ckpt.load(tmp_path / "c", target, strict=False)
     assert torch.equal(target["m"]["a"], torch.ones(2))
     assert loaded["y"] == 5
+    assert str(caught[0].message).splitlines() == [
+        "missing in the checkpoint, left as it is: m.c",
+        "missing in the checkpoint, left as it is: y",
+        "only in the checkpoint, not loaded: m.b",
+        "only in the checkpoint, not loaded: x",
+    ]
+
+
+def test_a_strict_load_names_every_value_that_only_one_side_has(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "step": 3, "lr": [0.1, {"a": 1}], "o": {"m": 1}}
+    vescale_ckpt.save(tmp_path / "ckpt", state)
+    for key in ("step", "lr", "o"):
+        given = {name: value for name, value in state.items() if name != key}
+        with pytest.raises(MismatchError, match=f"unexpected in the checkpoint: {key}\n.*only="):
+            vescale_ckpt.load(tmp_path / "ckpt", given)
+    with pytest.raises(MismatchError, match="missing in the checkpoint: epoch"):
+        vescale_ckpt.load(tmp_path / "ckpt", {**state, "epoch": 0})
 
 
 def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}, "step": 3}
     vescale_ckpt.save(tmp_path / "ckpt", state)
     target = {"model": {"w": torch.zeros(2)}}
-    assert vescale_ckpt.load(tmp_path / "ckpt", target).keys() == {"model"}
+    only = ["model"]
+    assert vescale_ckpt.load(tmp_path / "ckpt", target, only=only).keys() == {"model"}
     assert torch.equal(target["model"]["w"], torch.ones(2))
     with pytest.raises(MismatchError, match="missing in the checkpoint: scheduler"):
         vescale_ckpt.load(tmp_path / "ckpt", {"scheduler": None})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vescale_ckpt
-from vescale_ckpt import CorruptCheckpointError, _read
+from vescale_ckpt import CorruptCheckpointError, _handles
 from vescale_ckpt._read import Reader
 
 IN_CACHE = pytest.mark.parametrize("in_cache", [True, False], ids=["page cache", "past it"])
@@ -107,7 +107,9 @@ def places_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", preadv)
         patch.setattr(
-            _read, "open_direct", lambda name, flags, folder: os.open(name, flags, dir_fd=folder)
+            _handles,
+            "open_direct",
+            lambda name, flags, folder: os.open(name, flags, dir_fd=folder),
         )
         vescale_ckpt.load(path, {"model": tensors()})
     return places

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ._boxes import Part
 from ._crc import crc32
-from ._files import TableEntry
+from ._files import TableEntry, nbytes_of
 from ._group import Ranks, Step, name_ranks
 from ._tensor_bytes import packed_chunks
 from ._tree import Encoded, Json, below
@@ -57,38 +57,47 @@ class Agreed:
 
 
 class Fingerprint(NamedTuple):
-    """Three short texts about what a rank is about to save.
+    """Short texts about what a rank is about to save.
 
     Attributes:
         facts: Differs if a key, shape, dtype or value does, or the bytes of a copy.
         layouts: Differs if a mesh or placement does.
         ties: Differs if other tensors share their memory.
+        has_all_bytes: Whether ``facts`` is about the bytes of large copies, too.
     """
 
     facts: str
     layouts: str
     ties: str
+    has_all_bytes: bool = False
 
 
 def fingerprint(
-    encoded: Encoded, parts: Mapping[str, Part], ties: Mapping[str, str], ranks: Ranks
+    encoded: Encoded,
+    parts: Mapping[str, Part],
+    ties: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    all_bytes: bool = False,
 ) -> Fingerprint:
     """Return what ranks have to compare: plain tensors count as one value that all have.
 
     So their bytes are compared, too, and so are those of DTensors that are replicated to all
-    ranks.
+    ranks; those of large ones while they are written, see [Note: copies], if nothing else is said.
 
     Args:
         encoded: The state of this rank.
         parts: This rank's part of each of its tensors, in the order of their keys.
         ties: What :func:`ties_of` has returned.
         ranks: All ranks.
+        all_bytes: Whether to compare the bytes of large ones here, too.
     """
-    facts = _facts(encoded, parts, ranks)
+    facts = _facts(encoded, parts, ranks, all_bytes=all_bytes)
     return Fingerprint(
         _digest([*facts, *facts.values()]),
         _digest(part.layout.text for part in parts.values()),
         _digest(map(repr, ties.items())),
+        all_bytes,
     )
 
 
@@ -111,9 +120,12 @@ def agree(
     Raises:
         MismatchError: On every rank, naming keys and ranks.
     """
+    all_bytes = any(prints.has_all_bytes for prints in by_rank)
     if len({prints.facts for prints in by_rank}) > 1:
-        _raise_difference(_facts(encoded, parts, ranks), ranks)
+        _raise_difference(_facts(encoded, parts, ranks, all_bytes=all_bytes), ranks)
     same_layout = len({prints.layouts for prints in by_rank}) == 1
+    if not same_layout and not all_bytes:
+        _compare_all_bytes(encoded, parts, ranks)
     same_ties = len({prints.ties for prints in by_rank}) == 1
     aliases = dict(ties) if same_ties else _common_ties(parts, ties, ranks)
     elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
@@ -126,8 +138,7 @@ def agree(
         group = encoded.groups[key]
         entry = TableEntry(key, group, below(key, group), part.dtype, part.shape)
         table.append(entry)
-        large = part.layout.is_whole and entry.nbytes >= _MIN_SHARED_NBYTES
-        if same_layout and large and _is_everywhere(part, ranks):
+        if same_layout and _is_shared(part, ranks):
             shared.append(key)
         elif part.layout.is_first_replica and key not in elsewhere:
             owned.append(key)
@@ -141,14 +152,33 @@ def agree(
     )
 
 
-def _facts(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
+def _compare_all_bytes(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> None:
+    """Compare large tensors as well that each rank holds, but that are not written in shares."""
+    facts: dict[str, str] = {}
+    with Step(ranks) as step:
+        facts = _facts(encoded, parts, ranks, all_bytes=True)
+        step.message = _digest([*facts, *facts.values()])
+    if len(set(step.messages)) > 1:
+        _raise_difference(facts, ranks)
+
+
+def _is_shared(part: Part, ranks: Ranks) -> bool:
+    """Return whether ranks write shares of a tensor if they all agree about where it is."""
+    large = part.layout.is_whole and nbytes_of(part.dtype, part.shape) >= _MIN_SHARED_NBYTES
+    return large and _is_everywhere(part, ranks)
+
+
+def _facts(
+    encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks, *, all_bytes: bool
+) -> dict[str, str]:
     """Return the leaves of the state, each with a short text that is equal if the leaf is."""
     facts = {f"value {key!r}": json.dumps(encoded.values[key]) for key in sorted(encoded.values)}
     kinds: dict[tuple[str, tuple[int, ...]], str] = {}
     for key, part in parts.items():
         kind = (part.dtype, part.shape)
         text = kinds.get(kind) or kinds.setdefault(kind, f"{part.dtype} {[*part.shape]}")
-        if part.layout.is_whole and ranks.size > 1 and _is_everywhere(part, ranks):
+        is_copy = part.layout.is_whole and ranks.size > 1 and _is_everywhere(part, ranks)
+        if is_copy and (all_bytes or not _is_shared(part, ranks)):
             text += f" bytes {_checksum(part):08x}"
         facts[f"tensor {key!r}"] = text
     return facts
@@ -201,9 +231,11 @@ def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
     if num_more:
         at_least = "at least " if len(buckets) > len(looked_at) else ""
         lines.append(f"and {at_least}{num_more} more")
-    raise MismatchError(
-        "expected the same state on every rank (shards as DTensors, all else equal); nothing "
-        "was saved:\n" + "\n".join(lines)
+    raise ranks.common(
+        MismatchError(
+            "expected the same state on every rank (shards as DTensors, all else equal); nothing "
+            "was saved:\n" + "\n".join(lines)
+        )
     )
 
 

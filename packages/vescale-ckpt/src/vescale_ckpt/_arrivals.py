@@ -6,19 +6,26 @@ store of the process group how many collectives it has come to, and when one of 
 look up who has noted less: those died or hang. The store is asked only when something takes long
 or has failed; as long as all goes well nothing is sent. It is asked from threads: the process that
 serves it may be what hangs, which must not keep a rank from its error.
+
+The store also holds the error of the first rank that could not go on; see [Note: told errors].
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from ._torch_private import Store
 
 _POLL_SECONDS = 0.05
+_FAILURE = "failure"
 _ALL = 1 << 62
+
+T = TypeVar("T")
 
 
 class Arrivals:
@@ -48,6 +55,31 @@ class Arrivals:
     def note(self) -> None:
         """Let the others know that this rank has come to the collective; does not wait."""
         self._note(self._count)
+
+    def tell(self, failure: str, patience: timedelta) -> None:
+        """Give up and let the others know why, unless another rank was first."""
+        self.has_given_up = True
+        self._asked(lambda: self._store.compare_set(_FAILURE, "", failure), patience)
+
+    def told(self, patience: timedelta) -> str | None:
+        """Return what a rank has told all others, None if there is nothing, or no finding out."""
+
+        def ask() -> str | None:
+            return self._store.get(_FAILURE).decode() if self._store.check([_FAILURE]) else None
+
+        return self._asked(ask, patience)
+
+    def _asked(self, ask: Callable[[], T], patience: timedelta) -> T | None:
+        answers: list[T] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                answers.append(ask())
+
+        asking = threading.Thread(target=run, daemon=True)
+        asking.start()
+        asking.join(2 * patience.total_seconds() + 1)
+        return answers[0] if answers else None
 
     def missing(self, patience: timedelta) -> list[int] | None:
         """Give up and return the ranks that have not come, None if there is no finding out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -18,10 +18,11 @@ import torch
 from ._boxes import Part
 from ._group import DEFAULT_TIMEOUT, Ranks, separate_ranks
 from ._save import Snapshot, snapshot, write_checkpoint
-from ._target import Layout, target_of
+from ._target import Layout, Target, target_of
 from .exceptions import CheckpointError
 
 _ALIGNMENT = 64
+_MIN_PIECE_NBYTES = 1 << 20
 
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
@@ -46,6 +47,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """
 
     def __init__(self, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout = timeout
         self._ranks: Ranks = separate_ranks(timeout)
         self._stage = _Stage()
         self._thread: threading.Thread | None = None
@@ -86,18 +88,29 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
-        target = target_of(path, layout=layout, keep_last=keep_last)
-        self.wait()
+        target: Target | None = None
         taken: Snapshot | None = None
         failure: Exception | None = None
         try:
+            target = target_of(path, layout=layout, keep_last=keep_last)
+        except Exception as error:
+            if self._ranks.size == 1:
+                raise
+            failure = error
+        self.wait()
+        if self._ranks.is_closed:
+            self._ranks = separate_ranks(self._timeout)
+        try:
             taken = self._stage.copy(snapshot(state, self._ranks))
         except Exception as error:
-            failure = error
+            failure = failure or error
+
+        def choose() -> Target:
+            if failure is not None or target is None:
+                raise failure or AssertionError
+            return target
 
         def take() -> Snapshot:
-            if failure is not None:
-                raise failure
             assert taken is not None
             return taken
 
@@ -106,12 +119,17 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
         def work() -> None:
             try:
-                write_checkpoint(target, take, ranks, progress=outcome.add_written)
+                write_checkpoint(choose, take, ranks, progress=outcome.add_written)
             except BaseException as error:
                 outcome.error = error
 
-        self._thread = threading.Thread(target=work, name="vescale-ckpt-save")
-        self._thread.start()
+        thread = threading.Thread(target=work, name="vescale-ckpt-save")
+        try:
+            thread.start()
+        except RuntimeError:
+            work()  # no more threads: the other ranks must not wait for this one in vain
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -157,11 +175,16 @@ def _complain(outcome: _Outcome) -> None:
 
 
 class _Stage:
-    """Host memory that holds a copy of this rank's shards."""
+    """Host memory that holds a copy of this rank's shards.
+
+    [Note: pieces]
+    torch rounds each piece of pinned memory up to a power of two: 4.1 GB would take 8. So there
+    are several, whose lengths are powers of two by themselves, long ones first.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        # Where the tensors of the last save lie in it, by their identities.
+        self._pieces: list[torch.Tensor] = []
+        # Where the tensors of the last save lie in them, by their identities.
         self._places: dict[Any, torch.Tensor] = {}
 
     def copy(self, taken: Snapshot) -> Snapshot:
@@ -190,18 +213,49 @@ class _Stage:
         self, sources: Mapping[Any, torch.Tensor], *, pin_memory: bool
     ) -> dict[Any, torch.Tensor]:
         """Return memory for each tensor, side by side; allocate more if there is too little."""
-        stops = [*accumulate(_aligned(source.nbytes) for source in sources.values())]
-        total = stops[-1] if stops else 0
-        if self._memory.numel() < total:
+        nbytes = [_aligned(source.nbytes) for source in sources.values()]
+        lengths, starts = in_pieces(nbytes) if pin_memory else in_one_piece(nbytes)
+        fits = len(self._pieces) >= len(lengths) and all(
+            held.numel() >= length and (held.is_pinned() or not pin_memory)
+            for held, length in zip(self._pieces, lengths, strict=False)
+        )
+        if not fits:
             self._places = {}
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
+            self._pieces = []
+            self._pieces = [
+                torch.empty(length, dtype=torch.uint8, pin_memory=pin_memory) for length in lengths
+            ]
         places: dict[Any, torch.Tensor] = {}
-        for (identity, source), stop in zip(sources.items(), stops, strict=True):
-            start = stop - _aligned(source.nbytes)
-            flat = self._memory[start : start + source.nbytes].view(source.dtype)
+        for (identity, source), (number, start) in zip(sources.items(), starts, strict=True):
+            flat = self._pieces[number][start : start + source.nbytes].view(source.dtype)
             places[identity] = flat.view(source.shape)
         return places
+
+
+def in_one_piece(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the length of one piece of memory, and where in it everything starts."""
+    stops = [*accumulate(lengths)]
+    return stops[-1:], [(0, stop - n) for stop, n in zip(stops, lengths, strict=True)]
+
+
+def in_pieces(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the lengths of pieces of memory, and in which of them, and where, everything starts.
+
+    See [Note: pieces].
+    """
+    pieces: list[int] = []
+    starts: list[tuple[int, int]] = []
+    filled, left = 0, sum(lengths)
+    for length in lengths:
+        if not pieces or filled + length > pieces[-1]:
+            # The largest power of two that is filled, or the smallest for what comes next.
+            longest = 1 << (max(left, 1).bit_length() - 1)
+            pieces.append(max(longest, 1 << max(length - 1, 0).bit_length(), _MIN_PIECE_NBYTES))
+            filled = 0
+        starts.append((len(pieces) - 1, filled))
+        filled += length
+        left -= length
+    return pieces, starts
 
 
 def _aligned(nbytes: int) -> int:

@@ -20,14 +20,29 @@ import fcntl
 import os
 import re
 import shutil
+import time
+import warnings
 from collections.abc import Iterable
+from contextlib import closing, suppress
+from enum import Enum
 from pathlib import Path
 
-from ._record import RECORD_NAME, Record, parse_record, read_text
+from ._handles import Handles, kind_of_special
+from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
 from .exceptions import CheckpointError
 
+_RETRY_SECONDS = 0.05
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# Network file systems; NFS says EBADF of a directory, which cannot be opened for writing.
+_NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.EBADF,
+)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -39,6 +54,7 @@ class Staging:
         self.directory = staging_directory(path, token)
         self._aside = path.parent / f".{path.name}.{token}.replaced"
         os.makedirs(path.parent, exist_ok=True)
+        _check_foreign_files(path)
         recover(path)
         remove_leftovers(path)
         self._lock = _make_locked(self.directory)
@@ -85,8 +101,18 @@ def check_replaceable(path: Path) -> None:
     """Refuse to replace anything but a checkpoint or an empty directory."""
     if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir():
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link to {os.path.realpath(path)}, which a save would replace; "
+            f"save to that path, or to another one"
+        )
+    if not path.is_dir():
         raise CheckpointError(f"{path} exists and is no directory; save to another path")
+    if path.is_mount():
+        raise CheckpointError(
+            f"{path} is a mount point, which cannot be replaced; save to a directory in it, "
+            f"{path / 'step-1'} for example"
+        )
     if not (path / RECORD_NAME).exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} holds files but no checkpoint ({RECORD_NAME} is missing); it will not be "
@@ -125,11 +151,29 @@ def recover(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def place_of(path: Path) -> Path:
+    """Return where the checkpoint of ``path`` is: there, or where a writer left it that died."""
+    return interrupted(path) or path
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is something.
+
+    Raises:
+        OSError: If that cannot be found out; ``Path.exists`` may say no then.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def interrupted(path: Path) -> Path | None:
     """Return where the checkpoint of ``path`` is if a writer died while replacing it."""
-    if path.exists():
+    if is_there(path):
         return None
-    aside = [entry for entry in _siblings(path, "replaced") if (entry / RECORD_NAME).exists()]
+    aside = [entry for entry in _siblings(path, "replaced") if is_there(entry / RECORD_NAME)]
     return max(aside, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
@@ -140,11 +184,11 @@ def remove_leftovers(path: Path) -> None:
         leftovers += _siblings(path, "replaced")
     for leftover in leftovers:
         try:
-            descriptor = os.open(leftover, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (FileNotFoundError, PermissionError, NotADirectoryError):
+            continue  # gone, or of somebody else
         try:
-            if _try_lock(descriptor):
+            if _lock(descriptor) is _Lock.HELD:
                 shutil.rmtree(leftover, ignore_errors=True)
         finally:
             os.close(descriptor)
@@ -162,26 +206,67 @@ def _siblings(path: Path, kind: str) -> list[Path]:
 def _make_locked(directory: Path) -> int:
     """Make a directory and return its descriptor, locked."""
     for _ in range(100):
-        os.mkdir(directory)
+        with suppress(FileExistsError):
+            os.mkdir(directory)
         try:
             descriptor = os.open(directory, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        _try_lock(descriptor)
-        # Another job may have taken it for a leftover before it was locked.
-        if os.fstat(descriptor).st_nlink and directory.exists():
-            return descriptor
+        try:
+            # Another job may have taken it for a leftover before it was locked.
+            is_taken = _lock(descriptor) is _Lock.TAKEN
+            if not is_taken and os.fstat(descriptor).st_nlink and is_there(directory):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
+        time.sleep(_RETRY_SECONDS if is_taken else 0)
     raise CheckpointError(f"{directory} keeps disappearing; is another job deleting it?")
 
 
-def _try_lock(descriptor: int) -> bool:
-    """Lock an open directory; False if someone has it or the file system has no locks."""
+class _Lock(Enum):
+    """What has become of an attempt to lock a directory."""
+
+    HELD = "this process has it"
+    TAKEN = "another one has it"
+    UNKNOWN = "the file system has no locks"
+
+
+def _lock(descriptor: int) -> _Lock:
+    """Lock an open directory, if nobody else has.
+
+    Raises:
+        OSError: If it cannot be locked for a reason that says nothing about other writers.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    except BlockingIOError:
+        return _Lock.TAKEN
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"this file system cannot lock directories ({error.strerror}): what a writer that "
+            f"dies leaves behind, .NAME.TOKEN.saving, is not deleted by the next save; delete it "
+            f"when no job is saving",
+            stacklevel=2,
+        )
+        return _Lock.UNKNOWN
+    return _Lock.HELD
+
+
+def _check_foreign_files(path: Path) -> None:
+    """Refuse what cannot be carried over to the new checkpoint, before anything is written."""
+    for name in sorted(_foreign_names(path)):
+        for directory, _, files in [(path, (), [name]), *os.walk(path / name)]:
+            for file in files:
+                special = kind_of_special(Path(directory, file))
+                if special is not None:
+                    raise CheckpointError(
+                        f"{Path(directory, file)} is {special}, which a save that replaces {path} "
+                        f"cannot carry over; remove it, or save to another path"
+                    )
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
@@ -208,6 +293,6 @@ def _foreign_names(directory: Path) -> Iterable[str]:
 
 def read_record(directory: Path) -> Record:
     """Return the commit record of a directory."""
-    file = directory / RECORD_NAME
-    with open(file, "rb") as stream:
-        return parse_record(read_text(stream, str(file)), str(file))
+    with closing(Handles(directory, follow_links=True, most=1)) as handles:
+        text = handles.content(RECORD_NAME, MAX_RECORD_NBYTES)
+    return parse_record(text, str(directory / RECORD_NAME))

@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ._boxes import Part
 from ._dtypes import NAMES
 from ._files import MAX_FILE_NBYTES, StoredTensor
 from ._group import Step, current_ranks
+from ._load import checked
 from ._match import match
 from ._record import Record
 from ._selection import Selection, renamed, select
@@ -79,10 +81,10 @@ def load_dcp(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If a value cannot be read without running code, or a rank failed.
     """
-    selection = select(only, rename)
     ranks = current_ranks()
-    with torch.no_grad():
+    with ranks.together(), torch.no_grad():
         with Step(ranks):
+            selection = checked(partial(select, only, rename))
             source = DcpSource(path, selection)
             record = Record(
                 block_nbytes=1, files={}, tensors=source.tensors, aliases={}, tree=source.tree
@@ -90,6 +92,7 @@ def load_dcp(
             matched = match(
                 state, record, ranks.rank, strict=strict, cast=cast, selection=selection
             )
+        matched.report(strict=strict)
         with Step(ranks):
             source.fill(matched.targets)
         with Step(ranks):

@@ -19,8 +19,10 @@ def open_direct(path: str | Path, flags: int, directory: int | None = None) -> i
         flags: As for ``os.open``.
         directory: Descriptor of the directory that ``path`` is relative to.
     """
+    if not hasattr(os, "O_DIRECT"):  # macOS
+        return None
     try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), dir_fd=directory)
+        return os.open(path, flags | os.O_DIRECT, dir_fd=directory)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP):
             return None

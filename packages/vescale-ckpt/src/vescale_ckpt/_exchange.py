@@ -141,10 +141,10 @@ def exchange(
     numbering: Numbering,
     ranks: Ranks,
     read: ReadBlock,
-) -> Exception | None:
+) -> None:
     """Read this rank's shared blocks and fill what others read; see [Note: rounds].
 
-    Every rank must call this.
+    Every rank must call this. An error is raised on all of them at once.
 
     Args:
         pieces: What this rank needs.
@@ -153,12 +153,23 @@ def exchange(
         ranks: All ranks.
         read: Reads and checks a block, and fills this rank's own pieces with it.
 
-    Returns:
-        What went wrong when reading: the others go on, so it must not be raised before the end.
+    Raises:
+        CorruptCheckpointError: If a block is damaged.
     """
+    with ranks.together():
+        _exchange(pieces, readers, numbering, ranks, read)
+
+
+def _exchange(
+    pieces: Sequence[Piece],
+    readers: Readers,
+    numbering: Numbering,
+    ranks: Ranks,
+    read: ReadBlock,
+) -> None:
     schedule = Schedule(readers, numbering, ranks.rank, ranks.size)
     if not schedule.num_turns:
-        return None
+        return
     asked, incoming = _ask(pieces, schedule, numbering, ranks)
     outgoing = sorted(
         transfer
@@ -188,7 +199,6 @@ def exchange(
             )
             for transfer, packed in _places(expected, received):
                 pieces[transfer.piece].put(transfer.start, packed)
-    return window.failure
 
 
 def _places(transfers: Iterable[_Transfer], memory: Bytes) -> Iterator[tuple[_Transfer, Bytes]]:
@@ -204,7 +214,6 @@ class _Window:
     """The blocks of the round under way and of the next one."""
 
     def __init__(self, schedule: Schedule, block_nbytes: int, read: ReadBlock) -> None:
-        self.failure: Exception | None = None
         self._own = schedule.own
         self._slices = schedule.slices
         self._block_nbytes = block_nbytes
@@ -223,14 +232,7 @@ class _Window:
             if block not in self._held:
                 memory = self._free.pop() if self._free else pages(self._block_nbytes)
                 self._held[block] = memory
-                self._fill(block, memory)
-
-    def _fill(self, block: int, memory: Bytes) -> None:
-        if self.failure is None:
-            try:
                 self._read(block, memory)
-            except Exception as error:
-                self.failure = error
 
     def content(self, block: int) -> Bytes:
         """Return the bytes of a block."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ._dtypes import DTYPES
 
 # A safetensors reader wants no gaps between tensors, so only the header can be padded.
-_HEADER_ALIGNMENT = 4096
+HEADER_ALIGNMENT = 4096
 MAX_FILE_NBYTES = 8 << 30
 
 
@@ -227,7 +227,7 @@ def _head(ordered: list[list[TableEntry]]) -> bytes:
             name = encode_basestring(entry.name)
             lines.append(f'{name}:{{{kind},"data_offsets":[{start},{stop}]}}')
     text = (",".join(lines) + "}").encode()
-    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 

@@ -59,8 +59,12 @@ def fill(
         # While ranks wait for one another they can read what is theirs alone.
         with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
             alone = pool.submit(_failure_of_reading, units, torn)
-            failure = exchange_blocks(whole, readers, numbering, ranks, units.read_to_send)
-            failure = alone.result() or failure
+            try:
+                exchange_blocks(whole, readers, numbering, ranks, units.read_to_send)
+            except BaseException:
+                units.stop()
+                raise
+            failure = alone.result()
     else:
         failure = _failure_of_reading(units, torn)
     units.sums.check(failure, ranks)

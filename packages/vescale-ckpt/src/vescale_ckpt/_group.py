@@ -2,6 +2,13 @@
 
 Control messages are small JSON texts over a gloo group of our own: the default group may be
 NCCL's, and traffic of the training step on it must not meet ours.
+
+[Note: told errors]
+Where ranks work on their own between two collectives, whatever happened is exchanged afterwards,
+see Step. But one that fails where the others go on to a collective cannot come to that. It writes
+its error to the store of the process group and closes its connections. The others, whose
+collective fails at once because of that, look there, raise the same error, and close theirs. The
+next save or load makes a new group; since all of it ends with a collective, every rank has heard.
 """
 
 from __future__ import annotations
@@ -38,6 +45,26 @@ _CLASSES: dict[str, type[CheckpointError]] = {
 }
 
 
+class Channel:
+    """The group that some ranks talk over.
+
+    Attributes:
+        process_group: The group; None once it is closed.
+        common: The last error that all of the ranks raise.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group: dist.ProcessGroup | None = process_group
+        self.common: BaseException | None = None
+
+    def close(self) -> None:
+        """Close the connections to all ranks."""
+        process_group, self.process_group = self.process_group, None
+        # The process that ends has no default group any more, and no connections.
+        if process_group is not None and dist.is_initialized():
+            dist.destroy_process_group(process_group)
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """All ranks of the default process group, or this process alone.
@@ -52,7 +79,7 @@ class Ranks:
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
+    group: Channel | None
     timeout: timedelta = DEFAULT_TIMEOUT
     arrivals: Arrivals | None = None
 
@@ -64,7 +91,7 @@ class Ranks:
         """
         if self.group is not None:
             with self._contact("the first meeting"):
-                self._finish(dist.barrier(self.group, async_op=True))
+                self._finish(dist.barrier(self._process_group, async_op=True))
 
     def all_gather(self, message: Any) -> list[Any]:
         """Return the JSON-able messages of all ranks, in rank order. Every rank must call."""
@@ -85,8 +112,12 @@ class Ranks:
         """Combine ``words`` of all ranks element by element, in place. Every rank must call."""
         if self.group is not None:
             with self._contact("a reduction"):
-                work = dist.all_reduce(_lent(words), operation, group=self.group, async_op=True)
-                self._finish(work)
+                # Nobody but _finish may hold the work, which holds connections.
+                self._finish(
+                    dist.all_reduce(
+                        _lent(words), operation, group=self._process_group, async_op=True
+                    )
+                )
 
     def exchange(
         self,
@@ -104,15 +135,16 @@ class Ranks:
             received: How many bytes come from each rank.
         """
         with self._contact("an exchange of bytes"):
-            work = dist.all_to_all_single(
-                _lent(incoming),
-                _lent(outgoing),
-                list(received),
-                list(sent),
-                group=self.group,
-                async_op=True,
+            self._finish(
+                dist.all_to_all_single(
+                    _lent(incoming),
+                    _lent(outgoing),
+                    list(received),
+                    list(sent),
+                    group=self._process_group,
+                    async_op=True,
+                )
             )
-            self._finish(work)
 
     def _gather(self, content: bytes, nbytes: int) -> list[bytes]:
         sent = np.zeros(nbytes, dtype=np.uint8)
@@ -120,7 +152,9 @@ class Ranks:
         received = np.empty((self.size, nbytes), dtype=np.uint8)
         with self._contact("an exchange of messages"):
             rows = [_lent(row) for row in received]
-            self._finish(dist.all_gather(rows, _lent(sent), group=self.group, async_op=True))
+            self._finish(
+                dist.all_gather(rows, _lent(sent), group=self._process_group, async_op=True)
+            )
         return [row.tobytes() for row in received]
 
     @contextmanager
@@ -131,7 +165,11 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise _lost_contact(self, name, error) from error
+            told = self.arrivals.told(_patience(self.timeout))
+            if told is None:
+                raise _lost_contact(self, name, error) from error
+            self.arrivals.has_given_up = True
+            raise self._closed(*json.loads(told)) from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None
@@ -141,7 +179,51 @@ class Ranks:
             return
         # It takes long or has failed, and then fails again.
         self.arrivals.note()
-        work.wait()
+        try:
+            work.wait()
+        finally:
+            work = None
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        assert self.group is not None
+        if self.group.process_group is None:
+            raise RuntimeError("the connections were closed after an error")
+        return self.group.process_group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no connections any more; see [Note: told errors]."""
+        return self.group is not None and self.group.process_group is None
+
+    def common(self, error: CheckpointError) -> CheckpointError:
+        """Return an error that every rank is about to raise, so that nobody has to be told."""
+        if self.group is not None:
+            self.group.common = error
+        return error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise what this rank alone raises in the block on every rank, at once.
+
+        See [Note: told errors]. The block, or one around it, has to end with a collective.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.group is None or self.arrivals is None:
+                raise
+            if self.group.common is error or self.arrivals.has_given_up:
+                raise
+            told = [self.rank, *_describe(error)]
+            self.arrivals.tell(json.dumps(told), _patience(self.timeout))
+            raise self._closed(*told) from error
+
+    def _closed(self, rank: int, kind: str, text: str) -> CheckpointError:
+        """Close the connections and return the error of a rank."""
+        assert self.group is not None
+        self.group.close()
+        return self.common(_combined({rank: (kind, text)}, self))
 
 
 def _patience(timeout: timedelta) -> timedelta:
@@ -182,7 +264,7 @@ def current_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
     if group is None or dist.get_world_size() == 1:
         return Ranks(0, 1, None)
     world = _WORLDS.get(group) or _WORLDS.setdefault(group, _World.of(group))
-    if timeout not in world.made:
+    if timeout not in world.made or world.made[timeout].is_closed:
         world.made[timeout] = world.make(timeout)
     return world.made[timeout]
 
@@ -225,7 +307,7 @@ class _World:
         except RuntimeError as error:
             raise _lost_contact(ranks, "the making of a process group", error) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-        return replace(ranks, group=group)
+        return replace(ranks, group=Channel(group))
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -284,7 +366,7 @@ class Step(AbstractContextManager["Step"]):
         failures = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0]}
         if failures:
             self.has_failed = True
-            raise _combined(failures, self.ranks) from error
+            raise self.ranks.common(_combined(failures, self.ranks)) from error
         self.messages = [answer[1] for answer in answers]
 
 

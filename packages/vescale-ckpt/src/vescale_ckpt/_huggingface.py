@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Mapping
@@ -16,9 +15,11 @@ from ._dtypes import DTYPES
 from ._files import StoredTensor
 from ._fill import fill
 from ._group import Step, current_ranks
+from ._handles import kind_of_special
 from ._host import this_host
-from ._load import check_targets
+from ._json import strict_json
 from ._match import Matched, match
+from ._overlap import apart, settle
 from ._pieces import pieces_of
 from ._read import Reader
 from ._record import Record, StoredFile, is_file_name
@@ -60,11 +61,18 @@ def load_safetensors(
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_ranks()
-    with Step(ranks) as step:
-        reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
-        step.message = this_host()
+    reader: Reader | None = None
+    try:
+        with Step(ranks) as step:
+            reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
+            step.message = this_host()
+    except BaseException:
+        if reader is not None:
+            reader.close()
+        raise
+    assert reader is not None
     hosts = step.messages
-    with reader, torch.no_grad():
+    with reader, ranks.together(), torch.no_grad():
         with Step(ranks):
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -75,9 +83,11 @@ def load_safetensors(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
-            check_targets(pieces)
-        with Step(ranks):
+            twins = apart(pieces)
+        matched.report(strict=strict)
+        with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts)
+            settle(twins)
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
@@ -131,7 +141,7 @@ def _files(path: Path) -> dict[str, set[str] | None]:
     if not (path / _INDEX).exists():
         raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX} in {path}")
     try:
-        weights = json.loads((path / _INDEX).read_bytes())["weight_map"]
+        weights = strict_json((path / _INDEX).read_bytes())["weight_map"]
         files: dict[str, set[str] | None] = {}
         for name, file in weights.items():
             names = files.setdefault(str(file), set())
@@ -145,17 +155,21 @@ def _files(path: Path) -> dict[str, set[str] | None]:
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, checked against the file's length."""
     try:
+        if (special := kind_of_special(file.resolve())) is not None:
+            raise ValueError(f"it is {special}")
         nbytes = file.stat().st_size
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > min(nbytes - 8, _MAX_HEADER_NBYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {nbytes}")
-            header = json.loads(stream.read(length))
+            header = strict_json(stream.read(length))
         header.pop("__metadata__", None)
-        return {
+        tensors = {
             name: _stored_tensor(file.name, name, entry, 8 + length, nbytes)
             for name, entry in header.items()
         }
+        _check_side_by_side(tensors, 8 + length, nbytes)
+        return tensors
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{file} is missing") from error
     except (
@@ -167,6 +181,20 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         RecursionError,
     ) as error:
         raise CorruptCheckpointError(f"{file} is no whole safetensors file: {error}") from error
+
+
+def _check_side_by_side(tensors: Mapping[str, StoredTensor], start: int, nbytes: int) -> None:
+    """Refuse tensors that lie over one another, or leave holes; the format allows neither."""
+    stop = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != stop:
+            what = "lies over the one before" if tensor.offset < stop else "leaves a hole"
+            raise ValueError(
+                f"tensor {name!r} {what}: it begins at byte {tensor.offset}, expected {stop}"
+            )
+        stop += tensor.nbytes
+    if stop != nbytes:
+        raise ValueError(f"{nbytes - stop} bytes at the end belong to no tensor")
 
 
 def _stored_tensor(

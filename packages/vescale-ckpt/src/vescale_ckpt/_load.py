@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ import torch
 from ._fill import check, fill
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
 from ._host import this_host
-from ._match import match
+from ._match import EVERYTHING, match
 from ._open import open_checkpoint
-from ._pieces import Piece, pieces_of
+from ._overlap import apart, settle
+from ._pieces import pieces_of
 from ._read import Reader
-from ._selection import select
+from ._selection import Selection, select
 from .exceptions import CheckpointError
 
 _MAX_ATTEMPTS = 5
@@ -52,12 +53,13 @@ def load(
     Args:
         path: The checkpoint's directory, or its URL, ``s3://...`` for example, if it lies where
             fsspec can read.
-        state: What to fill, with the keys of the saved state. A top-level key of the checkpoint
-            that ``state`` leaves out, an optimizer for example, is not read. Objects with
-            ``state_dict()`` get their state through ``load_state_dict()``; an object that
-            implements :class:`StateTemplate` is asked for the tensors to fill.
-        strict: Whether other keys that only the checkpoint or only ``state`` has are an error,
-            and patterns that match nothing in the checkpoint.
+        state: What to fill, with the keys of the saved state. Objects with ``state_dict()`` get
+            their state through ``load_state_dict()``; an object that implements
+            :class:`StateTemplate` is asked for the tensors to fill.
+        strict: Whether keys that only the checkpoint or only ``state`` has are an error, and
+            patterns that match nothing in the checkpoint; if not, a warning lists them. To read
+            a part of a checkpoint, the model without its optimizer for example, say so with
+            ``only=["model"]``: what else there is does not matter then.
         only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
             lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
             of ``state`` stays as it is, and objects of which nothing is wanted are not touched.
@@ -81,11 +83,11 @@ def load(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
-    selection = select(only, rename)
     ranks = current_ranks(timeout)
     ranks.meet()
-    reader, hosts = _open_same(path, ranks)
-    with reader, torch.no_grad():
+    with ranks.together():
+        reader, hosts, selection = _open_same(path, ranks, partial(select, only, rename))
+    with reader, ranks.together(), torch.no_grad():
         with Step(ranks):
             try:
                 matched = match(
@@ -100,31 +102,39 @@ def load(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             pieces = pieces_of(reader.record, matched.targets)
-            check_targets(pieces)
-        if matched.kept:
-            kept = "; ".join(matched.kept)
-            warnings.warn(f"left as it is, not loaded: {kept}", stacklevel=2)
+            twins = apart(pieces)
+        matched.report(strict=strict)
         if verify_first:
-            with Step(ranks):
+            with Step(ranks), ranks.together():
                 check(reader, pieces, ranks)
-        with Step(ranks):
+        with Step(ranks), ranks.together():
             fill(reader, pieces, ranks, hosts, exchange=exchange)
         with Step(ranks):
+            settle(twins)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
 
 
-def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Reader, list[str]]:
+def _open_same(
+    path: str | os.PathLike[str], ranks: Ranks, chosen: Callable[[], Selection]
+) -> tuple[Reader, list[str], Selection]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
+    Args:
+        path: Where it is.
+        ranks: All ranks.
+        chosen: Returns what of it is wanted, or raises what is wrong with that.
+
     Returns:
-        What reads it, and the host of each rank.
+        What reads it, the host of each rank, and what is wanted.
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: Reader | None = None
+        selection = EVERYTHING
         try:
             with Step(ranks) as step:
+                selection = checked(chosen)
                 try:
                     reader = open_checkpoint(path)
                     step.message = reader.digest, this_host()
@@ -138,23 +148,23 @@ def _open_same(path: str | os.PathLike[str], ranks: Ranks) -> tuple[Reader, list
         if reader is not None and None not in step.messages:
             digests, hosts = zip(*step.messages, strict=True)
             if len(set(digests)) == 1:
-                return reader, list(hosts)
+                return reader, list(hosts), selection
         _close(reader)
-    raise CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    raise ranks.common(
+        CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    )
+
+
+def checked(chosen: Callable[[], Selection]) -> Selection:
+    """Return what a user has chosen; what is wrong with it every rank has to hear of."""
+    try:
+        return chosen()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _close(reader: Reader | None) -> None:
     if reader is not None:
         reader.close()
-
-
-def check_targets(pieces: list[Piece]) -> None:
-    """Refuse to read two stored tensors into the same memory."""
-    keys: dict[tuple[int, torch.Size], Piece] = {}
-    for piece in pieces:
-        first = keys.setdefault((piece.target.data_ptr(), piece.target.shape), piece)
-        if first.stored != piece.stored and first.target.device == piece.target.device:
-            raise CheckpointError(
-                f"{first.key!r} and {piece.key!r} share their memory in the given state, but are "
-                f"two tensors in the checkpoint; untie them or load only one of them"
-            )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +36,9 @@ from ._tree import (
 from .exceptions import CheckpointError, MismatchError
 
 _MAX_LISTED = 20
+_ADVICE = (
+    "pass strict=False to load the keys that both have, or name those to load with only=[...]"
+)
 EVERYTHING = Selection()
 
 
@@ -71,8 +76,19 @@ class Matched:
         if complaints:
             more = len(complaints) - _MAX_LISTED
             lines = complaints[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
-            advice = "pass strict=False to load the keys that both have" if strict else ""
-            raise MismatchError("\n".join(filter(None, [*lines, advice])))
+            raise MismatchError("\n".join([*lines, _ADVICE] if strict else lines))
+
+    def report(self, *, strict: bool) -> None:
+        """Warn of what stays as it is, and of what only one side has if that is no error."""
+        lines = [f"left as it is, not loaded: {text}" for text in self.kept]
+        if not strict:
+            lines += [f"missing in the checkpoint, left as it is: {key}" for key in self.missing]
+            lines += [f"only in the checkpoint, not loaded: {key}" for key in self.unexpected]
+            lines += [f"{text} in the checkpoint" for text in self.idle]
+        if lines:
+            more = len(lines) - _MAX_LISTED
+            lines = lines[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+            warnings.warn("\n".join(lines), stacklevel=3)
 
 
 def match(
@@ -104,13 +120,8 @@ def match(
     stored = Stored(record.tree, selection)
     matched = Matched(idle=stored.idle)
     walk = _Walk(record, matched, rank, num_ranks, cast=cast, selection=selection, stored=stored)
-    # What is at the top is parts to choose from, but a tensor there is one of many.
-    left_out = {
-        key for key, node in stored.tree.items() if key not in state and not is_reference(node)
-    }
-    items = [(key, node) for key, node in stored.tree.items() if key not in left_out]
-    matched.result = walk.mapping(state, dict(items), "")
-    walk.note_unused(state)
+    matched.result = walk.mapping(state, dict(stored.tree.items()), "")
+    walk.note_unused()
     matched.complain(strict=strict)
     return matched
 
@@ -207,10 +218,16 @@ class _Walk:
         found += [(name, key_of(leaf)) for name, leaf in moved if is_reference(leaf)]
         for name, key in found:
             if self.selection.wants(dotted(path, name)):
-                stored = self.record.stored(key)
-                shape = stored.shape if self.row is None else stored.shape[1:]
-                saved[name] = SavedTensor(shape, DTYPES[stored.dtype])
-        return template_of(given, saved)
+                saved[name] = self.saved_tensor(key)
+        is_whole = self.selection.wants(path) and not self.stored.holds_below(path)
+        return template_of(
+            given, saved, partial(decode, node, self.saved_tensor) if is_whole else None
+        )
+
+    def saved_tensor(self, key: str) -> SavedTensor:
+        stored = self.record.stored(key)
+        shape = stored.shape if self.row is None else stored.shape[1:]
+        return SavedTensor(shape, DTYPES[stored.dtype])
 
     def mapping(self, given: Mapping[Any, Any], nodes: dict[str | int, Json], path: str) -> Any:
         """Return what stands in the result for a dict; uses up ``nodes``."""
@@ -241,11 +258,10 @@ class _Walk:
     def note_unexpected(self, node: Json, path: str) -> None:
         self.matched.unexpected += self.selection.wanted_leaves(node, path)
 
-    def note_unused(self, state: Mapping[str, Any]) -> None:
+    def note_unused(self) -> None:
         """Note what has another name here that the given state does not have."""
         for key in sorted(self.unused):
-            if key.split(".")[0] in state:
-                self.note_unexpected(self.stored.moved[key], key)
+            self.note_unexpected(self.stored.moved[key], key)
 
     def sequence(self, given: Sequence[Any], elements: list[Json], path: str) -> Any:
         shorter = min(len(given), len(elements))

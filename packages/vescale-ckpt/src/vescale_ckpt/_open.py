@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ._commit import interrupted, read_record as read_record_in
+from ._commit import is_there, place_of, read_record as read_record_in
 from ._read import Reader
 from ._record import RECORD_NAME, Record
 from ._remote import RemoteReader, read_record_of
@@ -31,10 +31,14 @@ def read_record(path: str | os.PathLike[str]) -> Record:
 
 def _open_directory(path: Path) -> Reader:
     """Open the committed checkpoint at ``path``, or the one that was being replaced there."""
-    where = path if path.exists() else interrupted(path) or path
-    if not where.exists():
+    where = place_of(path)
+    if not is_there(where):
         raise CheckpointError(f"there is no checkpoint at {path}: no such directory")
-    if not (where / RECORD_NAME).is_file():
+    if not where.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint at {path}: expected a directory, got a file"
+        )
+    if not is_there(where / RECORD_NAME):
         raise CorruptCheckpointError(
             f"there is no checkpoint at {path}: {RECORD_NAME}, the file written last, is missing; "
             f"the save did not finish, or this is another kind of directory"

@@ -72,4 +72,4 @@ class PartSums:
             actual = checksums(sums.nbytes, sums.block_nbytes, own)
             for block in (self._split - first).tolist():
                 if 0 <= block < len(expected) and expected[block] != actual[block]:
-                    raise self._reader.damage(name, block)
+                    raise ranks.common(self._reader.damage(name, block))

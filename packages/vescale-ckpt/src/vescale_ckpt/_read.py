@@ -16,15 +16,18 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from ._crc import crc32
-from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
+from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES
+from ._files import StoredTensor
+from ._handles import Handles
 from ._pieces import Piece
-from ._record import RECORD_NAME, Record, parse_record, read_text
+from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
 from ._runs import Bytes
 from ._scratch import keep_buffer, take_buffer
 from ._tensor_bytes import parts_of
@@ -44,12 +47,13 @@ class Reader:
     """The open files of one checkpoint.
 
     The files stay readable, and stay those of this one checkpoint, even if a save replaces the
-    directory meanwhile.
+    directory meanwhile; see [Note: handles] for very many files.
 
     Args:
         path: The checkpoint's directory.
         record: What its files hold; None to read the commit record.
         follow_links: Whether files may be symbolic links.
+        most_open: How many files to hold open; None for what this process can spare.
 
     Attributes:
         path: The checkpoint's directory.
@@ -61,30 +65,32 @@ class Reader:
     has_page_cache = True
 
     def __init__(
-        self, path: Path, record: Record | None = None, *, follow_links: bool = False
+        self,
+        path: Path,
+        record: Record | None = None,
+        *,
+        follow_links: bool = False,
+        most_open: int | None = None,
     ) -> None:
         self.path = path
         self.digest = 0
-        self._flags = os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW)
-        self._descriptors: dict[str, int] = {}
-        self._direct: dict[str, int | None] = {}
         self._local = threading.local()
         self._buffers: list[Bytes] = []
         # Not seeded: a later load must not ask where this one has.
         self._places = random.Random()
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._handles = Handles(path, follow_links=follow_links, most=most_open)
         try:
             if record is None:
-                text = _content(directory, str(path / RECORD_NAME))
+                text = self._handles.content(RECORD_NAME, MAX_RECORD_NBYTES)
                 self.digest = crc32(text)
                 record = parse_record(text, str(path / RECORD_NAME))
             self.record = record
-            self._open(directory)
+            self._check_lengths()
+            self._handles.hold()
+            self._check_starts()
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(directory)
 
     def __enter__(self) -> Reader:
         return self
@@ -103,11 +109,7 @@ class Reader:
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in [*self._descriptors.values(), *self._direct.values()]:
-            if descriptor is not None:
-                os.close(descriptor)
-        self._descriptors.clear()
-        self._direct.clear()
+        self._handles.close()
 
     def check_blocks(self, blocks: Blocks) -> None:
         """Read consecutive blocks and compare their checksums.
@@ -168,33 +170,36 @@ class Reader:
     def read_into(self, file: str, start: int, views: Sequence[Bytes]) -> None:
         """Read consecutive bytes, unchecked, through the page cache into several places."""
         nbytes = sum(map(len, views))
-        if os.preadv(self._descriptors[file], [view.data for view in views], start) == nbytes:
-            return
+        with self._handles.use(file) as handle:
+            if os.preadv(handle.cached, [view.data for view in views], start) == nbytes:
+                return
         for view in views:  # a signal, or the end of the file
             self._read(file, start, view.data)
             start += len(view)
 
     def bring_in(self, file: str, start: int, stop: int) -> bool:
         """Have the disk read into the page cache what is not there; return whether that goes."""
-        descriptor = self._descriptors[file]
-        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-        os.preadv(descriptor, [bytearray(1)], stop - 1)  # waits for it
+        with self._handles.use(file) as handle:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(handle.cached, start, stop - start, os.POSIX_FADV_WILLNEED)
+            os.preadv(handle.cached, [bytearray(1)], stop - 1)  # waits for it
         return True
 
     def is_cached(self, file: str, start: int, stop: int) -> bool:
         """Return whether some bytes are to be read through the page cache; see [Note: cache]."""
-        if self._direct[file] is None:
-            return True
-        place = self._places.randrange(start, stop)
-        try:
-            return os.preadv(self._descriptors[file], [bytearray(1)], place, os.RWF_NOWAIT) > 0
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            # Nobody can say what is in the cache, so everything is read through it.
-            return True
+        with self._handles.use(file) as handle:
+            if handle.direct is None or not hasattr(os, "RWF_NOWAIT"):
+                return True
+            place = self._places.randrange(start, stop)
+            try:
+                return os.preadv(handle.cached, [bytearray(1)], place, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                # Nobody can say what is in the cache, so everything is read through it.
+                return True
 
     def damage(self, file: str, block: int) -> CorruptCheckpointError:
         """Return the error about a block whose checksum is wrong."""
@@ -239,49 +244,60 @@ class Reader:
             nbytes: How many bytes to read.
         """
         done = 0
-        direct = self._direct[file]
-        if direct is not None and nbytes >= MIN_DIRECT_NBYTES:
-            stop = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-            try:
-                done = min(nbytes, os.preadv(direct, [memory.data[:stop]], offset))
-            except OSError as error:
-                # EINVAL: this file system wants another alignment than any we know.
-                if error.errno != errno.EINVAL:
-                    raise
+        with self._handles.use(file) as handle:
+            if handle.direct is not None and nbytes >= MIN_DIRECT_NBYTES:
+                stop = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+                try:
+                    done = min(nbytes, os.preadv(handle.direct, [memory.data[:stop]], offset))
+                except OSError as error:
+                    # EINVAL: this file system wants another alignment than any we know.
+                    if error.errno != errno.EINVAL:
+                        raise
         self._read(file, offset + done, memory.data[done:nbytes])
 
     def _read(self, file: str, offset: int, view: memoryview) -> None:
-        descriptor = self._descriptors[file]
-        while view:
-            count = os.preadv(descriptor, [view], offset)
-            if count == 0:
-                raise CorruptCheckpointError(
-                    f"{self.path / file} ends at byte {offset}, within "
-                    f"{self._tensors_at(file, offset, offset + len(view))}"
-                )
-            view, offset = view[count:], offset + count
+        with self._handles.use(file) as handle:
+            while view:
+                count = os.preadv(handle.cached, [view], offset)
+                if count == 0:
+                    raise CorruptCheckpointError(
+                        f"{self.path / file} ends at byte {offset}, within "
+                        f"{self._tensors_at(file, offset, offset + len(view))}"
+                    )
+                view, offset = view[count:], offset + count
 
-    def _open(self, directory: int) -> None:
+    def _check_lengths(self) -> None:
         for name, file in self.record.files.items():
-            try:
-                descriptor = os.open(name, self._flags, dir_fd=directory)
-            except OSError as error:
-                raise CorruptCheckpointError(
-                    f"cannot open {self.path / name}, a file of the checkpoint with "
-                    f"{self._tensors_at(name, 0, file.nbytes)}: {error.strerror}"
-                ) from error
-            self._descriptors[name] = descriptor
-            self._direct[name] = open_direct(name, self._flags, directory)
-            if self._direct[name] is not None:
-                # Otherwise a look at one page of the cache has the disk read its neighbours.
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            actual = os.fstat(descriptor).st_size
+            actual = self._handles.nbytes(name, partial(self._role, name))
             if actual != file.nbytes:
                 lost = self._tensors_at(name, min(actual, file.nbytes), file.nbytes)
                 raise CorruptCheckpointError(
                     f"{self.path / name} has {actual} bytes, the checkpoint was committed with "
                     f"{file.nbytes}, {lost}; the file is damaged, load another checkpoint"
                 )
+
+    def _check_starts(self) -> None:
+        """Refuse tensors that would lie in the header of their file."""
+        firsts: dict[str, StoredTensor] = {}
+        for _, tensor in self.record.extents():
+            first = firsts.setdefault(tensor.file, tensor)
+            if tensor.offset < first.offset:
+                firsts[tensor.file] = tensor
+        for name in self._handles.held():
+            first = firsts.get(name)
+            if first is None or not name.endswith(".safetensors"):
+                continue
+            start = 8 + int.from_bytes(self.content(name, 0, 8), "little")
+            if first.offset < start:
+                self.check_blocks(Blocks(name, 0, 1))  # more often a bit was lost
+                raise CorruptCheckpointError(
+                    f"{self.path / name}: tensor {first.name!r} would begin at byte "
+                    f"{first.offset}, within the header, which ends at byte {start}; the file is "
+                    f"damaged, load another checkpoint"
+                )
+
+    def _role(self, name: str) -> str:
+        return f"the file with {self._tensors_at(name, 0, self.record.files[name].nbytes)}"
 
     def _tensors_at(self, file: str, start: int, stop: int) -> str:
         names = [
@@ -294,9 +310,3 @@ class Reader:
         if not names:
             return "no tensor"
         return f"tensors {', '.join(names[:4])}" + (", ..." if len(names) > 4 else "")
-
-
-def _content(directory: int, where: str) -> bytes:
-    descriptor = os.open(RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-    with open(descriptor, "rb") as stream:
-        return read_text(stream, where)

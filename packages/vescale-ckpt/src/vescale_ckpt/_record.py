@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from vescale_dtensor import Box
 
 from ._crc import MAX_BLOCK_NBYTES, crc32
 from ._dtypes import DTYPES
-from ._files import Alike, StoredTensor
+from ._files import HEADER_ALIGNMENT, Alike, StoredTensor
+from ._json import strict_json
 from ._tree import Json, complete
 from .exceptions import CheckpointError, CorruptCheckpointError
 
@@ -154,13 +154,6 @@ def _box_rows(record: Record, key: str) -> list[Any]:
     return [tensor.dtype, list(tensor.shape), rows]
 
 
-def read_text(stream: BinaryIO, where: str) -> bytes:
-    """Return the content of a commit record, unless it is absurdly long."""
-    if os.fstat(stream.fileno()).st_size > MAX_RECORD_NBYTES:
-        raise CorruptCheckpointError(f"{where} is too long for a commit record; {_ADVICE}")
-    return stream.read(MAX_RECORD_NBYTES)
-
-
 def parse_record(text: bytes, where: str) -> Record:
     """Return the record that ``text`` holds, checked so that nothing in it can surprise.
 
@@ -184,7 +177,7 @@ def parse_record(text: bytes, where: str) -> Record:
             + ("upgrade vescale-ckpt" if version > FORMAT_VERSION else _UNRELEASED)
         )
     try:
-        return _record_of(json.loads(text))
+        return _record_of(strict_json(text))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(f"{where} makes no sense: {error}; {_ADVICE}") from error
 
@@ -209,6 +202,7 @@ def _record_of(body: Mapping[str, Any]) -> Record:
         if key in tensors:
             raise ValueError(f"tensor {key!r} is stored twice")
         tensors[key], boxes[key] = _stored_boxes(key, row, files)
+    _check_boxes_apart(boxes, files)
     aliases = _mapping(body["aliases"])
     for alias, key in aliases.items():
         if key not in tensors or alias in tensors:
@@ -223,6 +217,25 @@ def _record_of(body: Mapping[str, Any]) -> Record:
         tree=tree,
         boxes=boxes,
     )
+
+
+def _check_boxes_apart(
+    boxes: Mapping[str, tuple[StoredBox, ...]], files: Mapping[str, StoredFile]
+) -> None:
+    """Refuse boxes that lie over one another, in a file or in a tensor."""
+    stored = sorted(
+        (box.stored.file, box.stored.offset, box.stored.nbytes, box.stored.name)
+        for found in boxes.values()
+        for box in found
+    )
+    ends = dict.fromkeys(files, HEADER_ALIGNMENT)
+    for file, offset, nbytes, name in stored:
+        if offset < ends[file]:
+            raise ValueError(
+                f"tensor {name!r} at byte {offset} of file {file!r} lies over another or over "
+                f"the header"
+            )
+        ends[file] = offset + nbytes
 
 
 def _stored_boxes(
@@ -277,17 +290,23 @@ def _read_tensors(
     prefix = members.get("prefix", "")
     if not isinstance(prefix, str):
         raise TypeError(f"file {file!r} has keys that begin with {prefix!r}")
-    stop = 0
+    stop: int | None = None
     for row in members.get("tensors", ()):
         dtype, shape, offset, names = row
         alike = _alike(file, dtype, shape, offset, names, nbytes)
-        if alike.offset < stop:
-            raise ValueError(f"file {file!r} has two tensors at byte {alike.offset}")
+        if alike.offset != stop if stop is not None else alike.offset < HEADER_ALIGNMENT:
+            before = "the header" if stop is None else f"byte {stop}, where the one before ends"
+            raise ValueError(
+                f"tensor {names[:1]} of file {file!r} begins at byte {alike.offset}, expected it "
+                f"right behind {before}"
+            )
         stop = alike.stop
         known = len(tensors)
         tensors.update(zip([prefix + name for name in names], alike.tensors(), strict=True))
         if len(tensors) != known + len(names):
             raise ValueError(f"file {file!r} has tensors with keys that others have, too")
+    if stop is not None and stop != nbytes:
+        raise ValueError(f"the tensors of file {file!r} end at byte {stop} of {nbytes}")
 
 
 def _alike(file: str, dtype: Any, shape: Any, offset: Any, names: Any, file_nbytes: int) -> Alike:

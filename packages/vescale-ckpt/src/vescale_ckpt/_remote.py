@@ -72,8 +72,6 @@ class RemoteReader(Reader):
         self._storage = storage
         self._local = threading.local()
         self._buffers: list[Bytes] = []
-        self._descriptors: dict[str, int] = {}
-        self._direct: dict[str, int | None] = {}
         self.digest, self.record = read_record_of(storage)
         self._check_lengths()
 
@@ -92,6 +90,9 @@ class RemoteReader(Reader):
             f"{self._storage.url}/{name} has {actual} bytes, the checkpoint was committed "
             f"with {nbytes}; the file is damaged, load another checkpoint"
         )
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
 
     def bring_in(self, file: str, start: int, stop: int) -> bool:
         """Return False: no page cache would keep it."""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ._agree import Agreed, Fingerprint, agree, fingerprint, ties_of
 from ._boxes import Part, part_of
 from ._commit import Staging, staging_directory
+from ._copies import Copies
 from ._crc import PartialSums, checksums
 from ._files import MAX_FILE_NBYTES, FilePlan, plan_files
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
@@ -84,9 +86,9 @@ def save(
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
-    target = target_of(path, layout=layout, keep_last=keep_last)
+    choose = partial(target_of, path, layout=layout, keep_last=keep_last)
     ranks = current_ranks(timeout)
-    write_checkpoint(target, lambda: snapshot(state, ranks), ranks)
+    write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
 
 
 def write_checkpoint(
-    target: Target,
+    choose: Callable[[], Target],
     take: Callable[[], Snapshot],
     ranks: Ranks,
     *,
@@ -131,18 +133,37 @@ def write_checkpoint(
     """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
 
     Args:
-        target: Where to write.
+        choose: Returns where to write, or raises what is wrong with that.
         take: Returns the state to save.
         ranks: The ranks that save.
         max_file_nbytes: When to begin another file.
         progress: Called with the number of bytes of each request to write.
     """
     ranks.meet()
+    with ranks.together():
+        _write_checkpoint(choose, take, ranks, max_file_nbytes, progress)
+
+
+def _write_checkpoint(
+    choose: Callable[[], Target],
+    take: Callable[[], Snapshot],
+    ranks: Ranks,
+    max_file_nbytes: int,
+    progress: Callable[[int], None],
+) -> None:
     with Step(ranks) as step:
+        try:
+            target = choose()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         target.check()
         taken = take()
         ties = ties_of(taken.parts)
-        prints = fingerprint(taken.encoded, taken.parts, ties, ranks)
+        # Files of ranks hold whole tensors, not shares of them.
+        all_bytes = target.has_rank_files or isinstance(target.where, Storage)
+        prints = fingerprint(taken.encoded, taken.parts, ties, ranks, all_bytes=all_bytes)
         step.message = [uuid.uuid4().hex, prints]
     token: str = step.messages[0][0]
     by_rank = [Fingerprint(*prints) for _, prints in step.messages]
@@ -156,7 +177,17 @@ def write_checkpoint(
     if target.keep_last is not None:
         with Step(ranks):
             if ranks.rank == 0:
-                keep_newest(target.where, target.keep_last)
+                _keep_newest(target.where, target.keep_last)
+
+
+def _keep_newest(where: Path | Storage, keep_last: int) -> None:
+    try:
+        keep_newest(where, keep_last)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{where if isinstance(where, Path) else where.url} is committed, but which older "
+            f"checkpoints to delete could not be found out, and not all of them are: {error}"
+        ) from error
 
 
 def _write_shared(
@@ -204,28 +235,37 @@ def _write_all(
     progress: Callable[[int], None],
 ) -> dict[str, list[int]]:
     """Write this rank's bytes and return the checksums of all files' blocks."""
-    with Step(ranks) as step:
+    with Step(ranks) as step, ranks.together():
         sums = {
             name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
             for name, file in plan.files.items()
         }
-        write_files(directory, plan, work, sums, ranks)
-        step.message = [partial.written_nbytes for partial in sums.values()]
+        copies = Copies(plan, _BLOCK_NBYTES, progress)
+        write_files(directory, plan, work, sums, copies, ranks)
+        step.message = [
+            own.written_nbytes + copies.written[name].written_nbytes for name, own in sums.items()
+        ]
     for (name, file), counts in zip(
         plan.files.items(), zip(*step.messages, strict=True), strict=True
     ):
         if sum(counts) != file.nbytes:
-            raise CheckpointError(
+            text = (
                 f"the ranks wrote {sum(counts)} bytes of file {name!r}, which has {file.nbytes}: "
                 f"their shards do not make up the tensors exactly once; nothing was committed"
             )
+            raise ranks.common(CheckpointError(text))
     # Registers of all ranks combine by XOR; see [Note: partial checksums].
-    registers = np.concatenate([_NOTHING, *(partial.folded() for partial in sums.values())])
+    written = [own.folded() ^ copies.written[name].folded() for name, own in sums.items()]
+    compared = [copies.registers()] if work.shared and ranks.size > 1 else []
+    registers = np.concatenate([_NOTHING, *written, *compared])
     ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
+    registers, differing = np.split(registers, [sum(map(len, written))])
+    if differing.any():
+        raise ranks.common(copies.difference(differing, work.shared, ranks))
     result: dict[str, list[int]] = {}
-    for name, partial in sums.items():
-        words, registers = np.split(registers, [partial.num_blocks])
-        result[name] = checksums(partial.nbytes, _BLOCK_NBYTES, words)
+    for name, own in sums.items():
+        words, registers = np.split(registers, [own.num_blocks])
+        result[name] = checksums(own.nbytes, _BLOCK_NBYTES, words)
     return result
 
 

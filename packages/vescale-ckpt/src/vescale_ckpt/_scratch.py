@@ -53,6 +53,7 @@ def pages(nbytes: int) -> Bytes:
     """Return at least ``nbytes`` of memory that starts and ends with a page."""
     whole = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # macOS lacks them
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

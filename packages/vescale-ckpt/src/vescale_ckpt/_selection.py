@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ._tree import Json, dotted, elements_of, is_reference, items_of
+from ._tree import Json, dotted, elements_of, is_reference, items_of, with_items
 from .exceptions import CheckpointError
 
 _Items = Sequence[tuple[str | int, Json]]
@@ -107,7 +107,9 @@ class Stored:
         for key, node in items:
             old = dotted(path, key)
             if inner := _items_of(node):
-                yield key, _with_items(node, list(self._staying(inner, old)))
+                # A dict of which everything has another place is none any more.
+                if staying := list(self._staying(inner, old)):
+                    yield key, with_items(node, staying)
             else:
                 new = renamed(old, self._rename)
                 self._unused -= {pattern for pattern in self._unused if re.fullmatch(pattern, old)}
@@ -154,14 +156,6 @@ def leaves_of(node: Json, path: str) -> Iterator[tuple[str, Json]]:
 
 def _items_of(node: Json) -> _Items | None:
     return None if is_reference(node) else items_of(node)
-
-
-def _with_items(node: Json, items: _Items) -> Json:
-    assert isinstance(node, dict)
-    for tag in ("$dict", "$counter"):
-        if tag in node:
-            return {tag: [[key, item] for key, item in items]}
-    return {str(key): item for key, item in items}
 
 
 def _with_parents(key: str) -> Iterator[str]:

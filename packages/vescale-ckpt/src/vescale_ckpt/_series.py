@@ -5,12 +5,21 @@ Nothing is written down about which checkpoint is the latest: a pointer and the 
 disagree after a crash. A checkpoint appears in one step, by a rename or with its commit record,
 and disappears in one, so a listing is the truth at every moment. They are ordered by the numbers
 in their names, never by clocks.
+
+[Note: whole]
+Whether a checkpoint is whole is found out without reading its tensors: the commit record is there
+and has the checksum that it says, and so are all files that it names, each an ordinary one of the
+length that it was committed with, whose safetensors header lists the tensors of the record. What
+was never committed is passed over; what was, and is not whole any more, is passed over with a
+warning. What keeps us from finding out (no more open files allowed, no permission, a disk that
+fails) is raised: an older checkpoint is not taken for the last one because of it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +44,24 @@ class _Place(Protocol):
         """Return the path or the URL of a checkpoint."""
         ...
 
-    def is_whole(self, name: str) -> bool:
-        """Return whether a checkpoint's record is sound and its files have their lengths."""
+    def defect(self, name: str) -> str | None:
+        """Return why this is no whole checkpoint; see [Note: whole].
+
+        Returns:
+            None if it is whole, nothing if none was ever committed there, or what is damaged.
+
+        Raises:
+            OSError: For all that says nothing about the checkpoint itself.
+            CheckpointError: If it is of a newer format.
+        """
         ...
 
-    def is_sound(self, name: str) -> bool:
-        """Return whether every byte of a checkpoint is as it was saved."""
+    def defect_of_bytes(self, name: str) -> str | None:
+        """Return why not every byte of a checkpoint is as it was saved, None if all are."""
+        ...
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a checkpoint lies here, rather than a link to it."""
         ...
 
     def remove(self, names: Sequence[str]) -> None:
@@ -69,7 +90,8 @@ def list_checkpoints(
     """Return the whole checkpoints whose names end with a number, the highest last.
 
     A checkpoint is whole if its commit record is sound and its files have the lengths that they
-    were committed with; ``vescale-ckpt verify`` reads every byte.
+    were committed with, and list the tensors of the record. A damaged one is left out with a
+    warning that names the file. ``vescale-ckpt verify`` reads every byte, this does not.
 
     Args:
         directory: Where the checkpoints are, ``step-100``, ``step-200`` and so on. Or the URL of
@@ -80,34 +102,45 @@ def list_checkpoints(
         Their paths, or their URLs if ``directory`` is one that is no local directory.
 
     Raises:
-        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``.
-        OSError: If a URL cannot be reached: an older one is not taken for the last then.
+        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``, or
+            one is of a newer format.
+        OSError: If it cannot be found out whether one is whole.
     """
-    place = _place_of(directory)
-    series = _numbered(place, prefix)
-    return [place.where(name) for name in series if place.is_whole(name)]
+    look = _Look(_place_of(directory))
+    series = _numbered(look.place, prefix)
+    return [look.place.where(name) for name in series if look.is_whole(name)]
 
 
-def latest(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Path | str | None:
+def latest(
+    directory: str | os.PathLike[str], *, prefix: str | None = None, thorough: bool = False
+) -> Path | str | None:
     """Return the whole checkpoint with the highest number in its name, None if there is none.
 
-    Ranks may call this, each for itself, as long as none of them saves or deletes meanwhile.
+    What was committed and is damaged is passed over with a warning that names the file. As for
+    :func:`list_checkpoints`, bytes of tensors are not read, unless ``thorough`` asks for it: a
+    load checks them, and refuses what is damaged. Ranks may call this, each for itself, as long
+    as none of them saves or deletes meanwhile.
 
     Args:
         directory: Where the checkpoints are, ``step-100``, ``step-200`` and so on. Or the URL of
             such a place.
         prefix: What their names begin with, ``"step-"``; None if all begin alike.
+        thorough: Whether to read every byte, and pass over what is not as it was saved.
 
     Returns:
         Its path, or its URL if ``directory`` is one that is no local directory.
 
     Raises:
-        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``.
-        OSError: If a URL cannot be reached: an older one is not taken for the last then.
+        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``, or
+            the last is of a newer format.
+        OSError: If it cannot be found out whether one is whole, because there is no permission
+            or a URL cannot be reached: an older one is not taken for the last then.
     """
-    place = _place_of(directory)
-    name = _last_whole(place, _numbered(place, prefix))
-    return None if name is None else place.where(name)
+    look = _Look(_place_of(directory))
+    is_good = look.is_sound if thorough else look.is_whole
+    series = reversed(_numbered(look.place, prefix))
+    name = next((name for name in series if look.is_whole(name) and is_good(name)), None)
+    return None if name is None else look.place.where(name)
 
 
 def remove_older(
@@ -120,8 +153,8 @@ def remove_older(
 ) -> list[Path | str]:
     """Delete all but the last whole checkpoints, and what dead writers have left behind.
 
-    A checkpoint that is not whole does not count as kept and is not deleted. Call this on one
-    rank only.
+    A checkpoint that is not whole does not count as kept and is not deleted. A symbolic link to
+    one counts, but is not deleted. Call this on one rank only.
 
     In a directory a live writer holds a lock, so what it writes is left alone whatever it is. In
     an object store nothing tells a live writer from a dead one. There the files that no commit
@@ -142,17 +175,17 @@ def remove_older(
 
     Raises:
         CheckpointError: If there are checkpoints that begin differently, and no ``prefix``.
-        OSError: If a URL cannot be reached.
+        OSError: If it cannot be found out whether one is whole.
         ValueError: If ``keep_last`` is less than one.
     """
     check_keep_last(None, keep_last)
-    place = _place_of(directory)
-    series = _numbered(place, prefix)
-    is_good = place.is_sound if thorough else place.is_whole
-    removed = _superfluous(series, keep_last, is_good, place.is_whole)
+    look = _Look(_place_of(directory))
+    series = _numbered(look.place, prefix)
+    is_good = look.is_sound if thorough else look.is_whole
+    removed = _superfluous(look, series, keep_last, is_good)
     if not dry_run:
-        _remove(place, series, removed)
-    return [place.where(name) for name in removed]
+        _remove(look, series, removed)
+    return [look.place.where(name) for name in removed]
 
 
 def keep_newest(where: Path | Storage, keep_last: int) -> None:
@@ -164,10 +197,11 @@ def keep_newest(where: Path | Storage, keep_last: int) -> None:
         place = StorageSeries(where.parent())
     else:
         place = DirectorySeries(where.parent)
+    look = _Look(place)
     series = _numbered(place, _prefix_of(where.name))
     others = [name for name in series if name != where.name]
-    removed = _superfluous([*others, where.name], keep_last, place.is_whole, place.is_whole)
-    _remove(place, series, removed)
+    removed = _superfluous(look, [*others, where.name], keep_last, look.is_whole)
+    _remove(look, series, removed)
 
 
 def check_keep_last(where: Path | Storage | None, keep_last: int) -> None:
@@ -215,28 +249,58 @@ def _numbered(place: _Place, prefix: str | None) -> list[str]:
     return [entry.name for entry in sorted(entries)]
 
 
-def _last_whole(place: _Place, series: Sequence[str]) -> str | None:
-    return next((name for name in reversed(series) if place.is_whole(name)), None)
+class _Look:
+    """What one call has found out about the checkpoints of a place; warns of each defect once."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self._is_whole: dict[str, bool] = {}
+        self._is_sound: dict[str, bool] = {}
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether a checkpoint is whole; see [Note: whole]."""
+        if name not in self._is_whole:
+            self._is_whole[name] = self._is_good(name, self.place.defect(name))
+        return self._is_whole[name]
+
+    def is_sound(self, name: str) -> bool:
+        """Return whether every byte of a checkpoint is as it was saved."""
+        if name not in self._is_sound:
+            is_whole = self.is_whole(name)
+            self._is_sound[name] = is_whole and self._is_good(
+                name, self.place.defect_of_bytes(name)
+            )
+        return self._is_sound[name]
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Take note that checkpoints were deleted."""
+        self._is_whole |= dict.fromkeys(names, False)
+
+    def _is_good(self, name: str, defect: str | None) -> bool:
+        if defect:
+            warnings.warn(
+                f"passed over the checkpoint {self.place.where(name)}, which is damaged: {defect}",
+                stacklevel=4,
+            )
+        return defect is None
 
 
 def _superfluous(
-    series: Sequence[str],
-    keep_last: int,
-    is_good: Callable[[str], bool],
-    is_whole: Callable[[str], bool],
+    look: _Look, series: Sequence[str], keep_last: int, is_good: Callable[[str], bool]
 ) -> list[str]:
-    """Return what comes before the last ``keep_last`` good ones and is whole itself."""
+    """Return what comes before the last ``keep_last`` good ones, is whole itself and lies here."""
     kept = 0
     superfluous: list[str] = []
     for name in reversed(series):
         if kept < keep_last:
             kept += is_good(name)
-        elif is_whole(name):
+        elif look.is_whole(name) and look.place.is_ours(name):
             superfluous.append(name)
     return superfluous[::-1]
 
 
-def _remove(place: _Place, series: Sequence[str], removed: Sequence[str]) -> None:
-    place.remove(removed)
-    last = _last_whole(place, series)
-    place.remove_leftovers(series[: series.index(last)] if last is not None else [])
+def _remove(look: _Look, series: Sequence[str], removed: Sequence[str]) -> None:
+    look.place.remove(removed)
+    look.forget(removed)
+    last = next((name for name in reversed(series) if look.is_whole(name)), None)
+    look.place.remove_leftovers(series[: series.index(last)] if last is not None else [])

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ._commit import interrupted, remove_leftovers, sync_directory
+from ._commit import interrupted, is_there, place_of, remove_leftovers, sync_directory
 from ._read import Reader
-from ._verify import verify
-from .exceptions import CheckpointError
+from ._record import RECORD_NAME
+from ._verify import complaints_about, wrong_headers
+from .exceptions import CorruptCheckpointError
 
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]+\.(saving|replaced|removed)")
 
@@ -31,34 +32,42 @@ class DirectorySeries:
     def names(self) -> list[str]:
         """Return the names of directories, and of those that were just being replaced."""
         try:
-            names = os.listdir(self._root)
+            with os.scandir(self._root) as entries:
+                directories = {entry.name: entry.is_dir() for entry in entries}
         except FileNotFoundError:
             return []
-        hidden = {found[1] for name in names if (found := _HIDDEN.fullmatch(name))}
-        visible = {name for name in names if not name.startswith(".")}
+        hidden = {found[1] for name in directories if (found := _HIDDEN.fullmatch(name))}
+        visible = {name for name in directories if not name.startswith(".")}
         return [
             name
             for name in visible | hidden
-            if (self._root / name).is_dir() or interrupted(self._root / name) is not None
+            if directories.get(name) or interrupted(self._root / name) is not None
         ]
 
     def where(self, name: str) -> Path:
         """Return the path of a checkpoint."""
         return self._root / name
 
-    def is_whole(self, name: str) -> bool:
-        """Return whether a checkpoint's record is sound and its files have their lengths."""
-        path = self._root / name
+    def defect(self, name: str) -> str | None:
+        """Return why this is no whole checkpoint, None if it is one; see _series.py."""
+        path = place_of(self._root / name)
         try:
-            Reader(interrupted(path) or path).close()
-        except (OSError, CheckpointError):
-            return False
-        return True
+            with Reader(path, most_open=1) as reader:
+                return next(wrong_headers(reader), None)
+        except FileNotFoundError:
+            return ""  # just deleted by another job
+        except CorruptCheckpointError as error:
+            if is_there(path / RECORD_NAME) or any(path.glob("*.safetensors")):
+                return str(error)
+            return ""
 
-    def is_sound(self, name: str) -> bool:
-        """Return whether every byte of a checkpoint is as it was saved."""
-        path = self._root / name
-        return not verify(interrupted(path) or path)
+    def defect_of_bytes(self, name: str) -> str | None:
+        """Return why not every byte of a checkpoint is as it was saved, None if all are."""
+        return next(iter(complaints_about(place_of(self._root / name))), None)
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a checkpoint lies here, rather than a link to it."""
+        return not (self._root / name).is_symlink()
 
     def remove(self, names: Sequence[str]) -> None:
         """Hide checkpoints, each in one step, so that nobody finds a part of one."""
@@ -67,7 +76,7 @@ class DirectorySeries:
             hidden = self._root / f".{name}.{uuid.uuid4().hex}.removed"
             # Perhaps another job was faster.
             with suppress(FileNotFoundError):
-                os.rename(interrupted(path) or path, hidden)
+                os.rename(place_of(path), hidden)
         if names:
             sync_directory(self._root)
 

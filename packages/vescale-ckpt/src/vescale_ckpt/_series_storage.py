@@ -8,8 +8,8 @@ from ._rank_files import is_rank_file
 from ._record import RECORD_NAME
 from ._remote import RemoteReader, has_record, read_record_of
 from ._storage import Storage
-from ._verify import verify
-from .exceptions import CheckpointError
+from ._verify import complaints_about
+from .exceptions import CheckpointError, CorruptCheckpointError
 
 
 class StorageSeries:
@@ -30,20 +30,31 @@ class StorageSeries:
         """Return the URL of a checkpoint."""
         return self._root.child(name).url
 
-    def is_whole(self, name: str) -> bool:
-        """Return whether a checkpoint's record is sound and its files have their lengths.
+    def defect(self, name: str) -> str | None:
+        """Return why this is no whole checkpoint, None if it is one; see _series.py.
 
-        A place that cannot be reached is an error, not a checkpoint that is not whole.
+        A place that cannot be reached is an error, not a checkpoint that is not whole. Headers
+        of files are not looked at: that would be two more requests a file.
         """
         try:
             RemoteReader(self._root.child(name)).close()
-        except (FileNotFoundError, CheckpointError):
-            return False
-        return True
+        except FileNotFoundError:
+            return ""
+        except CorruptCheckpointError as error:
+            return str(error)
+        except CheckpointError:
+            if has_record(self._root.child(name)):
+                raise
+            return ""  # a writer is on its way, or has died
+        return None
 
-    def is_sound(self, name: str) -> bool:
-        """Return whether every byte of a checkpoint is as it was saved."""
-        return not verify(self.where(name))
+    def defect_of_bytes(self, name: str) -> str | None:
+        """Return why not every byte of a checkpoint is as it was saved, None if all are."""
+        return next(iter(complaints_about(self.where(name))), None)
+
+    def is_ours(self, name: str) -> bool:
+        """Return True: object stores have no links."""
+        return True
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete the record of each checkpoint, which makes it none, then the other files."""

@@ -105,36 +105,27 @@ def _cuts_rows(placement: Placement) -> bool:
 
 
 def write_slabs(
-    writer: FileWriter | None,
+    writer: FileWriter,
     tensors: Iterable[tuple[StoredTensor, Part]],
     ranks: Ranks,
     scratch: Scratch,
-) -> Exception | None:
+) -> None:
     """Exchange the bytes of tensors and write this rank's slabs. Every rank must call this.
 
     Args:
-        writer: Where to write; None to take part only, because writing has failed already.
+        writer: Where to write.
         tensors: What to write: where each lies, and what this rank holds of it.
         ranks: All ranks, whether they hold something of the tensors or not.
         scratch: Memory to use.
-
-    Returns:
-        What went wrong when writing: the other ranks cannot do without this one's bytes, so it
-        must not be raised before everything is exchanged.
     """
-    failure: Exception | None = None
     for batch in _batches(tensors, ranks.rank):
         counts = [_incoming_counts(tensor, number, ranks.size) for tensor, number in batch]
         received = _exchange(batch, np.sum(counts, axis=0).tolist(), ranks, scratch)
         for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
             start, stop = tensor.own_slab.part(number)
-            if writer is not None and failure is None and start < stop:
+            if start < stop:
                 boxes = _by_box(tensor.holders, pieces, start, stop)
-                try:
-                    writer.write_from(start, stop - start, partial(_assemble, boxes))
-                except Exception as error:
-                    failure = error
-    return failure
+                writer.write_from(start, stop - start, partial(_assemble, boxes))
 
 
 def _batches(

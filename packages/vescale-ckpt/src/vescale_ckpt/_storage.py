@@ -23,6 +23,7 @@ from .exceptions import CheckpointError
 T = TypeVar("T")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?://.*")
+_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _DELAYS_SECONDS = (0.1, 0.5, 2.0)
 _NUM_REMOVERS = 16
 # What does not become better by trying again.
@@ -187,10 +188,22 @@ class Storage:
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage | None:
-    """Return the storage that a URL stands for, None for a path."""
-    if not isinstance(path, str) or not _URL.fullmatch(path):
-        return None
-    return Storage(path)
+    """Return the storage that a URL stands for, None for a path.
+
+    Raises:
+        ValueError: If it is a URL that has lost a slash, as ``Path("s3://bucket")`` has.
+    """
+    if isinstance(path, str) and _URL.fullmatch(path):
+        return Storage(path)
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"expected a path of text, got {path!r}")
+    if _LOST_SLASH.match(text) and not os.path.lexists(text.split("/")[0]):
+        raise ValueError(
+            f"{text!r} looks like a URL, but would be a directory of that name; pass it as a "
+            f"string with two slashes (pathlib drops one)"
+        )
+    return None
 
 
 def local_path(path: str | os.PathLike[str]) -> str:

@@ -124,6 +124,12 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._cached = os.open(path, os.O_WRONLY)
         self._direct = open_direct(path, os.O_WRONLY)
 
+    def account(self, sums: PartialSums) -> None:
+        """Take account of what is written from now on in ``sums``."""
+        if sums is not self.sums:
+            self._flush()
+            self.sums = sums
+
     def write(self, offset: int, view: memoryview) -> None:
         """Write bytes; cheapest if ``offset`` is where the last write ended."""
         content = np.frombuffer(view, np.uint8)

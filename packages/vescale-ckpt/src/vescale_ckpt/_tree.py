@@ -5,14 +5,14 @@ the tensor whose key is the dotted path of this place in the state, which keeps 
 short. All other JSON stands for itself, but for an object with a single key that starts with a
 dollar sign, which is what JSON lacks: ``{"$tuple": [...]}``, ``{"$str": "$5"}``,
 ``{"$float": "inf"}``, ``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain
-strings, and ``{"$per_rank": [...]}`` with the value of every rank.
+strings, and ``{"$per_rank": [...]}`` with the value of every rank. FORMAT.md lists them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -39,6 +39,14 @@ def is_stateful(value: Any) -> TypeGuard[Stateful]:
     return type(value) not in _PLAIN_TYPES and isinstance(value, Stateful)
 
 
+# What a defaultdict may make of a key that it lacks, by the name in a checkpoint.
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
+}
+_SEQUENCES: dict[type[Any], str] = {list: "", tuple: "$tuple", torch.Size: "$size"}
+# Python turns no more than 4300 decimal digits of an integer into text, and back.
+_MAX_INT_BITS = 14_000
 _PLAIN_TYPES = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
 
 
@@ -101,16 +109,20 @@ def _encode(value: Any, path: str, group: str, encoded: Encoded) -> Json:
     if isinstance(value, PerRank):
         return _encode_per_rank(value, path, group, encoded)
     if is_stateful(value):
-        return _encode(value.state_dict(), path, group, encoded)
+        state = value.state_dict()
+        # Whatever mapping it is, an object takes back what it has handed out.
+        own = dict(state) if isinstance(state, Mapping) else state
+        return _encode(own, path, group, encoded)
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, group, encoded)
-    if type(value) in (list, tuple, torch.Size):
+    if type(value) in _SEQUENCES:
         if not value:
             encoded.note(path, type(value).__name__)
         items: list[Json] = [
             _encode(item, f"{path}.{index}", group, encoded) for index, item in enumerate(value)
         ]
-        return items if type(value) is list else {"$tuple": items}
+        tag = _SEQUENCES[type(value)]
+        return {tag: items} if tag else items
     scalar = _encode_scalar(value, path)
     encoded.note(path, scalar)
     return scalar
@@ -122,6 +134,10 @@ def _encode_tensor(tensor: torch.Tensor, key: str, group: str, encoded: Encoded)
             f"two tensors of the state have the key {key!r}: one key contains a dot that the "
             f"other spells by nesting; rename one of them"
         )
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the key {key!r} is no text that UTF-8 has: {error}") from error
     group = "" if key == group else group
     if key.endswith("__metadata__") and below(key, group) == "__metadata__":
         raise CheckpointError(f"{key!r}: safetensors reserves this name; rename it")
@@ -156,25 +172,55 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, group: str, encoded: En
             f"expected str or int keys in the dict at {path!r}, got {odd!r} ({type(odd).__name__})"
         )
     items = {key: _encode(item, f"{path}.{key}", group, encoded) for key, item in value.items()}
-    if isinstance(value, Counter):
-        return {"$counter": [[key, item] for key, item in items.items()]}
-    if int in types or any(map(_IS_TAG, items)):
-        return {"$dict": [[key, item] for key, item in items.items()]}
-    return items
+    pairs: list[Json] = [[key, item] for key, item in items.items()]
+    match type(value).__name__:
+        case "Counter" if type(value) is Counter:
+            return {"$counter": pairs}
+        case "OrderedDict" if type(value) is OrderedDict:
+            return {"$ordered": pairs}
+        case "defaultdict" if type(value) is defaultdict:
+            return {"$default": [_factory_name(value, path), pairs]}
+        case "dict" if type(value) is dict:
+            is_tagged = int in types or any(map(_IS_TAG, items))
+            return {"$dict": pairs} if is_tagged else items
+        case _:
+            raise _unstorable(value, path)
+
+
+def _factory_name(value: Mapping[Any, Any], path: str) -> str:
+    factory = getattr(value, "default_factory", None)
+    name = next((name for name, known in _FACTORIES.items() if known is factory), None)
+    if name is None:
+        raise CheckpointError(
+            f"cannot store {path!r}: a defaultdict of {factory!r}, which only pickle could; "
+            f"expected one of {', '.join(_FACTORIES)}; convert it with dict()"
+        )
+    return name
 
 
 def _encode_scalar(value: Any, path: str) -> Json:
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise CheckpointError(
+                f"cannot store {path!r}: an integer of {value.bit_length()} bits, expected at "
+                f"most {_MAX_INT_BITS}; store it as a string of hexadecimal digits"
+            )
         return value
     if type(value) is str:
         return {"$str": value} if value.startswith("$") else value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    raise CheckpointError(
+    raise _unstorable(value, path)
+
+
+def _unstorable(value: Any, path: str) -> CheckpointError:
+    return CheckpointError(
         f"cannot store {path!r}: a {type(value).__module__}.{type(value).__qualname__} "
         f"is neither a tensor, nor a JSON-able value (None, bool, int, float, str, list, tuple, "
         f"dict), nor has it state_dict() and load_state_dict(); convert it, for example with "
-        f"float(), str() or torch.as_tensor(), or leave it out"
+        f"float(), str(), dict() or torch.as_tensor(), or leave it out"
     )
 
 
@@ -200,15 +246,30 @@ def items_of(node: Json) -> list[tuple[str | int, Json]] | None:
     tag = _tag(node)
     if tag is None:
         return list(node.items())
-    return _pairs(node[tag]) if tag in ("$dict", "$counter") else None
+    if tag == "$default":
+        return _default_pairs(node)[1]
+    return _pairs(node[tag]) if tag in ("$dict", "$counter", "$ordered") else None
+
+
+def with_items(node: Json, items: Sequence[tuple[str | int, Json]]) -> Json:
+    """Return a node of the same kind of dict with other items."""
+    assert isinstance(node, dict)
+    pairs: list[Json] = [[key, item] for key, item in items]
+    match _tag(node):
+        case "$dict" | "$counter" | "$ordered" as tag:
+            return {tag: pairs}
+        case "$default":
+            return {"$default": [_default_pairs(node)[0], pairs]}
+        case _:
+            return {str(key): item for key, item in items}
 
 
 def elements_of(node: Json) -> list[Json] | None:
     """Return the elements of a node that stands for a list or a tuple, otherwise None."""
     if isinstance(node, list):
         return node
-    if isinstance(node, dict) and _tag(node) == "$tuple":
-        elements = node["$tuple"]
+    if isinstance(node, dict) and (tag := _tag(node)) in ("$tuple", "$size"):
+        elements = node[tag]
         return elements if isinstance(elements, list) else None
     return None
 
@@ -264,11 +325,13 @@ def _complete_tagged(node: dict[str, Json], path: str, stored: Container[str]) -
             if any(map(_IS_TAG, node)):
                 raise CorruptCheckpointError(f"unknown value in the checkpoint: {_short(node)}")
             return {key: complete(item, f"{path}.{key}", stored) for key, item in node.items()}
-        case "$tuple", {"$tuple": elements}:
-            return {"$tuple": complete(elements, path, stored)}
-        case "$dict" | "$counter" as tag, _:
-            pairs = _pairs(node[tag])
-            return {tag: [[k, complete(item, f"{path}.{k}", stored)] for k, item in pairs]}
+        case "$tuple" | "$size" as tag, _:
+            return {tag: complete(node[tag], path, stored)}
+        case "$dict" | "$counter" | "$ordered" | "$default", _:
+            items = items_of(node) or []
+            return with_items(
+                node, [(k, complete(item, f"{path}.{k}", stored)) for k, item in items]
+            )
         case "$per_rank", {"$per_rank": list(values)}:
             return {"$per_rank": [complete(value, path, stored) for value in values]}
         case _:
@@ -296,6 +359,14 @@ def _decode_tagged(node: dict[str, Json], tensor: Callable[[str], Any]) -> Any:
             return text
         case "$tuple", {"$tuple": list(elements)}:
             return tuple(decode(element, tensor) for element in elements)
+        case "$size", {"$size": list(elements)} if _are_lengths(elements):
+            return torch.Size(elements)  # pyright: ignore[reportArgumentType]: they are integers
+        case "$ordered", {"$ordered": pairs}:
+            return OrderedDict((key, decode(item, tensor)) for key, item in _pairs(pairs))
+        case "$default", _:
+            factory, pairs = _default_pairs(node)
+            items = {key: decode(item, tensor) for key, item in pairs}
+            return defaultdict(_FACTORIES[factory], items)
         case "$float", {"$float": "inf" | "-inf" | "nan" as text}:
             return float(text)
         case "$dict", {"$dict": pairs}:
@@ -319,6 +390,19 @@ def _tag(node: dict[str, Json]) -> str | None:
         return None
     (key,) = node
     return key if key.startswith("$") else None
+
+
+def _are_lengths(elements: list[Json]) -> bool:
+    return all(type(element) is int for element in elements)
+
+
+def _default_pairs(node: dict[str, Json]) -> tuple[str, list[tuple[str | int, Json]]]:
+    """Return the name of the factory of a defaultdict, and its items."""
+    match node["$default"]:
+        case [str(name), list(pairs)] if name in _FACTORIES:
+            return name, _pairs(pairs)
+        case _:
+            raise CorruptCheckpointError(f"unknown value in the checkpoint: {_short(node)}")
 
 
 def _pairs(pairs: Json) -> list[tuple[str | int, Json]]:

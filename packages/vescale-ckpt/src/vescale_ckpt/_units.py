@@ -90,6 +90,7 @@ class OwnUnits:
         self._rank = rank
         self._is_alone = processors == 1
         self._turns = threading.Semaphore(processors)
+        self._is_stopped = threading.Event()
         # The pieces in each block that this rank reads, in file order.
         self._in_block: dict[int, list[Piece]] = {}
         for piece in pieces:
@@ -106,6 +107,8 @@ class OwnUnits:
         """Read everything; stop at and raise the first error."""
         waiting: list[tuple[list[Unit], bool]] = []
         for stretch in self._stretches():
+            if self._is_stopped.is_set():
+                return
             first, last = stretch[0], stretch[-1]
             is_cached = self.reader.is_cached(first.file, first.start, last.stop)
             # Threads that take turns on one processor only cost time, unless they wait.
@@ -114,6 +117,10 @@ class OwnUnits:
             else:
                 waiting.append((stretch, is_cached))
         in_threads(self._read, waiting)
+
+    def stop(self) -> None:
+        """Have :meth:`read_all`, in another thread, end before everything is read."""
+        self._is_stopped.set()
 
     def _stretches(self) -> Iterator[list[Unit]]:
         """Yield adjacent units that are read together, CHUNK_NBYTES at most."""
@@ -171,6 +178,8 @@ class OwnUnits:
         Args:
             found: The units, and whether they are in the page cache.
         """
+        if self._is_stopped.is_set():
+            return
         stretch, is_cached = found
         file, start, stop = stretch[0].file, stretch[0].start, stretch[-1].stop
         if stretch[0].is_shared and not is_cached:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ._json import strict_json
 from ._open import open_checkpoint
 from ._read import Blocks, Reader
 from ._record import Record
@@ -29,10 +29,25 @@ def verify(
         progress: Called with the number of blocks done and to do.
     """
     try:
-        with open_checkpoint(path) as reader:
-            return [*_wrong_blocks(reader, num_threads, progress), *_wrong_headers(reader)]
+        return complaints_about(path, num_threads=num_threads, progress=progress)
     except OSError as error:
         return [f"cannot read {path}: {error}"]
+
+
+def complaints_about(
+    path: str | os.PathLike[str],
+    *,
+    num_threads: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Do as :func:`verify` does, but raise what says nothing about the checkpoint.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    try:
+        with open_checkpoint(path) as reader:
+            return [*_wrong_blocks(reader, num_threads, progress), *wrong_headers(reader)]
     except CheckpointError as error:
         return [str(error)]
 
@@ -60,7 +75,7 @@ def _wrong_blocks(
                 yield complaint
 
 
-def _wrong_headers(reader: Reader) -> Iterator[str]:
+def wrong_headers(reader: Reader) -> Iterator[str]:
     """Yield where a file's own header tells another story than the commit record."""
     for name in reader.record.files:
         if name.endswith(".safetensors"):
@@ -79,7 +94,7 @@ def _wrong_headers(reader: Reader) -> Iterator[str]:
 def _header(reader: Reader, name: str) -> dict[str, Any]:
     try:
         (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
-        header = json.loads(reader.content(name, 8, nbytes))
+        header = strict_json(reader.content(name, 8, nbytes))
         header.pop("__metadata__", None)
         return {
             key: [entry["dtype"], entry["shape"], entry["data_offsets"][0] + 8 + nbytes]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ._boxes import Part, located
+from ._commit import is_there
+from ._copies import Copies
 from ._crc import PartialSums
-from ._files import FilePlan
+from ._files import FilePlan, StoredTensor
 from ._group import Ranks
 from ._runs import Runs
 from ._scratch import Scratch
@@ -53,9 +55,22 @@ def create_files(directory: Path, plan: FilePlan) -> None:
         descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             if file.nbytes:
-                os.posix_fallocate(descriptor, 0, file.nbytes)
+                _reserve(descriptor, file.nbytes)
         finally:
             os.close(descriptor)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a file its length, and space on the disk where the system can do that."""
+    if hasattr(os, "posix_fallocate"):  # macOS lacks it
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, nbytes)
 
 
 def write_files(
@@ -63,6 +78,7 @@ def write_files(
     plan: FilePlan,
     work: Work,
     sums: Mapping[str, PartialSums],
+    copies: Copies,
     ranks: Ranks,
 ) -> None:
     """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
@@ -71,13 +87,12 @@ def write_files(
         directory: Where the files are.
         plan: Where each tensor lies.
         work: What this rank has to write. Rank 0 writes the files' heads, too.
-        sums: For each file, what takes account of the bytes written.
+        sums: For each file, what takes account of the bytes written, but for copies.
+        copies: What takes account of those of tensors that every rank holds.
         ranks: All ranks.
     """
     with Buffers() as buffers:
-        failure = _write_exchanged(directory, plan, work, sums, buffers, ranks)
-        if failure is not None:
-            raise failure
+        _write_exchanged(directory, plan, work, sums, buffers, ranks)
         keys = keys_by_file(plan, work)
         for name, file in plan.files.items():
             if name not in keys and ranks.rank != 0:
@@ -86,9 +101,34 @@ def write_files(
                 if ranks.rank == 0:
                     writer.write(0, memoryview(file.head))
                 for key in keys.get(name, ()):
+                    writer.account(copies.written[name] if key in work.shared else sums[name])
                     for piece in pieces_of_tensor(key, plan, work, ranks):
                         _write_piece(writer, piece)
                 writer.finish()
+    if ranks.size > 1:
+        _check_copies(plan, work, copies, (ranks.rank + 1) % ranks.size, ranks.size)
+
+
+def _check_copies(
+    plan: FilePlan, work: Work, copies: Copies, writer_rank: int, num_ranks: int
+) -> None:
+    """Take account of what another rank writes, as this one holds it; see [Note: copies]."""
+    for key, part in work.shared.items():
+        sums = copies.checked[plan.tensors[key].file]
+        piece = _share(plan.tensors[key], part, writer_rank, num_ranks)
+        start = 0
+        for chunk in packed_chunks(piece.source) if piece.first < piece.last else ():
+            first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+            if first < last:
+                sums.add(piece.runs.start + start + first, chunk[first:last])
+            start += len(chunk)
+
+
+def _share(stored: StoredTensor, part: Part, rank: int, num_ranks: int) -> _Piece:
+    """Return what a rank writes of a tensor that all of them hold; perhaps nothing."""
+    start, stop = page_shares(stored, num_ranks)[rank]
+    runs = Runs(stored.offset, stored.nbytes)
+    return _Piece(runs, part.local, start - stored.offset, stop - stored.offset)
 
 
 def _write_exchanged(
@@ -98,39 +138,26 @@ def _write_exchanged(
     sums: Mapping[str, PartialSums],
     buffers: Buffers,
     ranks: Ranks,
-) -> Exception | None:
-    """Write slabs; see [Note: slabs]. Takes part in every exchange whatever goes wrong."""
-    failure = _invisible(directory)
+) -> None:
+    """Write slabs; see [Note: slabs]."""
+    _check_visible(directory)
     scratch = Scratch()
     by_file: dict[str, list[str]] = {}
     for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
         by_file.setdefault(plan.tensors[key].file, []).append(key)
     for name in sorted(by_file):
-        with ExitStack() as stack:
-            writer: FileWriter | None = None
-            try:
-                writer = stack.enter_context(FileWriter(directory / name, sums[name], buffers))
-            except Exception as error:
-                failure = failure or error
-            usable = writer if failure is None else None
-            tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
-            error = write_slabs(usable, tensors, ranks, scratch)
-            failure = failure or error
-            try:
-                if writer is not None:
-                    writer.finish()
-            except Exception as error:
-                failure = failure or error
-    return failure
+        tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
+        with FileWriter(directory / name, sums[name], buffers) as writer:
+            write_slabs(writer, tensors, ranks, scratch)
+            writer.finish()
 
 
-def _invisible(directory: Path) -> Exception | None:
-    if directory.is_dir():
-        return None
-    return CheckpointError(
-        f"{directory}, made by rank 0, is not visible here; save to a path on a file system that "
-        f"all ranks share"
-    )
+def _check_visible(directory: Path) -> None:
+    if not is_there(directory):
+        raise CheckpointError(
+            f"{directory}, made by rank 0, is not visible here; save to a path on a file system "
+            f"that all ranks share"
+        )
 
 
 def keys_by_file(plan: FilePlan, work: Work) -> dict[str, list[str]]:
@@ -149,11 +176,9 @@ def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iter
         for memory, runs in located(work.own[key], stored):
             yield _Piece(runs, memory, 0, runs.total_nbytes)
         return
-    start, stop = page_shares(stored, ranks.size)[ranks.rank]
-    if start < stop:
-        runs = Runs(stored.offset, stored.nbytes)
-        lower, upper = start - stored.offset, stop - stored.offset
-        yield _Piece(runs, work.shared[key].local, lower, upper)
+    piece = _share(stored, work.shared[key], ranks.rank, ranks.size)
+    if piece.first < piece.last:
+        yield piece
 
 
 def _write_piece(writer: FileWriter, piece: _Piece) -> None:
