@@ -44,6 +44,17 @@ def widened(tensor: Any) -> Any:
     return tensor.to(torch.float32) if tensor is not None and tensor.dtype in HALF else tensor
 
 
+def statistics_dtype(call: Call, place: int) -> torch.dtype:
+    """Return the dtype of a normalization's moments, which are its results from ``place`` on.
+
+    Kernels of CPUs do not keep them as meta tensors say, but as the parameters are.
+    """
+    if call.tensors[0].device.type != "cpu":
+        return call.outputs[place].dtype
+    names = ("weight", "bias", "running_mean", "running_var", "input")
+    return next(each.dtype for each in map(call.named, names) if each is not None)
+
+
 def cut_dims(made: Layout) -> frozenset[int]:
     """Return the dims that a placement cuts; one that cuts several dims as one does not count."""
     found = [single_dim(placement) for placement in made.placements if is_sharded(placement)]
