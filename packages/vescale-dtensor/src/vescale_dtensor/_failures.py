@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._ranks import is_emulated
+from ._ranks import forget_with_world, is_emulated
 from ._torch_private import default_store
 
 _COUNT = "vescale/failures"
@@ -30,6 +30,17 @@ _MARK = "_announced_as"  # on an exception
 _standing: list[tuple[object, int]] = []
 # The newest failure that this rank has named: the world, number, text.
 _named: tuple[object, int, str] = (None, 0, "")
+
+
+def _forget() -> None:
+    global _named
+    world = dist.group.WORLD
+    _standing[:] = [each for each in _standing if each[0] is world]
+    if _named[0] is not world:
+        _named = (None, 0, "")
+
+
+forget_with_world(_forget)
 
 
 class PeerError(RuntimeError):

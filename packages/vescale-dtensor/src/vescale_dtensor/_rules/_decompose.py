@@ -23,7 +23,7 @@ from vescale_dtensor._dtensor import DTensor, as_dtensor, layout_of, moved, wrap
 from vescale_dtensor._layout import local_boxes
 from vescale_dtensor._placements import is_sharded
 from vescale_dtensor._plan import distributed, plan_choice
-from vescale_dtensor._ranks import per_rank
+from vescale_dtensor._ranks import forget_with_world, per_rank
 from vescale_dtensor._signature import Signature, choose, on_dim, single_dim
 from vescale_dtensor._spec import Layout, without_partial
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
@@ -102,6 +102,9 @@ def held_ranges(
     held = local_boxes((made.shape[dim],), made.mesh.shape, coordinate, placements)
     boxes = [each.box for each in sorted(held, key=lambda each: each.local_offset)]
     return tuple((box.offset[0], box.offset[0] + box.shape[0]) for box in boxes)
+
+
+forget_with_world(held_ranges.cache_clear)
 
 
 def positions(made: Layout, coordinate: tuple[int, ...], dim: int, device: torch.device) -> Tensor:
