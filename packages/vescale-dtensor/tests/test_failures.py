@@ -5,15 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 from vescale_dtensor import (
     PeerError,
     all_reduce,
     announced_failures,
-    distribute_tensor,
-    named_failures,
 )
 from vescale_dtensor._torch_private import default_store
 from vescale_testing import RankError, World
@@ -67,7 +63,9 @@ def test_a_rank_that_failed_and_went_on_is_not_blamed_for_a_later_failure(
 ) -> None:
     outcomes = world4.run(_fail_and_go_on, works_in_between)
     for rank, (first, second) in enumerate(outcomes):
-        assert first.startswith("the first" if rank == 1 else "rank 1 raised ValueError: the first")
+        assert first.startswith(
+            "the first" if rank == 1 else "rank 1 raised ValueError: the first"
+        )
         text = "the second" if rank == 2 else "rank 2 raised ValueError: the second"
         assert second.startswith(text)
 
