@@ -1,6 +1,9 @@
 """A rank that fails is named by those that waited for it."""
 
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +102,45 @@ def _store_timeouts() -> tuple[timedelta, timedelta]:
 def test_a_failure_leaves_the_patience_of_the_store_as_it_was(world2: World) -> None:
     for before, after in world2.run(_store_timeouts):
         assert before == after
+
+
+_OPERATOR = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from vescale_dtensor import PeerError, distribute_tensor
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+values = distribute_tensor(torch.arange(4.0), mesh, (Replicate(),))
+indices = distribute_tensor(torch.tensor([0, 1, 2, 9]), mesh, (Shard(0),))
+try:
+    found = values.index_select(0, indices)
+    found.sum().item()
+except PeerError as error:
+    print("waited:", error)
+"""
+
+
+@pytest.mark.slow
+def test_what_an_operator_raises_on_one_rank_is_told_by_the_rank_that_waits(
+    tmp_path: Path,
+) -> None:
+    # The world's timeout is half an hour: it is the end of the other process that is noticed.
+    waiting, failing = (
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _OPERATOR, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        assert "IndexError" in failing.communicate(timeout=240)[0]
+        output, _ = waiting.communicate(timeout=20)
+    finally:
+        waiting.kill()
+    assert "waited: rank 1 raised IndexError: index out of range" in output, output

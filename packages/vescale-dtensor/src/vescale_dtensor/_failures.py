@@ -15,6 +15,7 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ._ranks import forget_with_world, is_emulated
@@ -72,6 +73,19 @@ def announce(error: BaseException) -> None:
         store.set(_key(number), text)
         vars(error)[_MARK] = number
         _standing.append((dist.group.WORLD, number))
+
+
+def announce_alone(error: BaseException) -> None:
+    """Announce what an operator raised, which may depend on the values that this rank has.
+
+    An index may be out of range on one rank only. The others are done with the operator, and
+    wait for this rank in the next collective. What no rank can do is raised on all of them.
+    """
+    if (
+        not isinstance(error, PeerError | NotImplementedError)
+        and not torch.compiler.is_compiling()
+    ):
+        announce(error)
 
 
 @contextlib.contextmanager
