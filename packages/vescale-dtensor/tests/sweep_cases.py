@@ -73,7 +73,7 @@ def dtypes_of(op: Any, index: int) -> list[torch.dtype]:
 def samples_of(op: Any, dtype: torch.dtype, num_samples: int) -> list[Sample]:
     """Return samples spread over those of the database, the last one of even sizes."""
     default = _generated(op, dtype)
-    with _sizes({} if op.name in FIXED_SIZES else EVEN_SIZES):
+    with sized({} if op.name in FIXED_SIZES else EVEN_SIZES):
         even = _generated(op, dtype)
     found = _spread(default, max(1, num_samples - 1))
     return [*found, *_spread(even, num_samples - len(found))]
@@ -125,7 +125,8 @@ def _spread(samples: list[Sample], count: int) -> list[Sample]:
 
 
 @contextmanager
-def _sizes(sizes: dict[str, int]) -> Iterator[None]:
+def sized(sizes: dict[str, int]) -> Iterator[None]:
+    """Let the database make tensors of other sizes."""
     modules = [
         module
         for name, module in sys.modules.items()

@@ -161,3 +161,32 @@ def test_linear_layers_in_inference_mode_need_no_gather() -> None:
         assert result.placements == (Shard(2),)  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
         joined = distribute_tensor(x, mesh, (R,)) @ rows.t()
         assert joined.placements == (Shard(2),)  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
+
+
+_ADDED: dict[str, tuple[tuple[int, ...], ...]] = {
+    "addmm": ((3, 3), (3, 3), (3, 3)),
+    "addbmm": ((3, 3), (3, 3, 3), (3, 3, 3)),
+    "baddbmm": ((3, 3, 3), (3, 3, 3), (3, 3, 3)),
+    "addmv": ((3,), (3, 3), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", [*_ADDED])
+def test_integers_are_added_to_a_product_as_on_one_device_though_a_rank_has_no_terms(
+    name: str,
+) -> None:
+    tensors = [torch.randint(1, 6, shape) for shape in _ADDED[name]]
+    add = getattr(torch, name)
+    with emulate(4):
+        mesh = init_device_mesh("cpu", (4,))  # one rank more than there are indices
+        # The second value finds the plan of the first.
+        for beta, alpha in ((1.5, 1), (2.5, 1), (0.5, 1.5), (2, 1)):
+            expected = add(*tensors, beta=beta, alpha=alpha)
+            for dim in range(3):
+                spread = [
+                    distribute_tensor(t, mesh, (Shard(dim) if dim < t.ndim else Replicate(),))
+                    for t in tensors
+                ]
+                spread[0] = distribute_tensor(tensors[0], mesh, (Replicate(),))
+                result = add(*spread, beta=beta, alpha=alpha)
+                assert all(torch.equal(x, expected) for x in result.full_tensor().parts)

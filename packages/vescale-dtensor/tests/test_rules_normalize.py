@@ -221,3 +221,35 @@ def test_batch_statistics_are_all_that_batch_norm_moves() -> None:
     var = distribute_tensor(torch.ones(8), mesh, (Replicate(),))
     assert sent_bytes(lambda: F.batch_norm(x, mean, var, training=True)) <= 6 * 8 * 4
     assert sent_bytes(lambda: F.batch_norm(x, mean, var)) == 0
+
+
+_NORMALIZATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "layer": lambda x, w, b: aten.native_layer_norm(x, [4, 8], w, b, 1e-5),
+    "group": lambda x, w, b: aten.native_group_norm(
+        x, None if w is None else w[:, 0], None if b is None else b[:, 0], 6, 4, 8, 2, 1e-5
+    ),
+    "batch": lambda x, w, b: aten.native_batch_norm(
+        x, None if w is None else w[:, 0], None if b is None else b[:, 0], None, None, True, 0.1,
+        1e-5,
+    ),
+    "rms": lambda x, w, b: aten._fused_rms_norm(x, [4, 8], w, 1e-5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("parameter", [None, torch.float32, "same"], ids=str)
+@pytest.mark.parametrize("name", [*_NORMALIZATIONS])
+def test_every_result_of_a_normalization_has_the_dtype_it_has_on_one_device(
+    name: str, parameter: torch.dtype | str | None, dtype: torch.dtype
+) -> None:
+    x = torch.randn(6, 4, 8).to(dtype)
+    kept = dtype if isinstance(parameter, str) else parameter
+    weight = None if kept is None else torch.ones(4, 8, dtype=kept)
+    expected = [each.dtype for each in _NORMALIZATIONS[name](x, weight, weight)]
+    mesh = init_device_mesh("cpu", (4,))
+    whole = None if weight is None else distribute_tensor(weight, mesh, (Replicate(),))
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        spread = distribute_tensor(x, mesh, (placement,))
+        results = _NORMALIZATIONS[name](spread, whole, whole)
+        assert [each.dtype for each in results] == expected, placement
+        assert [each.to_local().dtype for each in results] == expected, placement

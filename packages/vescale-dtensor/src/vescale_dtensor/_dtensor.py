@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from ._failures import announce_alone
 from ._infer import infer_layout
 from ._layout import LocalBox, local_boxes, local_shape
 from ._placements import is_sharded
@@ -55,7 +56,11 @@ class DTensor(DTensorBase):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return cls.rules(func, args, kwargs or {})
+        try:
+            return cls.rules(func, args, kwargs or {})
+        except Exception as error:
+            announce_alone(error)
+            raise
 
     @staticmethod
     def from_local(  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's, without stride

@@ -2,6 +2,10 @@
 
 A rank that raises writes its name and error to the rendezvous store. A collective that
 breaks (a timeout, a closed connection) looks there before it raises.
+
+[Note: failures that are over] A program may catch an error and go on. So failures are numbered.
+A rank names the newest one that it has not named before; and a rank that has completed a
+collective since it failed takes that back, for it evidently works with the others again.
 """
 
 from __future__ import annotations
@@ -9,12 +13,35 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from ._ranks import forget_with_world, is_emulated
 from ._torch_private import default_store
 
-_KEY = "vescale/failed_rank"
+_COUNT = "vescale/failures"
+_NUM_LOOKED_AT = 1024  # entries; ranks that raise alike write one each
+_PATIENCE = datetime.timedelta(seconds=5)  # with a store whose host may be gone
+
+_MARK = "_announced_as"  # on an exception
+
+# What this rank announced and did not take back: the world it belongs to, number.
+_standing: list[tuple[object, int]] = []
+# The newest failure that this rank has named: the world, number, text.
+_named: tuple[object, int, str] = (None, 0, "")
+
+
+def _forget() -> None:
+    global _named
+    world = dist.group.WORLD
+    _standing[:] = [each for each in _standing if each[0] is world]
+    if _named[0] is not world:
+        _named = (None, 0, "")
+
+
+forget_with_world(_forget)
 
 
 class PeerError(RuntimeError):
@@ -34,13 +61,31 @@ def announced_failures() -> Iterator[None]:
 
 
 def announce(error: BaseException) -> None:
-    """Write this rank's failure where waiting ranks look; the first failure is kept."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Write this rank's failure where waiting ranks look."""
+    if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1:
         return
+    if _MARK in vars(error):
+        return  # on its way out it leaves several blocks
     text = f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:2000]}"
     # The store may be gone when the whole job is going down; the error itself still rises.
-    with contextlib.suppress(RuntimeError):
-        default_store().compare_set(_KEY, "", text)
+    with _patient_store() as store:
+        number = store.add(_COUNT, 1)
+        store.set(_key(number), text)
+        vars(error)[_MARK] = number
+        _standing.append((dist.group.WORLD, number))
+
+
+def announce_alone(error: BaseException) -> None:
+    """Announce what an operator raised, which may depend on the values that this rank has.
+
+    An index may be out of range on one rank only. The others are done with the operator, and
+    wait for this rank in the next collective. What no rank can do is raised on all of them.
+    """
+    if (
+        not isinstance(error, PeerError | NotImplementedError)
+        and not torch.compiler.is_compiling()
+    ):
+        announce(error)
 
 
 @contextlib.contextmanager
@@ -49,18 +94,54 @@ def named_failures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        known = _named
         if text := _announced():
             raise PeerError(f"{text}; this rank ({dist.get_rank()}) was waiting for it") from error
+        if known[0] is dist.group.WORLD:
+            error.add_note(f"no rank has told of a failure since {known[2]}")
         announce(error)
         raise
+    if _standing:
+        _take_back()
+
+
+def _take_back() -> None:
+    """Declare what this rank announced to be over."""
+    mine = [number for world, number in _standing if world is dist.group.WORLD]
+    _standing.clear()
+    with _patient_store() as store:
+        for number in mine:
+            store.set(_key(number), "")
 
 
 def _announced() -> str:
-    with contextlib.suppress(RuntimeError):
-        store = default_store()
-        if store.check([_KEY]):
-            store.set_timeout(datetime.timedelta(seconds=5))
-            text = store.get(_KEY).decode()
-            own = f"rank {dist.get_rank()} "
-            return "" if text.startswith(own) else text
+    """Return the newest failure of another rank that was not named yet; empty if none is."""
+    global _named
+    world, own = dist.group.WORLD, f"rank {dist.get_rank()} "
+    with _patient_store() as store:
+        newest = store.add(_COUNT, 0)
+        oldest = max(_named[1] if _named[0] is world else 0, newest - _NUM_LOOKED_AT)
+        for number in range(newest, oldest, -1):
+            # The number may be taken already and the text not be there yet.
+            text = store.get(_key(number)).decode() if store.check([_key(number)]) else ""
+            if text and not text.startswith(own):
+                _named = world, number, text
+                return text
     return ""
+
+
+@contextlib.contextmanager
+def _patient_store() -> Iterator[Any]:
+    """Yield the store; end the block quietly if it cannot be reached."""
+    with contextlib.suppress(RuntimeError):
+        store: Any = default_store()
+        before = store.timeout
+        store.set_timeout(_PATIENCE)
+        try:
+            yield store
+        finally:
+            store.set_timeout(before)
+
+
+def _key(number: int) -> str:
+    return f"vescale/failure/{number}"

@@ -101,9 +101,27 @@ _current: EmulatedWorld | None = None
 _forgetful: list[Callable[[], object]] = []
 
 
+_world_of_caches: dist.ProcessGroup | None = None
+
+
 def forget_with_world(forget: Callable[[], object]) -> None:
-    """Call ``forget`` when an emulated world ends: what is cached belongs to its meshes."""
+    """Call ``forget`` when an emulated world ends, or the first mesh of another job is used.
+
+    What is cached belongs to the meshes of a world, and would keep its process groups alive.
+    """
     _forgetful.append(forget)
+
+
+def notice_world() -> dist.ProcessGroup | None:
+    """Return the job's process group, having forgotten the one before it."""
+    global _world_of_caches
+    world = dist.group.WORLD
+    if world is not _world_of_caches and world is not None:
+        if _world_of_caches is not None:
+            for forget in _forgetful:
+                forget()
+        _world_of_caches = world
+    return world
 
 
 @contextmanager
@@ -232,6 +250,10 @@ def peers_of_ranks(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, 
     groups = root.mesh.permute(*fixed, *free).reshape(-1, _product(root.shape[a] for a in free))
     members = {int(rank): tuple(map(int, group)) for group in groups for rank in group}
     return tuple(members[rank] for rank in range(_world().size))
+
+
+forget_with_world(coordinates_of_ranks.cache_clear)
+forget_with_world(peers_of_ranks.cache_clear)
 
 
 def _axes_in_root(mesh: DeviceMesh, root: DeviceMesh) -> list[int]:

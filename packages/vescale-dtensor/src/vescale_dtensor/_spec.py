@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ._layout import local_shape
+from ._ranks import forget_with_world, notice_world
 from ._torch_private import DTensorSpec, TensorMeta
 
 Placements = tuple[Placement, ...]
@@ -103,11 +104,16 @@ _meshes: dict[DeviceMesh, tuple[DeviceMesh, object]] = {}
 
 def _canonical(mesh: DeviceMesh) -> DeviceMesh:
     """Return the first mesh seen that equals ``mesh`` and belongs to the same process group."""
-    world = dist.group.WORLD
+    world = notice_world()
     found = _meshes.get(mesh)
     if found is None or found[1] is not world:
         found = _meshes[mesh] = (mesh, world)
     return found[0]
+
+
+# All that are in use: the cache below forgets the least recent ones, and what an operator does
+# is found by the identity of layouts.
+_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -118,11 +124,19 @@ def _intern(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Layout:
+    key = same, placements, shape, stride, dtype
+    if (known := _alive.get(key)) is not None:
+        return known
     size, mesh = torch.Size(shape), same.mesh
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
     made = Layout(mesh, placements, size, stride, dtype, spec)
     attach(spec, made)
+    _alive[key] = made
     return made
+
+
+forget_with_world(_intern.cache_clear)
+forget_with_world(_meshes.clear)
 
 
 def attach(spec: Any, made: Layout) -> None:

@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._failures import named_failures
-from ._ranks import RankTensor, is_emulated, peers_of_ranks
+from ._ranks import (
+    RankTensor,
+    forget_with_world,
+    is_emulated,
+    notice_world,
+    peers_of_ranks,
+)
 from ._torch_private import disable_current_modes
 from ._traced import all_gather, all_to_all, is_traced
 
@@ -152,11 +158,14 @@ def group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[dist.ProcessGroup
     that, and ranks elsewhere need not.
     """
     # The group itself, not its id: a later job's could have the same.
-    key = (dist.group.WORLD, mesh, axes)
+    key = (notice_world(), mesh, axes)
     found = _groups.get(key)
     if found is None:
         found = _groups[key] = _make_group(mesh, axes)
     return found
+
+
+forget_with_world(_groups.clear)
 
 
 def _make_group(

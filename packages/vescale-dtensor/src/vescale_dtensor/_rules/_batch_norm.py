@@ -26,7 +26,14 @@ from vescale_dtensor._signature import on_dim, single_dim
 from vescale_dtensor._spec import Layout, Placements, layout, replicated
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
-from ._decompose import as_distributed, cut_dims, on_parts, settled, widened
+from ._decompose import (
+    as_distributed,
+    cut_dims,
+    on_parts,
+    settled,
+    statistics_dtype,
+    widened,
+)
 from ._moments import moments
 from ._normalize import normalized_backward
 
@@ -69,7 +76,7 @@ def _synchronized(call: Call, given: DTensor) -> tuple[tuple[Any, ...], list[Any
         if old is not None:
             old = old * (1 - momentum) + new.reshape(-1) * momentum
         statistics.append(old)
-    saved = [each.reshape(-1).to(_saved_dtype(call)) for each in (mean, rstd)]
+    saved = [each.reshape(-1).to(statistics_dtype(call, 1)) for each in (mean, rstd)]
     return (result.to(given.dtype), *saved), statistics
 
 
@@ -96,7 +103,7 @@ def _on_own_samples(
         return (*result, *(own[name] for name in written))
 
     placements = _per_channel(made)
-    saved_dtype = _saved_dtype(call)
+    saved_dtype = statistics_dtype(call, 1)
     saved_layout = (
         layout(made.mesh, placements, (made.shape[1],), None, saved_dtype)
         if training
@@ -169,14 +176,6 @@ def _along_single_dims(tensor: Any) -> DTensor:
     return moved(tensor, tuple(
         Replicate() if is_sharded(p) and single_dim(p) is None else p for p in made.placements
     ))  # fmt: skip
-
-
-def _saved_dtype(call: Call) -> torch.dtype:
-    """Return the dtype of saved moments; kernels of CPUs do not keep them as meta tensors say."""
-    if call.tensors[0].device.type != "cpu":
-        return call.outputs[1].dtype
-    names = ("weight", "bias", "running_mean", "running_var", "input")
-    return next(each.dtype for each in map(call.named, names) if each is not None)
 
 
 def _per_channel(made: Layout) -> Placements:

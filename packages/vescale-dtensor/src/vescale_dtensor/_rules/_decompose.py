@@ -23,7 +23,7 @@ from vescale_dtensor._dtensor import DTensor, as_dtensor, layout_of, moved, wrap
 from vescale_dtensor._layout import local_boxes
 from vescale_dtensor._placements import is_sharded
 from vescale_dtensor._plan import distributed, plan_choice
-from vescale_dtensor._ranks import per_rank
+from vescale_dtensor._ranks import forget_with_world, per_rank
 from vescale_dtensor._signature import Signature, choose, on_dim, single_dim
 from vescale_dtensor._spec import Layout, without_partial
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
@@ -42,6 +42,17 @@ def settled(tensor: Any) -> Any:
 def widened(tensor: Any) -> Any:
     """Return a half precision tensor in float32."""
     return tensor.to(torch.float32) if tensor is not None and tensor.dtype in HALF else tensor
+
+
+def statistics_dtype(call: Call, place: int) -> torch.dtype:
+    """Return the dtype of a normalization's moments, which are its results from ``place`` on.
+
+    Kernels of CPUs do not keep them as meta tensors say, but as the parameters are.
+    """
+    if call.tensors[0].device.type != "cpu":
+        return call.outputs[place].dtype
+    names = ("weight", "bias", "running_mean", "running_var", "input")
+    return next(each.dtype for each in map(call.named, names) if each is not None)
 
 
 def cut_dims(made: Layout) -> frozenset[int]:
@@ -91,6 +102,9 @@ def held_ranges(
     held = local_boxes((made.shape[dim],), made.mesh.shape, coordinate, placements)
     boxes = [each.box for each in sorted(held, key=lambda each: each.local_offset)]
     return tuple((box.offset[0], box.offset[0] + box.shape[0]) for box in boxes)
+
+
+forget_with_world(held_ranges.cache_clear)
 
 
 def positions(made: Layout, coordinate: tuple[int, ...], dim: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from vescale_dtensor._calls import Call, Local
 from vescale_dtensor._signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
-from ._decompose import as_distributed, cut_dims, widened
+from ._decompose import as_distributed, cut_dims, statistics_dtype, widened
 from ._moments import moments
 from ._normalize import normalized_backward
 
@@ -78,10 +78,11 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if bias is not None:
         result = result + _per_channel(call, bias)
     flat = (call.named("N"), call.named("group"))
+    kept = statistics_dtype(call, 1)
     return (
         result.reshape(given.shape).to(given.dtype),
-        mean.reshape(flat).to(call.outputs[1].dtype),
-        rstd.reshape(flat).to(call.outputs[2].dtype),
+        mean.reshape(flat).to(kept),
+        rstd.reshape(flat).to(kept),
     )
 
 

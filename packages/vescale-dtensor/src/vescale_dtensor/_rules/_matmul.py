@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._calls import Call
+from vescale_dtensor._calls import Call, Function, Local
 from vescale_dtensor._signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -50,9 +50,27 @@ def added_product(
             reduce=dict.fromkeys(contracted, "sum"),
             linear=(frozenset({0, 1}), frozenset({0, 2})),
             added=frozenset({0}),
+            function=None if contracted == "" else _whole_beta(call),
         )
 
     return rule
+
+
+def _whole_beta(call: Call) -> Callable[[Local], Function] | None:
+    """Return what makes a rank's own call of an operator on integers, None if it is of others.
+
+    Kernels cut the fraction of ``beta`` off, but refuse one where there is nothing to multiply,
+    as on a rank that has nothing of the contracted dim.
+    """
+    dtype = call.layouts[0].dtype
+    inexact = dtype.is_floating_point or dtype.is_complex
+    if inexact or type(call.named("beta")) is not float or not call.layouts[1].shape.numel():
+        return None
+
+    def add(*tensors: Tensor, beta: float, **named: Any) -> Tensor:
+        return call.func(*tensors, beta=int(beta), **named)
+
+    return lambda local: add
 
 
 def _broadcast(call: Call, index: int, result: str) -> Dims:

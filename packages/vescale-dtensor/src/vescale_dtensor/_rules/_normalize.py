@@ -15,7 +15,7 @@ from vescale_dtensor._calls import Call
 from vescale_dtensor._signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
-from ._decompose import as_distributed, is_cut, settled, widened
+from ._decompose import as_distributed, is_cut, settled, statistics_dtype, widened
 from ._moments import moments
 
 aten = torch.ops.aten
@@ -77,7 +77,10 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if mean is not None and (bias := as_distributed(call, "bias")) is not None:
         result = result + bias
     result = result.to(call.outputs[0].dtype)
-    return (result, rstd) if mean is None else (result, mean, rstd)
+    if mean is None:
+        return result, rstd
+    kept = statistics_dtype(call, 1)
+    return result, mean.to(kept), rstd.to(kept)
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
