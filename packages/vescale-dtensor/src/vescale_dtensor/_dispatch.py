@@ -74,9 +74,11 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             for name, value in kwargs.items():
                 key.append(name)
                 _describe(value, key, [], links)
-    except _Uncachable:
+        plan = _plans.get(tuple(key))
+    except (_Uncachable, TypeError):
+        # A TypeError if sizes of a plain tensor are symbols, which have no hash.
+        args, kwargs = pytree.tree_map_only(_SYMBOLS, _specialized, (args, kwargs))
         return _followed(func, args, kwargs, _plan(func, args, kwargs)(func, args, kwargs))
-    plan = _plans.get(tuple(key))
     if plan is None:
         plan = _plan(func, args, kwargs)
         if len(_plans) > _MAX_PLANS:
@@ -111,6 +113,21 @@ def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], r
                 # matmul asks whether the out= it reshaped and had written is the caller's still.
                 share_storage(written, written._base)
     return result
+
+
+# What a compiler has for numbers that may be others in the next call. Layouts are integers, so
+# the program becomes one for the numbers of this call.
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _specialized(symbol: Any) -> int | float | bool:
+    match symbol:
+        case torch.SymInt():
+            return int(symbol)
+        case torch.SymFloat():
+            return float(symbol)
+        case _:
+            return bool(symbol)
 
 
 _BY_VALUE = (
