@@ -27,7 +27,17 @@ from ._fallback import gathered
 from ._foreach import is_foreach, plan_foreach
 from ._inplace_view import resizes
 from ._linked import follow
-from ._plan import Direct, Plan, distributed, finisher, plan_again, plan_choice
+from ._plan import (
+    Direct,
+    Plan,
+    distributed,
+    finisher,
+    in_order,
+    is_in_order,
+    plan_again,
+    plan_choice,
+    told,
+)
 from ._ranks import forget_with_world, is_emulated
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._signature import Signature, choose
@@ -87,6 +97,12 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             result = _whole(func, args, kwargs)
             _plans[tuple(key)] = plan_again(Call(func, args, kwargs), result) or _whole
             return _followed(func, args, kwargs, result)
+        if not (func._schema.is_mutable or is_view(func)):
+            result = plan(func, args, kwargs)
+            if not is_in_order(result):
+                plan, result = in_order(plan), told(result)
+            _plans[tuple(key)] = plan
+            return _followed(func, args, kwargs, result) if links else result
         _plans[tuple(key)] = plan
     if isinstance(plan, Direct) and not kwargs:
         result = plan.function(*locals_)
