@@ -27,7 +27,17 @@ from ._fallback import gathered
 from ._foreach import is_foreach, plan_foreach
 from ._inplace_view import resizes
 from ._linked import follow
-from ._plan import Direct, Plan, distributed, finisher, plan_again, plan_choice
+from ._plan import (
+    Direct,
+    Plan,
+    distributed,
+    finisher,
+    in_order,
+    is_in_order,
+    plan_again,
+    plan_choice,
+    told,
+)
 from ._ranks import forget_with_world, is_emulated
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._signature import Signature, choose
@@ -74,9 +84,11 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             for name, value in kwargs.items():
                 key.append(name)
                 _describe(value, key, [], links)
-    except _Uncachable:
+        plan = _plans.get(tuple(key))
+    except (_Uncachable, TypeError):
+        # A TypeError if sizes of a plain tensor are symbols, which have no hash.
+        args, kwargs = pytree.tree_map_only(_SYMBOLS, _specialized, (args, kwargs))
         return _followed(func, args, kwargs, _plan(func, args, kwargs)(func, args, kwargs))
-    plan = _plans.get(tuple(key))
     if plan is None:
         plan = _plan(func, args, kwargs)
         if len(_plans) > _MAX_PLANS:
@@ -85,6 +97,12 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             result = _whole(func, args, kwargs)
             _plans[tuple(key)] = plan_again(Call(func, args, kwargs), result) or _whole
             return _followed(func, args, kwargs, result)
+        if not (func._schema.is_mutable or is_view(func)):
+            result = plan(func, args, kwargs)
+            if not is_in_order(result):
+                plan, result = in_order(plan), told(result)
+            _plans[tuple(key)] = plan
+            return _followed(func, args, kwargs, result) if links else result
         _plans[tuple(key)] = plan
     if isinstance(plan, Direct) and not kwargs:
         result = plan.function(*locals_)
@@ -111,6 +129,21 @@ def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], r
                 # matmul asks whether the out= it reshaped and had written is the caller's still.
                 share_storage(written, written._base)
     return result
+
+
+# What a compiler has for numbers that may be others in the next call. Layouts are integers, so
+# the program becomes one for the numbers of this call.
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _specialized(symbol: Any) -> int | float | bool:
+    match symbol:
+        case torch.SymInt():
+            return int(symbol)
+        case torch.SymFloat():
+            return float(symbol)
+        case _:
+            return bool(symbol)
 
 
 _BY_VALUE = (

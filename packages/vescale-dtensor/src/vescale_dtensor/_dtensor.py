@@ -30,7 +30,16 @@ from ._spec import (
     replicated,
     without_partial,
 )
-from ._torch_private import DTensorBase, default_mesh, make_wrapper, new_dtensor, real_mesh
+from ._strides import as_laid_out, dense_stride, in_memory_order
+from ._torch_private import (
+    DISTRIBUTED,
+    DTensorBase,
+    default_mesh,
+    make_wrapper,
+    new_dtensor,
+    real_mesh,
+)
+from ._traced import is_traced
 
 
 class DTensor(DTensorBase):
@@ -103,14 +112,20 @@ class DTensor(DTensorBase):
         if run_check:
             _check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return wrap(local_tensor.detach(), made)
+            return wrap(*as_laid_out(local_tensor.detach(), made))
         wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
         return cast(DTensor, _FromLocal.apply(local_tensor, made, wanted))
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute
-        """The tensor without autograd. Assigning to it is refused: torch would ignore it."""
-        return self.detach()
+        """The tensor without autograd, which does not see what is written to it either.
+
+        Assigning to it is refused: torch would ignore it.
+        """
+        # Here, because views that follow others are made of tensors of this class.
+        from ._linked import unversioned
+
+        return unversioned(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -133,11 +148,14 @@ class DTensor(DTensorBase):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
         """Return this rank's part; gradients flow back into the distributed tensor.
 
+        Nothing is communicated, so that one rank may look at its part. A view that had to be
+        gathered, of a tensor that was written since, is refused.
+
         Args:
             grad_placements: How to understand the gradients of the parts; as the tensor
                 itself if not given, with ``Replicate`` in place of ``Partial``.
         """
-        settled = self._settled()
+        settled = self._settled(alone=True)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return settled._local_tensor
         return cast(Tensor, _ToLocal.apply(settled, _placements_or_none(self, grad_placements)))
@@ -187,9 +205,13 @@ class DTensor(DTensorBase):
         return moved(settled, target)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        try:
+            local = str(self._settled(alone=True)._local_tensor)
+        except NotImplementedError:  # nobody expects printing to fail, or to communicate
+            local = "<stale: what this is a gathered view of was written since>"
         return (
             f"DTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"placements={self.placements}, local={self._local_tensor})"
+            f"placements={self.placements}, local={local})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -198,7 +220,7 @@ class DTensor(DTensorBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
-            copy = wrap(self._settled()._local_tensor.detach().clone(), layout_of(self))
+            copy = wrap(self._settled(alone=True)._local_tensor.detach().clone(), layout_of(self))
             if isinstance(self, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy)
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
@@ -206,13 +228,15 @@ class DTensor(DTensorBase):
 
     def tolist(self) -> Any:
         """Return the global tensor as nested lists; every rank must call this."""
-        return self.full_tensor().tolist()
+        with torch.no_grad():
+            full = self.full_tensor()
+        return full.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         made = layout_of(self)
         is_parameter = isinstance(self, torch.nn.Parameter)
         state = (made.mesh, made.placements, tuple(made.shape), made.stride)
-        local = self._settled()._local_tensor.detach()
+        local = self._settled(alone=True)._local_tensor.detach()
         return rebuild, (local, *state, self.requires_grad, is_parameter)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
@@ -232,7 +256,17 @@ class DTensor(DTensorBase):
         """Return the part of the local tensor that one of those boxes is."""
         from ._dcp import dcp_shard
 
-        return dcp_shard(self, index)
+        return dcp_shard(self._settled(alone=True), index)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return what a compiler takes this tensor apart into."""
+        if self._link is not None and not is_traced(self._local_tensor):
+            raise NotImplementedError(
+                f"a compiled program cannot be given {layout_of(self)}, which had to be gathered "
+                "to be a view, or is the .data of a tensor: it would not follow what it is a view "
+                "of. Give it view.clone(), or take the view inside of the program"
+            )
+        return super().__tensor_flatten__()
 
     @staticmethod
     def __tensor_unflatten__(
@@ -242,9 +276,7 @@ class DTensor(DTensorBase):
         placements, meta, third, requires_grad = flatten_spec
         local = inner_tensors["_local_tensor"]
         mesh = real_mesh(inner_tensors.get("device_mesh", third))
-        # A compiler's sizes may be symbols; layouts are integers, so it specializes.
-        shape, stride = tuple(map(int, outer_size)), tuple(map(int, outer_stride))
-        made = layout(mesh, placements, shape, stride, meta.dtype)
+        made = layout(mesh, placements, outer_size, outer_stride, meta.dtype)
         return cast(DTensor, wrap(local, made).requires_grad_(requires_grad))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -264,10 +296,14 @@ class DTensor(DTensorBase):
         known = (made.placements, made.shape, made.stride, made.dtype, groups, self.requires_grad)
         return hashlib.sha256(repr(known).encode()).hexdigest()
 
-    def _settled(self) -> DTensor:
-        """Bring a gathered view up to date with what it is a view of."""
+    def _settled(self, *, alone: bool = False) -> DTensor:
+        """Bring a gathered view up to date with what it is a view of.
+
+        Every rank of the mesh must call this, unless ``alone``: then it raises if it would have
+        to communicate.
+        """
         if self._link is not None:
-            self._link.refresh(self)
+            self._link.refresh(self, alone=alone)
         return self
 
 
@@ -307,8 +343,9 @@ def distribute_tensor(
     _check_count(given, mesh)
     full = per_rank(lambda _, whole: whole.clone(), mesh, tensor.detach())
     local = redistribute_local(full, mesh, tensor.shape, replicated(mesh), given)
-    made = wrap(local, layout(mesh, given, tensor.shape, None, tensor.dtype))
-    return cast(DTensor, made.requires_grad_(tensor.requires_grad))
+    made = layout(mesh, given, tensor.shape, dense_stride(tensor), tensor.dtype)
+    result = wrap(in_memory_order(local, made.stride), made)
+    return cast(DTensor, result.requires_grad_(tensor.requires_grad))
 
 
 def gather(tensor: DTensor) -> Tensor:
@@ -317,7 +354,7 @@ def gather(tensor: DTensor) -> Tensor:
     target = made.placed(replicated(made.mesh))
     _tell_of(made, target)
     full = redistribute_local(local, made.mesh, made.shape, made.placements, target.placements)
-    return full.clone() if full is local else full
+    return full.clone() if full is local else in_memory_order(full, made.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,15 +398,6 @@ def moved(tensor: DTensor, placements: Placements) -> DTensor:
         tensor._local_tensor, made.mesh, made.shape, made.placements, placements
     )
     return wrap(in_memory_order(local, made.stride), target)
-
-
-def in_memory_order(local: Tensor, stride: Sequence[int]) -> Tensor:
-    """Return ``local`` with its dims in memory as ``stride`` has them."""
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-    if order == list(range(len(stride))) or local.ndim != len(stride):
-        return local
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return local.permute(order).contiguous().permute(inverse)
 
 
 def layout_of(tensor: torch_dtensor.DTensor) -> Layout:
@@ -462,12 +490,12 @@ def _check_replicas(local_tensor: Tensor, made: Layout) -> None:
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.placements = wanted or without_partial(made.placements)
-        return wrap(local.detach(), made)
+        ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
+        return wrap(*as_laid_out(local.detach(), made))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(as_dtensor(grad), ctx.placements)._local_tensor, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return moved(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -483,7 +511,7 @@ class _ToLocal(torch.autograd.Function):
         # torch's own formulas take the shape of the rank that is shown for that of all.
         if is_emulated():
             _check_local_shape(grad, ctx.layout.mesh, ctx.layout.placements, ctx.layout.shape)
-        return wrap(grad, ctx.layout), None
+        return wrap(*as_laid_out(grad, ctx.layout)), None
 
 
 class _ToFull(torch.autograd.Function):
@@ -496,19 +524,27 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(wrap(grad.contiguous(), ctx.layout), ctx.target), None
+        return moved(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.placements = without_partial(tensor.placements)
+        ctx.mesh, ctx.placements = tensor.device_mesh, without_partial(tensor.placements)
         result = moved(tensor, placements)
         return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(as_dtensor(grad), ctx.placements), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return moved(_gradient(grad, ctx.mesh), ctx.placements), None
+
+
+def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a gradient as a distributed tensor; a plain one is whole on every rank."""
+    if isinstance(grad, DISTRIBUTED):
+        return as_dtensor(grad)
+    made = layout(mesh, replicated(mesh), grad.shape, None, grad.dtype)
+    return wrap(*as_laid_out(grad, made))
 
 
 def as_dtensor(tensor: torch_dtensor.DTensor) -> DTensor:

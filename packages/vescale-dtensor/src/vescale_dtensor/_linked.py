@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ._calls import Unsupported
 from ._dtensor import DTensor, layout_of, moved, wrap
+from ._ranks import RankTensor
 from ._redistribute import redistribute_local
+from ._redistribute_plan import redistribution_numel
 from ._spec import Placements
 from ._torch_private import pytree
 
@@ -40,19 +43,38 @@ class Link:
         self._index = index
         self._placements = placements
         self._counter = base
-        self._version = _version(base)
+        self._version = self._now()
 
     def count_writes_of(self, tensor: DTensor) -> None:
         """Take ``tensor`` for what tells whether the base was written."""
         self._counter = tensor
-        self._version = _version(tensor)
+        self._version = self._now()
 
-    def refresh(self, view: DTensor) -> None:
-        """Make ``view`` again if its base was written since. All ranks of the mesh call this."""
-        self._base._settled()
-        version = _version(self._counter)
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Make ``view`` again if its base was written since. All ranks of the mesh call this.
+
+        Args:
+            view: The view.
+            alone: Whether only this rank may be calling. Nothing is communicated then.
+
+        Raises:
+            Unsupported: If a rank that is alone would have to communicate.
+        """
+        self._base._settled(alone=alone)
+        version = self._now()
         if version == self._version:
             return
+        made = layout_of(self._base)
+        sent = redistribution_numel(
+            tuple(made.shape), tuple(made.mesh.shape), made.placements, self._placements
+        )
+        if alone and sent:
+            raise Unsupported(
+                f"this rank's part of a view of {made} was gathered, and what it is a view of was "
+                "written since: reading the part would communicate, which a rank cannot do alone. "
+                "Use the view in an operator, view.clone() for example, on every rank, and read "
+                "the part of that"
+            )
         self._version = version
         fresh = self._view(moved(self._base, self._placements)._local_tensor)
         view._local_tensor.copy_(fresh)
@@ -66,6 +88,9 @@ class Link:
         self._base._local_tensor.copy_(part)
         if self._base._link is not None:
             self._base._link.write_back(self._base)
+
+    def _now(self) -> int:
+        return _version(self._counter) + _version_of_parts(self._base._local_tensor)
 
     def _view(self, whole: Tensor) -> Tensor:
         return pytree.tree_leaves(self._of(whole))[self._index]
@@ -81,13 +106,42 @@ class Follower:
     def __init__(self, base: DTensor) -> None:
         self._base = _as_it_is(base)
 
-    def refresh(self, view: DTensor) -> None:
-        """Bring the shared local tensor up to date."""
-        self._base._settled()
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Bring the shared local tensor up to date; see :meth:`Link.refresh`."""
+        self._base._settled(alone=alone)
 
     def write_back(self, view: DTensor) -> None:
         """Write what the shared local tensor holds to what ``base`` is a view of."""
         self._base._link.write_back(self._base)
+
+
+class Unversioned:
+    """What ``.data`` of a tensor has: autograd does not see writes to it, but views do.
+
+    Args:
+        base: The tensor. Its local tensor is shared.
+    """
+
+    def __init__(self, base: DTensor) -> None:
+        self._base = _as_it_is(base)
+
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Bring the shared local tensor up to date; see :meth:`Link.refresh`."""
+        self._base._settled(alone=alone)
+
+    def write_back(self, view: DTensor) -> None:
+        """Let gathered views of the tensor know of a write, and what it is itself a view of."""
+        local = view._local_tensor
+        increment_version(local)
+        if self._base._link is not None:
+            self._base._link.write_back(self._base)
+
+
+def unversioned(tensor: DTensor) -> DTensor:
+    """Return ``tensor.data``: the same elements, outside of autograd."""
+    made = wrap(tensor._local_tensor, layout_of(tensor), offset=int(tensor.storage_offset()))
+    made._link = Unversioned(tensor)
+    return made
 
 
 def follow(base: DTensor, views: Any) -> None:
@@ -112,3 +166,9 @@ def _version(tensor: DTensor) -> int:
             "torch.inference_mode(), where tensors do not count writes; use torch.no_grad()"
         )
     return tensor._version
+
+
+def _version_of_parts(local: Tensor) -> int:
+    """Return how often local tensors were written other than by operators on the global one."""
+    parts = local.parts if isinstance(local, RankTensor) else ()
+    return sum(part._version for part in (local, *parts) if not torch.is_inference(part))

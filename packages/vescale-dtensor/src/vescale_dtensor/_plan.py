@@ -17,7 +17,8 @@ from ._calls import Call, Function, Local, given, layout_of, with_arguments
 from ._dtensor import DTensor, as_dtensor, moved, wrap
 from ._ranks import coordinate_of, is_emulated, per_rank
 from ._signature import Choice, Signature
-from ._spec import Layout, layout, replicated
+from ._spec import Layout, layout, layout_of_spec, replicated
+from ._strides import as_laid_out, lies_as
 from ._torch_private import DISTRIBUTED, OpOverload, pytree
 
 # Takes the arguments of a call, DTensors included, and returns its result.
@@ -95,6 +96,33 @@ def _in_memory_order(function: Function, outputs: tuple[Layout, ...]) -> Functio
         return pytree.tree_map_only(Tensor, reorder, result)
 
     return run
+
+
+def is_in_order(result: Any) -> bool:
+    """Whether the local tensors of results have their dims in memory as their layouts say."""
+    leaves = pytree.tree_leaves(result)
+    return all(
+        lies_as(leaf._local_tensor, layout_of_spec(leaf._spec).stride)
+        for leaf in leaves
+        if type(leaf) is DTensor
+    )
+
+
+def in_order(plan: Plan) -> Plan:
+    """Return ``plan`` with results that say which strides they have.
+
+    torch's kernels do not always give the strides that its meta kernels promise.
+    """
+    return lambda func, args, kwargs: told(plan(func, args, kwargs))
+
+
+def told(result: Any) -> Any:
+    """Return results with the strides that their local tensors have."""
+
+    def tell(tensor: DTensor) -> DTensor:
+        return wrap(*as_laid_out(tensor._local_tensor, layout_of_spec(tensor._spec)))
+
+    return pytree.tree_map_only(DTensor, tell, result)
 
 
 def plan_again(call: Call, result: Any) -> Plan | None:

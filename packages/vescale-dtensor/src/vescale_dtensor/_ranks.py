@@ -51,6 +51,13 @@ class RankTensor(Tensor):
         """Return the tensor of one rank."""
         return self.parts[rank]
 
+    def tolist(self) -> Any:
+        """Return nested lists, if those of all ranks are equal."""
+        lists = [part.tolist() for part in self.parts]
+        # As text, for a number that is none equals nothing.
+        _join_leaf(tuple(map(str, lists)))
+        return lists[_world().rank]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"RankTensor(rank {_world().rank} of {len(self.parts)}: {self.parts[_world().rank]})"
@@ -193,6 +200,26 @@ def per_rank(fn: Callable[..., Any], mesh: DeviceMesh, *locals_: Any) -> Any:
     return _join([*_each_rank(run)])
 
 
+def of_own_memory(local: Tensor) -> Tensor:
+    """Return a plain tensor as that of every emulated rank, each with elements of its own.
+
+    Those of the rank that is shown are the tensor's own, as they are where ranks are processes.
+    """
+    if _current is None or isinstance(local, RankTensor):
+        return local
+    shown = _current.rank
+    return RankTensor([
+        local if rank == shown else _copied(local) for rank in range(_current.size)
+    ])  # fmt: skip
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides."""
+    once = tensor[tuple(slice(0, 1 if step == 0 else None) for step in tensor.stride())]
+    copy = once.new_empty_strided(once.shape, once.stride()).copy_(once)
+    return copy.expand(tensor.shape)
+
+
 def as_it_is(local: Tensor) -> Tensor:
     """Return a local tensor with the shape that it has after an operator may have resized it."""
     return RankTensor(local.parts) if isinstance(local, RankTensor) else local
@@ -326,9 +353,14 @@ def _join_leaf(values: tuple[Any, ...]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         return RankTensor(values)
-    if any(value != first for value in values):
+    if any(not _same_value(value, first) for value in values):
         raise RuntimeError(
             f"emulated ranks disagree on a value that Python would see: {values}; "
             "ask one of them, to_local().of_rank(rank)"
         )
     return first
+
+
+def _same_value(value: Any, first: Any) -> bool:
+    """Whether values are equal, or both not a number, which equals nothing."""
+    return value == first or (value != value and first != first)

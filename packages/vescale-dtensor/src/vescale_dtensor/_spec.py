@@ -79,9 +79,25 @@ def layout(
     """Return the one layout object that says this. ``stride`` None means contiguous."""
     if stride is None:
         stride = contiguous_stride(shape)
-    shape = tuple(shape)
-    mesh = _canonical(mesh)
-    return _intern(_Same(mesh), placements, shape, tuple(stride), dtype)
+    # A compiler's sizes may be symbols; layouts are integers, so it specializes.
+    sizes, steps = tuple(map(int, shape)), tuple(map(int, stride))
+    return _intern(_Same(_canonical(mesh)), placements, sizes, steps, dtype)
+
+
+class InternedSpec(DTensorSpec):
+    """The spec of a layout, which a compiled program is only good for.
+
+    torch.compile asks the spec of an input whether a program it has fits, and leaves sizes out
+    of the question: it takes them for symbols of the program. Layouts are integers, so here a
+    program is of one global shape, and a tensor of another one is compiled anew.
+    """
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        return self is other or super()._check_equals(other)
+
+    # Specs are interned with their layouts, and nothing in them changes.
+    def __deepcopy__(self, memo: dict[int, object]) -> InternedSpec:
+        return self
 
 
 class _Same:
@@ -128,7 +144,7 @@ def _intern(
     if (known := _alive.get(key)) is not None:
         return known
     size, mesh = torch.Size(shape), same.mesh
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
+    spec = InternedSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
     made = Layout(mesh, placements, size, stride, dtype, spec)
     attach(spec, made)
     _alive[key] = made

@@ -26,6 +26,13 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part, random_ope
 aten = torch.ops.aten
 
 
+# Their result is contiguous whatever the first argument is, and drawn in that order.
+_CONTIGUOUS = frozenset({
+    aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor,
+    aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor,
+})  # fmt: skip
+
+
 def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operator on the first argument's layout."""
     first = args[0] if isinstance(args[0], DISTRIBUTED) else None
@@ -38,6 +45,8 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if first is None or device is None or how is None or not _can_be_parted(first, args):
         return gathered(func, args, kwargs)
     target = layout_of(first).placed(without_partial(layout_of(first).placements))
+    if func in _CONTIGUOUS:
+        target = layout(target.mesh, target.placements, target.shape, None, target.dtype)
     drawn_layout = _drawn_layout(target, how, kwargs)
     generator: Generator | None = kwargs.get("generator")
 
