@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import LocalBox, local_boxes
+from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
 
+from ._row_borders import num_rows_of
 from ._tensor_parallel import stack_of
 from ._torch_private import TorchDispatchMode, pytree
 from ._tp_ranks import part_sizes
@@ -114,7 +115,7 @@ class Draws:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
     ) -> Iterator[None]:
         """Draw for a call of the model."""
-        self._num_rows = _num_rows(args, kwargs)
+        self._num_rows = num_rows_of(args, kwargs)
         before = None if self._watches or not training else _generator_state()
         yield
         if training and not self._has_drawn:
@@ -153,6 +154,9 @@ class Draws:
             return func(*args, **kwargs)
         self.is_drawing = self._has_drawn = True
         try:
+            if any(isinstance(arg, DTensor) for arg in args):
+                # In a region: a tensor of the whole batch draws what one device draws.
+                return func(*args, **kwargs)
             cut = self._cut(drawn_shape(args), scope, index)
             if cut is not None and not self._is_cut(cut):
                 return func(*args, **kwargs)
@@ -309,14 +313,6 @@ class _Drawing(TorchDispatchMode):
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
         return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
-
-
-def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the rows of the batch: of the first tensor among a call's arguments."""
-    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-    leaves = pytree.tree_leaves((opened, dict(kwargs)))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    return next((tensor.shape[0] for tensor in tensors), 0)
 
 
 def _generator_state() -> tuple[bytes, ...]:

@@ -22,7 +22,7 @@ def example_from(dataset: Any) -> Any:
     return default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]])
 
 
-def small_example(batch: Any) -> Any:
+def small_example(batch: Any, *, num_rows: int = _ROWS) -> Any:
     """Return the first rows of a batch, and the first positions if all its tensors are (B, S)."""
     if isinstance(batch, Mapping):
         batch = dict(batch)  # pytree does not open every mapping
@@ -34,7 +34,7 @@ def small_example(batch: Any) -> Any:
     ids = all(not x.is_floating_point() for x in tensors)
 
     def small(x: Tensor) -> Tensor:
-        rows = x[:_ROWS]
+        rows = x[:num_rows]
         return rows[:, :_LENGTH] if flat and same_length and ids and x.dim() == 2 else rows
 
     return pytree.tree_map_only(Tensor, lambda x: small(x) if x.dim() else x, batch)

@@ -1,0 +1,215 @@
+"""Know where rows of the batch meet in every form of call of a model, before it runs in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+
+from ._call_form import CallForms
+from ._copies import copied_without_hooks
+from ._example import small_example
+from ._fresh_thread import in_fresh_thread
+from ._proof import MAX_NUMEL, random_copy
+from ._row_borders import NOWHERE, RowMeetings, is_one_a_row, num_rows_of
+from ._row_check import NUM_ROWS, RowCheckError, row_meetings, seeded
+from ._tiny_twin import tiny_twin
+from ._torch_private import pytree
+from ._user_line import warn_at_user_line
+
+# Parameters above which a scaled-down model is looked at, if there is one: a second or less.
+_MANY = 2**22
+
+
+class RowGuard:
+    """Finds out, once for each form of call, where rows of the batch meet.
+
+    Args:
+        model: Still whole; what a check needs of it is copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forms = CallForms(model)
+        self._whole = _copy_without_values(model)
+        self._known: dict[tuple[str, int], RowMeetings] = {}
+        self._unchecked: set[tuple[str, int]] = set()
+
+    def meetings(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[RowMeetings, bool]:
+        """Return where rows meet in a call, and whether that could be checked.
+
+        Without communication: it is the same on all ranks that are called alike.
+        """
+        key = self._key(model, args, kwargs)
+        if key not in self._known:
+            self._known[key] = self._find(key, model, args, kwargs)
+        return self._known[key], key not in self._unchecked
+
+    def _key(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        training = hash(tuple(module.training for module in model.modules()))
+        return self._forms.form(args, kwargs), training
+
+    def _find(
+        self,
+        key: tuple[str, int],
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> RowMeetings:
+        given = pytree.tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
+        try:
+            return in_fresh_thread(lambda: self._check(model, given))
+        except RowCheckError as error:
+            self._unchecked.add(key)
+            if torch.is_grad_enabled():
+                warn_at_user_line(
+                    "it could not be checked whether rows of the batch meet in this call, which "
+                    f"data-parallel ranks would then compute from their own rows only: {error}"
+                )
+            return NOWHERE
+
+    def _check(self, model: nn.Module, given: tuple[Any, Any]) -> RowMeetings:
+        subject, is_scaled_down = self._subject(model)
+        errors: list[RowCheckError] = []
+        for uneven in (True, False):
+            args, kwargs = _some_rows(given, uneven=uneven)
+            if is_scaled_down:
+                args, kwargs = pytree.tree_map_only(Tensor, _within(subject), (args, kwargs))
+            try:
+                found = row_meetings(subject, args, kwargs)
+            except RowCheckError as error:
+                errors.append(error)
+                continue
+            return found.as_patterns() if is_scaled_down else found
+        raise errors[-1]
+
+    def _subject(self, model: nn.Module) -> tuple[nn.Module, bool]:
+        """Return what to run: the model with random values, or a scaled-down one."""
+        whole = self._whole
+        if whole is None:
+            raise RowCheckError(f"{type(model).__name__} cannot be copied")
+        numel = sum(p.numel() for p in whole.parameters())
+        twin = tiny_twin(whole, 1) if numel > _MANY else None
+        if twin is None and numel > MAX_NUMEL:
+            raise RowCheckError(
+                f"{type(model).__name__} has {numel} parameters, more than the {MAX_NUMEL} that "
+                "are run to see, and no configuration to make a smaller one by"
+            )
+        with seeded():
+            subject = random_copy(whole if twin is None else twin)
+        if twin is not None:
+            return subject.train(model.training), True
+        live = dict(model.named_modules())
+        for fqn, module in subject.named_modules():
+            module.training = live[fqn].training
+            for name, buffer in live[fqn]._buffers.items():
+                if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
+                    module._buffers[name] = _in_double(buffer)
+        for parameter in subject.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return subject, False
+
+
+def _copy_without_values(model: nn.Module) -> nn.Module | None:
+    def empty(parameter: nn.Parameter) -> nn.Parameter:
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(data, parameter.requires_grad)
+
+    try:
+        return copied_without_hooks(model, empty, lambda buffer: buffer)
+    # Arbitrary attributes of a user's modules: locks, files, process groups.
+    except Exception:
+        return None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    real = tensor.detach().cpu().clone()
+    return real.double() if real.is_floating_point() else real
+
+
+def _within(model: nn.Module) -> Any:
+    """Return what brings token ids into a smaller vocabulary."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    limit = max(tables, default=0)
+
+    def within(x: Tensor) -> Tensor:
+        is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
+        return torch.where(x >= limit, x % limit, x) if is_index else x
+
+    return within
+
+
+def _some_rows(given: tuple[Any, Any], *, uneven: bool) -> tuple[Any, Any]:
+    """Return a small batch: as many rows as a check takes, all different.
+
+    Args:
+        given: Positional and keyword arguments.
+        uneven: Whether to have masks keep another number of positions of every row: whoever
+            counts them must not be taken for somebody who does not.
+    """
+    num_given = num_rows_of(*given)
+    args, kwargs = small_example(given, num_rows=NUM_ROWS)
+    num_rows = num_rows_of(args, kwargs)
+    held = min(num_rows, NUM_ROWS)
+    if not held:
+        raise RowCheckError("no tensor is given that has rows")
+    generator = torch.Generator().manual_seed(0)
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            real = _in_double(value)
+            has_rows = value.dim() > 0 and value.shape[0] == num_rows
+            return _grown(real, generator, uneven=uneven) if has_rows else real
+        if isinstance(value, Mapping):
+            return {key: grown(each) for key, each in value.items()}
+        if type(value) not in (list, tuple):
+            return value
+        if is_one_a_row(value, num_given):
+            return type(value)(_plain_tree(value[i % held]) for i in range(NUM_ROWS))
+        return type(value)(map(grown, value))
+
+    return tuple(map(grown, args)), {name: grown(value) for name, value in kwargs.items()}
+
+
+def _plain_tree(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, _in_double, tree)
+
+
+def _grown(x: Tensor, generator: torch.Generator, *, uneven: bool) -> Tensor:
+    held = min(len(x), NUM_ROWS)
+    rows = [x[i % held] for i in range(NUM_ROWS)]
+    for i in range(held, NUM_ROWS):
+        if x.is_floating_point():
+            noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
+            rows[i] = rows[i] * (1 + 0.1 * noise) if not _is_mask(x) else rows[i]
+        elif rows[i].dim():
+            rows[i] = rows[i].roll(i, -1)
+    made = torch.stack(rows)
+    return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+
+
+def _thinned(mask: Tensor) -> Tensor:
+    """Clear the ends of rows, of each one another number of positions."""
+    length = math.prod(mask.shape[1:])
+    flat = mask.clone().reshape(len(mask), length)
+    for i, row in enumerate(flat):
+        row[length - (i * length) // (2 * NUM_ROWS) :] = 0
+    return flat.view(mask.shape)
