@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,20 @@ class BatchRows:
                 f"the same shapes, and they have others; this rank has {shapes}. Pad to one length "
                 "on all ranks and drop a last batch that does not divide"
             )
+
+
+def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[Any]]:
+    """Return what gathers values of all ranks of some groups, each of which must call it."""
+
+    def exchange(value: Any) -> list[Any]:
+        values = [value]
+        for group in groups:
+            theirs: list[Any] = [None] * group.size()
+            dist.all_gather_object(theirs, values, group)
+            values = [each for some in theirs for each in some]
+        return values
+
+    return exchange
 
 
 def _refusal(meetings: RowMeetings, num_parts: int) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import announced_failures
 
-from ._batch_rows import BatchRows
+from ._batch_rows import BatchRows, exchange_over
 from ._call_form import CallForms, proven_forms
 from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
@@ -33,6 +33,7 @@ from ._mesh import (
     axis_size,
     build_mesh,
     check_agreement,
+    data_groups,
     second_group,
     start_process_group,
 )
@@ -123,8 +124,8 @@ def _carry_out(
     stages = stage_map(plan, model)
     drawn = _foreseen_draws(plan, model, batch, resolved, tp)
     num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
-    row_guard = RowGuard(model) if num_parts > 1 else None
     mesh = build_mesh(plan)
+    row_guard = RowGuard(model, exchange_over(data_groups(mesh))) if num_parts > 1 else None
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:
@@ -207,8 +208,7 @@ def _batch_rows(
         tp = ("tp",) if "tp" in names else ()
         over_all = mesh[(*axes, *tp)] if tp else None
         regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
-    groups = [mesh.get_group(axis) for axis in reversed(axes)]
-    return BatchRows(guard, regions, groups, num_parts)
+    return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
 def _place(mesh: DeviceMesh) -> Place:

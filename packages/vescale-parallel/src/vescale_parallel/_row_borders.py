@@ -97,6 +97,21 @@ class RowMeetings:
 NOWHERE = RowMeetings()
 
 
+def joined(found: Sequence[RowMeetings]) -> RowMeetings:
+    """Return where rows meet for any of several ranks, which were given different values."""
+    regions: dict[str, str] = {}
+    borders: dict[tuple[str, str], Border] = {}
+    for each in found:
+        regions |= {fqn: why for fqn, why in each.regions.items() if fqn not in regions}
+        borders |= {at: border for at, border in each.borders.items() if at not in borders}
+    clear = {
+        at: border
+        for at, border in borders.items()
+        if all(each.borders.get(at, border) == border for each in found)
+    }
+    return RowMeetings(regions, clear, any(each.of_patterns for each in found))
+
+
 def structure(tree: Any) -> str:
     """Return what tells the forms of call of one module apart: its leaves, without sizes."""
     return " ".join(

@@ -94,6 +94,7 @@ class _Run:
 
     Attributes:
         call: What it was given and returned, with the graph of autograd.
+        error: What it raised instead.
         calls: Of the modules that its own code calls, in order.
         means: Tells which scalars ranks may average.
         counts: What token means counted.
@@ -104,6 +105,7 @@ class _Run:
 
     call: _Call
     means: MeanTracker
+    error: str | None = None
     calls: list[tuple[str, _Call]] = field(default_factory=list[tuple[str, _Call]])
     counts: list[Tensor] = field(default_factory=list[Tensor])
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
@@ -124,9 +126,7 @@ class _Found:
     """
 
     regions: dict[str, str] = field(default_factory=dict[str, str])
-    borders: dict[tuple[str, str], Border] = field(
-        default_factory=dict[tuple[str, str], Border]
-    )
+    borders: dict[tuple[str, str], Border] = field(default_factory=dict[tuple[str, str], Border])
     unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -139,7 +139,8 @@ class _Found:
             for at, border in self.borders.items()
             if at not in self.unclear
             and (
-                at[0] in regions or (self.callers.get(at[0], set()) & regions and at not in self.mixed)
+                at[0] in regions
+                or (self.callers.get(at[0], set()) & regions and at not in self.mixed)
             )
         }
 
@@ -165,6 +166,8 @@ def _examine(
 ) -> None:
     """Note the regions in a module, and where the rows are in this call of it."""
     whole = _run(module, fqn, call, [], _NUM_PARTS)
+    if whole.error is not None:
+        raise RowCheckError(f"{fqn or 'the model'}: {whole.error}")
     parts = [_run(module, fqn, half, whole.counts, 1) for half in halves]
     found.add(fqn, whole.call, [run.call for run in parts])
     why = _difference(whole, parts)
@@ -193,6 +196,8 @@ def _examine_inside(
         return str(error)
     examined: set[tuple[str, str]] = set()
     for index, (child, call) in enumerate(whole.calls):
+        if any(index >= len(run.calls) for run in forced):
+            break  # one of them raised
         found.callers.setdefault(child, set()).add(fqn)
         key = (child, structure((call.args, call.kwargs)))
         of_halves = [run.calls[index][1] for run in forced]
@@ -287,11 +292,7 @@ def _run(
     num_of_parts: int,
     script: _Script | None = None,
 ) -> _Run:
-    """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part.
-
-    Raises:
-        RowCheckError: If it raises.
-    """
+    """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part."""
     subject = copy.deepcopy(module)
     is_whole = num_of_parts == _NUM_PARTS
 
@@ -315,7 +316,7 @@ def _run(
         raise
     # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
     except Exception as error:
-        raise RowCheckError(f"{fqn or 'the model'}: {type(error).__name__}: {error}") from error
+        run.error = f"{type(error).__name__}: {error}"
     run.counts = counts
     run.parameters = dict(subject.named_parameters())
     run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}
@@ -323,9 +324,7 @@ def _run(
     return run
 
 
-def _record_calls(
-    subject: nn.Module, fqn: str, run: _Run, script: _Script | None
-) -> None:
+def _record_calls(subject: nn.Module, fqn: str, run: _Run, script: _Script | None) -> None:
     """Note the calls that a module's own code makes, and have them follow a script."""
     depth = 0
 
@@ -401,7 +400,9 @@ def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], 
         return (), False
     pairs = list(zip(whole, part, strict=True))
     both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
-    rows = [_rows(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)]
+    rows = [
+        _rows(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)
+    ]
     told = [
         not tensors or found is not None or w.shape == x.shape
         for (w, x), found, tensors in zip(pairs, rows, both, strict=True)
@@ -437,11 +438,12 @@ def _same_value(x: Any, y: Any) -> bool:
     return type(x) is type(y)
 
 
-def _difference(
-    whole: _Run, parts: Sequence[_Run], *, own_buffers: bool = False
-) -> str | None:
+def _difference(whole: _Run, parts: Sequence[_Run], *, own_buffers: bool = False) -> str | None:
     """Return what a module returns, or keeps in a buffer, that parts of the rows do not give."""
     outputs = whole.call.outputs
+    failed = next((run.error for run in parts if run.error is not None), None)
+    if failed is not None:
+        return f"with fewer rows it raises {failed}"
     if any(len(run.call.outputs) != len(outputs) for run in parts):
         return "it returns other things for fewer rows"
     for index, expected in enumerate(outputs):
@@ -449,8 +451,11 @@ def _difference(
         if not isinstance(expected, Tensor):
             if not all(_same_value(x, expected) for x in found):
                 return "it returns a number that depends on how many rows there are"
-        elif not _averages(expected, found, parts) and not all(
-            isinstance(x, Tensor) and _is_part(x, expected, part) for part, x in enumerate(found)
+        elif not _averages(expected, found, parts) and (
+            _is_loss(expected)
+            or not all(
+                isinstance(x, Tensor) and _is_part(x, expected, i) for i, x in enumerate(found)
+            )
         ):
             return _description(expected)
     for name, buffer in whole.buffers.items():
@@ -461,6 +466,11 @@ def _difference(
     return None
 
 
+def _is_loss(output: Tensor) -> bool:
+    # Equal for these rows, if it is (nan, for example), does not mean equal for others.
+    return output.dim() == 0 and output.requires_grad
+
+
 def _description(output: Tensor) -> str:
     if output.dim() == 0:
         return "it returns a number that is not a plain mean over rows"
@@ -469,7 +479,7 @@ def _description(output: Tensor) -> str:
 
 def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[_Run]) -> bool:
     """Whether a loss of all rows is the mean over parts of theirs, whatever rows these have."""
-    if whole.dim() or not whole.is_floating_point() or not all(isinstance(x, Tensor) for x in found):
+    if whole.dim() or not all(isinstance(x, Tensor) for x in found):
         return False
     known = all(run.means.is_mean(x) for x, run in zip(found, parts, strict=True))
     return known and _equal(sum(found) / len(found), whole)
@@ -482,11 +492,14 @@ def _compare_gradients(whole: _Run, parts: Sequence[_Run]) -> None:
         RowCheckError: With the name of a parameter.
     """
     outputs = whole.call.outputs
-    weights = [
-        torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs
-    ]
-    expected = _gradients(whole, [torch.ones_like(x) if w is None and _has_gradient(x) else w
-                                  for x, w in zip(outputs, weights, strict=True)])
+    weights = [torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs]
+    expected = _gradients(
+        whole,
+        [
+            torch.ones_like(x) if w is None and _has_gradient(x) else w
+            for x, w in zip(outputs, weights, strict=True)
+        ],
+    )
     summed: dict[str, Tensor] = {}
     for part, run in enumerate(parts):
         given: list[Tensor | None] = []
@@ -515,9 +528,7 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _gradients(run: _Run, cotangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    pairs = [
-        (x, c) for x, c in zip(run.call.outputs, cotangents, strict=True) if c is not None
-    ]
+    pairs = [(x, c) for x, c in zip(run.call.outputs, cotangents, strict=True) if c is not None]
     wanted = {name: p for name, p in run.parameters.items() if p.requires_grad}
     if not pairs or not wanted:
         return {}
@@ -525,9 +536,7 @@ def _gradients(run: _Run, cotangents: Sequence[Tensor | None]) -> dict[str, Tens
         grads = torch.autograd.grad(
             [x for x, _ in pairs], [*wanted.values()], [c for _, c in pairs], allow_unused=True
         )
-    return {
-        name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None
-    }
+    return {name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ._copies import copied_without_hooks
 from ._example import small_example
 from ._fresh_thread import in_fresh_thread
 from ._proof import MAX_NUMEL, random_copy
-from ._row_borders import NOWHERE, RowMeetings, is_one_a_row, num_rows_of
+from ._row_borders import NOWHERE, RowMeetings, is_one_a_row, joined, num_rows_of
 from ._row_check import NUM_ROWS, RowCheckError, row_meetings, seeded
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
@@ -31,9 +31,11 @@ class RowGuard:
 
     Args:
         model: Still whole; what a check needs of it is copied.
+        exchange: Returns what every rank that shares a batch has for a value.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, exchange: Callable[[Any], list[Any]]) -> None:
+        self._exchange = exchange
         self._forms = CallForms(model)
         self._whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
@@ -44,7 +46,11 @@ class RowGuard:
     ) -> tuple[RowMeetings, bool]:
         """Return where rows meet in a call, and whether that could be checked.
 
-        Without communication: it is the same on all ranks that are called alike.
+        Every rank that shares the batch must call this: in a form of call that is new they tell
+        each other what they found, since it may depend on values.
+
+        Raises:
+            ValueError: If ranks are called in different forms.
         """
         key = self._key(model, args, kwargs)
         if key not in self._known:
@@ -65,16 +71,26 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
+        found, why = NOWHERE, ""
         try:
-            return in_fresh_thread(lambda: self._check(model, given))
+            found = in_fresh_thread(lambda: self._check(model, given))
         except RowCheckError as error:
+            why = str(error)
+        ranks = self._exchange((key[0], found, why))
+        forms = {form for form, _, _ in ranks}
+        if len(forms) > 1:
+            raise ValueError(
+                f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
+            )
+        doubts = [each for _, _, each in ranks if each]
+        if doubts:
             self._unchecked.add(key)
-            if torch.is_grad_enabled():
-                warn_at_user_line(
-                    "it could not be checked whether rows of the batch meet in this call, which "
-                    f"data-parallel ranks would then compute from their own rows only: {error}"
-                )
-            return NOWHERE
+        if doubts and torch.is_grad_enabled():
+            warn_at_user_line(
+                "it could not be checked whether rows of the batch meet in this call, which "
+                f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
+            )
+        return joined([each for _, each, _ in ranks])
 
     def _check(self, model: nn.Module, given: tuple[Any, Any]) -> RowMeetings:
         subject, is_scaled_down = self._subject(model)

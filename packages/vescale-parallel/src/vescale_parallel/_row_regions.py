@@ -281,11 +281,11 @@ class _Border:
         if rows is not None:
             placement = rows.placement(shape[rows.dim], self.num_rows)
             shape[rows.dim] *= self._num_ranks
-        needs_grad = torch.is_grad_enabled() and local.requires_grad
-        if needs_grad:
-            local = _ScaledGradient.apply(local, self._num_ranks)
+        # Kept as it is if it has no gradient: code may write to it, a buffer for example.
+        if torch.is_grad_enabled() and local.requires_grad:
+            local = _ScaledGradient.apply(local, self._num_ranks).contiguous()
         return DTensor.from_local(
-            local.contiguous() if rows is not None or needs_grad else local,
+            local if rows is None else local.contiguous(),
             self._mesh,
             (placement,) * self._num_axes + over_tp,
             shape=shape,
@@ -325,7 +325,9 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.factor = factor
-        return x.view_as(x)
+        # No view: what comes next may write to it in place, which autograd refuses for views
+        # that a function like this one has made.
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
