@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import all_gather
 
-from ._row_borders import NOWHERE, RowMeetings, num_rows_of
+from ._row_borders import NOWHERE, RowMeetings
 from ._row_guard import RowGuard
 from ._row_regions import RowRegions
 from ._torch_private import pytree
@@ -64,7 +64,7 @@ class BatchRows:
                 raise ValueError(_refusal(self.meetings, self._num_parts))
             self._check_shapes(args, kwargs)
             self._regions.watch(model, self.meetings)
-            with self._regions.of_call(self.meetings, num_rows_of(args, kwargs)):
+            with self._regions.of_call(self.meetings, self.meetings.num_rows(args, kwargs)):
                 yield
         finally:
             self.meetings, self.is_checked = NOWHERE, True

@@ -34,7 +34,7 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part, random_ope
 
 from ._row_borders import num_rows_of
 from ._tensor_parallel import stack_of
-from ._torch_private import TorchDispatchMode, pytree
+from ._torch_private import TorchDispatchMode
 from ._tp_ranks import part_sizes
 from ._user_line import warn_at_user_line
 

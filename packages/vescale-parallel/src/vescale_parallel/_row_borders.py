@@ -65,6 +65,16 @@ class RowMeetings:
     )
     of_patterns: bool = False
 
+    def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Return how many rows of the batch a call of the model has on this rank."""
+        border = self.border("", (tuple(args), dict(kwargs)))
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        if border is not None and len(border.inputs) == len(leaves):
+            for leaf, rows in zip(leaves, border.inputs, strict=True):
+                if rows is not None and isinstance(leaf, Tensor):
+                    return leaf.shape[rows.dim]
+        return num_rows_of(args, kwargs)
+
     def is_region(self, fqn: str) -> bool:
         """Whether rows meet in a module's own code."""
         return self._named(fqn) in self.regions
@@ -145,12 +155,34 @@ def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
     if len(value) != num_rows or num_rows == 0:
         return False
     tensors = [each for each in value if isinstance(each, Tensor)]
-    return not tensors or not all(x.dim() and x.shape[0] == num_rows for x in tensors)
+    return not tensors or any(row_dim(x, num_rows) is None for x in tensors)
 
 
-def num_rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the rows of the batch: of the first tensor among a call's arguments."""
+def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return how many rows a call may have, the likeliest first.
+
+    Most tensors have the rows as their first dim; in (time x batch x features) beside targets
+    of (batch) they are what the tensors share.
+    """
     opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
     leaves = pytree.tree_leaves((opened, dict(kwargs)))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    return next((tensor.shape[0] for tensor in tensors), 0)
+    shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
+    firsts = [shape[0] for shape in shapes]
+    sizes = dict.fromkeys(size for shape in shapes for size in shape)
+
+    def likelihood(size: int) -> tuple[int, int]:
+        shared = sum(size in shape for shape in shapes)
+        return shared + firsts.count(size), shared
+
+    return sorted(sizes, key=likelihood, reverse=True)
+
+
+def num_rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the rows of the batch that a call has, 0 if it has no tensor."""
+    return next(iter(row_counts(args, kwargs)), 0)
+
+
+def row_dim(tensor: Tensor, num_rows: int) -> int | None:
+    """Return the first dim of a tensor that is as long as there are rows."""
+    shape = tuple(tensor.shape)
+    return shape.index(num_rows) if num_rows in shape else None

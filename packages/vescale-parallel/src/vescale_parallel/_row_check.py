@@ -18,7 +18,7 @@ import copy
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,6 @@ from ._row_borders import (
     Border,
     RowMeetings,
     Rows,
-    is_one_a_row,
     part_of_rows,
     rows_dim,
     structure,
@@ -48,26 +47,25 @@ class RowCheckError(ValueError):
     """A model cannot be run on some rows of its batch."""
 
 
-def row_meetings(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> RowMeetings:
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def row_meetings(model: nn.Module, whole: Given, halves: Sequence[Given]) -> RowMeetings:
     """Return where rows meet in a call of a model.
 
     Args:
-        model: On the CPU, with values in float64; may be changed by its own forward.
-        args: Positional arguments, with :data:`NUM_ROWS` rows.
-        kwargs: Keyword arguments, likewise.
+        model: On the CPU, with values in float64; copies of it are run.
+        whole: Positional and keyword arguments, with :data:`NUM_ROWS` rows.
+        halves: The same with each half of the rows.
 
     Raises:
         RowCheckError: If the model cannot be run, or its gradients differ though its results
             do not.
     """
     found = _Found()
-    call = _Call(args, dict(kwargs))
-    halves = [_part_of_batch(call, part) for part in range(_NUM_PARTS)]
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
-        _examine(model, "", call, halves, found, is_model=True)
+        _examine(model, "", _Call(*whole), [_Call(*half) for half in halves], found, is_model=True)
     return RowMeetings(regions=found.regions, borders=found.useful_borders())
 
 
@@ -375,23 +373,6 @@ def _copied(tree: Any) -> Any:
     return pytree.tree_map_only(
         Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree
     )
-
-
-def _part_of_batch(call: _Call, part: int) -> _Call:
-    def mine(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            has_rows = value.dim() > 0 and value.shape[0] == NUM_ROWS
-            return part_of_rows(value, Rows(0), part, _NUM_PARTS, NUM_ROWS) if has_rows else value
-        if isinstance(value, Mapping):
-            return {key: mine(each) for key, each in value.items()}
-        if type(value) not in (list, tuple):
-            return value
-        few = NUM_ROWS // _NUM_PARTS
-        per_row = is_one_a_row(value, NUM_ROWS)
-        kept = value[part * few : (part + 1) * few] if per_row else map(mine, value)
-        return type(value)(kept)
-
-    return _Call(tuple(map(mine, call.args)), {k: mine(each) for k, each in call.kwargs.items()})
 
 
 def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], bool]:

@@ -13,17 +13,26 @@ from vescale_dtensor import DTensor
 
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
-from ._example import small_example
+from ._example import common_length
 from ._fresh_thread import in_fresh_thread
 from ._proof import MAX_NUMEL, random_copy
-from ._row_borders import NOWHERE, RowMeetings, is_one_a_row, joined, num_rows_of
-from ._row_check import NUM_ROWS, RowCheckError, row_meetings, seeded
+from ._row_borders import (
+    NOWHERE,
+    RowMeetings,
+    is_one_a_row,
+    joined,
+    row_counts,
+    row_dim,
+)
+from ._row_check import NUM_ROWS, Given, RowCheckError, row_meetings, seeded
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
+# Numbers of rows that are tried where more than one dim may be the rows.
+_MOST_GUESSES = 3
 
 
 class RowGuard:
@@ -92,15 +101,37 @@ class RowGuard:
             )
         return joined([each for _, each, _ in ranks])
 
-    def _check(self, model: nn.Module, given: tuple[Any, Any]) -> RowMeetings:
+    def _check(self, model: nn.Module, given: Given) -> RowMeetings:
         subject, is_scaled_down = self._subject(model)
+        found: list[RowMeetings] = []
+        errors: list[RowCheckError] = []
+        counts = row_counts(*given)
+        shared = [_sharing(given, count) for count in counts]
+        likeliest = [c for c, n in zip(counts, shared, strict=True) if n >= shared[0]]
+        for num_rows in likeliest[:_MOST_GUESSES]:
+            try:
+                found.append(self._meetings_of(subject, given, num_rows, is_scaled_down))
+            except RowCheckError as error:
+                errors.append(error)
+                continue
+            # With time for rows, steps meet; with rows for rows they mostly do not.
+            if not found[-1].regions:
+                return found[-1]
+        if not found:
+            raise errors[0] if errors else RowCheckError("no tensor is given that has rows")
+        return found[0]
+
+    def _meetings_of(
+        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
+    ) -> RowMeetings:
         errors: list[RowCheckError] = []
         for uneven in (True, False):
-            args, kwargs = _some_rows(given, uneven=uneven)
+            whole, *halves = some_rows(given, num_rows, uneven=uneven)
             if is_scaled_down:
-                args, kwargs = pytree.tree_map_only(Tensor, _within(subject), (args, kwargs))
+                within = _within(subject)
+                whole, *halves = pytree.tree_map_only(Tensor, within, [whole, *halves])
             try:
-                found = row_meetings(subject, args, kwargs)
+                found = row_meetings(subject, whole, halves)
             except RowCheckError as error:
                 errors.append(error)
                 continue
@@ -169,49 +200,62 @@ def _within(model: nn.Module) -> Any:
     return within
 
 
-def _some_rows(given: tuple[Any, Any], *, uneven: bool) -> tuple[Any, Any]:
-    """Return a small batch: as many rows as a check takes, all different.
+def _sharing(given: Given, count: int) -> int:
+    leaves = pytree.tree_leaves(given)
+    return sum(count in x.shape for x in leaves if isinstance(x, Tensor))
+
+
+def some_rows(given: Given, num_rows: int, *, uneven: bool) -> list[Given]:
+    """Return small batches: one of as many rows as a check takes, and both halves of it.
 
     Args:
-        given: Positional and keyword arguments.
+        given: Positional and keyword arguments, with ``num_rows`` rows.
+        num_rows: What tells which dim the rows are along.
         uneven: Whether to have masks keep another number of positions of every row: whoever
             counts them must not be taken for somebody who does not.
     """
-    num_given = num_rows_of(*given)
-    args, kwargs = small_example(given, num_rows=NUM_ROWS)
-    num_rows = num_rows_of(args, kwargs)
-    held = min(num_rows, NUM_ROWS)
-    if not held:
-        raise RowCheckError("no tensor is given that has rows")
-    generator = torch.Generator().manual_seed(0)
+    half = NUM_ROWS // 2
+    kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
+    return [_some_rows(given, num_rows, rows, uneven=uneven) for rows in kept]
 
-    def grown(value: Any) -> Any:
+
+def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool) -> Given:
+    generator = torch.Generator().manual_seed(0)
+    length = common_length(given, num_rows)
+
+    def some(value: Any) -> Any:
         if isinstance(value, Tensor):
-            real = _in_double(value)
-            has_rows = value.dim() > 0 and value.shape[0] == num_rows
-            return _grown(real, generator, uneven=uneven) if has_rows else real
+            dim, real = row_dim(value, num_rows), _in_double(value)
+            if dim is None:
+                return real
+            grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
+            return grown[rows].movedim(0, dim).contiguous()
         if isinstance(value, Mapping):
-            return {key: grown(each) for key, each in value.items()}
+            return {key: some(each) for key, each in value.items()}
         if type(value) not in (list, tuple):
             return value
-        if is_one_a_row(value, num_given):
-            return type(value)(_plain_tree(value[i % held]) for i in range(NUM_ROWS))
-        return type(value)(map(grown, value))
+        if is_one_a_row(value, num_rows):
+            chosen = [_plain_tree(value[i % num_rows]) for i in range(NUM_ROWS)]
+            return type(value)(chosen[rows])
+        return type(value)(map(some, value))
 
-    return tuple(map(grown, args)), {name: grown(value) for name, value in kwargs.items()}
+    args, kwargs = given
+    return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}
 
 
 def _plain_tree(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, _in_double, tree)
 
 
-def _grown(x: Tensor, generator: torch.Generator, *, uneven: bool) -> Tensor:
-    held = min(len(x), NUM_ROWS)
-    rows = [x[i % held] for i in range(NUM_ROWS)]
-    for i in range(held, NUM_ROWS):
-        if x.is_floating_point():
+def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
+    """Return as many rows as a check takes, made different where there were fewer."""
+    if length is not None and x.dim() == 2:
+        x = x[:, :length]
+    rows = [x[i % len(x)] for i in range(NUM_ROWS)]
+    for i in range(len(x), NUM_ROWS):
+        if x.is_floating_point() and not _is_mask(x):
             noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
-            rows[i] = rows[i] * (1 + 0.1 * noise) if not _is_mask(x) else rows[i]
+            rows[i] = rows[i] * (1 + 0.1 * noise)
         elif rows[i].dim():
             rows[i] = rows[i].roll(i, -1)
     made = torch.stack(rows)
