@@ -301,6 +301,7 @@ def _make_engine(
     block_units = [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
     if plan.recompute == "full":
         keep_no_caches(model)
+        rows.prepare(model, blocks)
         for fqn in blocks:
             recompute(model.get_submodule(fqn))
     pipelined = stages is not None

@@ -24,7 +24,7 @@ from ._row_borders import (
     row_counts,
     row_dim,
 )
-from ._row_check import NUM_ROWS, Given, RowCheckError, row_meetings, seeded
+from ._row_check import NUM_ROWS, Given, GradientsDifferError, RowCheckError, row_meetings, seeded
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line
@@ -80,18 +80,21 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
-        found, why = NOWHERE, ""
+        found, why, is_wrong = NOWHERE, "", False
         try:
             found = in_fresh_thread(lambda: self._check(model, given))
         except RowCheckError as error:
-            why = str(error)
-        ranks = self._exchange((key[0], found, why))
-        forms = {form for form, _, _ in ranks}
+            why, is_wrong = str(error), isinstance(error, GradientsDifferError)
+        ranks = self._exchange((key[0], found, why, is_wrong))
+        forms = {form for form, *_ in ranks}
         if len(forms) > 1:
             raise ValueError(
                 f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
             )
-        doubts = [each for _, _, each in ranks if each]
+        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
+        if refusals:
+            raise ValueError(f"{refusals[0]}; use data_parallel.size 1 and one micro-batch")
+        doubts = [each for _, _, each, _ in ranks if each]
         if doubts:
             self._unchecked.add(key)
         if doubts and torch.is_grad_enabled():
@@ -99,7 +102,7 @@ class RowGuard:
                 "it could not be checked whether rows of the batch meet in this call, which "
                 f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
             )
-        return joined([each for _, each, _ in ranks])
+        return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given) -> RowMeetings:
         subject, is_scaled_down = self._subject(model)
