@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from ._row_borders import (
     row_counts,
     row_dim,
 )
-from ._row_check import NUM_ROWS, Given, GradientsDifferError, RowCheckError, row_meetings, seeded
+from ._row_check import Given, GradientsDifferError, RowCheckError, row_meetings
+from ._row_parts import NUM_ROWS
+from ._row_runs import seeded
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line
@@ -106,22 +108,28 @@ class RowGuard:
 
     def _check(self, model: nn.Module, given: Given) -> RowMeetings:
         subject, is_scaled_down = self._subject(model)
+        counts = row_counts(*given)
+        if not counts:
+            raise RowCheckError("no tensor is given that has rows")
+        firsts = {x.shape[0] for x in pytree.tree_leaves(given) if _has_dims(x)}
+        if len(firsts) > 1:
+            shared = [_sharing(given, count) for count in counts]
+            counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
+        else:
+            counts = [*firsts]
         found: list[RowMeetings] = []
         errors: list[RowCheckError] = []
-        counts = row_counts(*given)
-        shared = [_sharing(given, count) for count in counts]
-        likeliest = [c for c, n in zip(counts, shared, strict=True) if n >= shared[0]]
-        for num_rows in likeliest[:_MOST_GUESSES]:
+        for num_rows in counts[:_MOST_GUESSES]:
             try:
                 found.append(self._meetings_of(subject, given, num_rows, is_scaled_down))
             except RowCheckError as error:
                 errors.append(error)
                 continue
-            # With time for rows, steps meet; with rows for rows they mostly do not.
+            # Steps of time, taken for rows, meet; rows mostly do not.
             if not found[-1].regions:
                 return found[-1]
         if not found:
-            raise errors[0] if errors else RowCheckError("no tensor is given that has rows")
+            raise errors[0]
         return found[0]
 
     def _meetings_of(
@@ -160,7 +168,7 @@ class RowGuard:
         live = dict(model.named_modules())
         for fqn, module in subject.named_modules():
             module.training = live[fqn].training
-            for name, buffer in live[fqn]._buffers.items():
+            for name, buffer in live[fqn].named_buffers(recurse=False):
                 if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
                     module._buffers[name] = _in_double(buffer)
         for parameter in subject.parameters():
@@ -201,6 +209,10 @@ def _within(model: nn.Module) -> Any:
         return torch.where(x >= limit, x % limit, x) if is_index else x
 
     return within
+
+
+def _has_dims(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dim() > 0
 
 
 def _sharing(given: Given, count: int) -> int:

@@ -197,13 +197,13 @@ class _WithRows(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tuple(args), dict(kwargs or {})
+        args, named = tuple(args), dict(kwargs or {})
         if self.is_paused:
-            return func(*args, **kwargs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            return func(*args, **named)
+        tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
         if not tensors:
             # Made from nothing (an index, zeros to add to): what ranks make is the same.
-            made = func(*args, **kwargs)
+            made = func(*args, **named)
             return self._border.replicated(made) if type(made) is Tensor else made
         if len(tensors) > 1 and any(map(self._border.is_inside, tensors)):
             if _writes_to_first(func) and _loses_gradient(tensors):
@@ -212,8 +212,8 @@ class _WithRows(TorchFunctionMode):
                     "is made of all rows of the batch, which would lose its gradient; make the "
                     "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
                 )
-            args, kwargs = pytree.tree_map_only(Tensor, self._border.replicated, (args, kwargs))
-        return func(*args, **kwargs)
+            args, named = pytree.tree_map_only(Tensor, self._border.replicated, (args, named))
+        return func(*args, **named)
 
 
 def _writes_to_first(func: Callable[..., Any]) -> bool:
@@ -356,6 +356,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 def _settle_buffers(module: nn.Module) -> None:
     """Keep what a region has assigned to a buffer as the plain tensor that it was."""
-    for name, buffer in module._buffers.items():
+    for name, buffer in module.named_buffers(recurse=False):
         if isinstance(buffer, DTensor):
-            module._buffers[name] = buffer.detach().full_tensor()
+            with torch.no_grad():
+                module._buffers[name] = buffer.full_tensor()
