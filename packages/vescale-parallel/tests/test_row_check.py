@@ -245,3 +245,20 @@ def test_ranks_that_see_it_differently_agree() -> None:
     plain = Tokens(token_mean)
     ours = RowGuard(plain, lambda mine: [mine, told])
     assert [*ours.meetings(plain, (ids, targets, mask), {})[0].regions] == [""]
+
+
+class WithAccuracy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, y), (logits.argmax(-1) == y).double().mean()
+
+
+def test_numbers_without_gradient_matter_where_they_are_returned() -> None:
+    args = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    assert [*meetings(WithAccuracy(), *args).regions] == [""]
+    guard = RowGuard(WithAccuracy(), lambda mine: [mine], losses_only=True)
+    assert not guard.meetings(WithAccuracy(), args, {})[0].regions

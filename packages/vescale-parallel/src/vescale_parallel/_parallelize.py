@@ -125,7 +125,11 @@ def _carry_out(
     drawn = _foreseen_draws(plan, model, batch, resolved, tp)
     num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
     mesh = build_mesh(plan)
-    row_guard = RowGuard(model, exchange_over(data_groups(mesh))) if num_parts > 1 else None
+    row_guard = None
+    if num_parts > 1:
+        # What a pipeline returns besides its loss is nothing.
+        exchange = exchange_over(data_groups(mesh))
+        row_guard = RowGuard(model, exchange, losses_only=stages is not None)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:

@@ -40,19 +40,22 @@ class GradientsDifferError(RowCheckError):
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def row_meetings(model: nn.Module, whole: Given, halves: Sequence[Given]) -> RowMeetings:
+def row_meetings(
+    model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
+) -> RowMeetings:
     """Return where rows meet in a call of a model.
 
     Args:
         model: On the CPU, with values in float64; copies of it are run.
         whole: Positional and keyword arguments, with :data:`NUM_ROWS` rows.
         halves: The same with each half of the rows.
+        losses_only: Whether numbers that have no gradient do not matter.
 
     Raises:
         RowCheckError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    found = _Found()
+    found = _Found(losses_only)
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
@@ -64,6 +67,7 @@ class _Found:
     """What was found so far.
 
     Attributes:
+        losses_only: Whether numbers that have no gradient do not matter.
         regions: Modules in whose own code rows meet, and why.
         borders: By module and form of call.
         unclear: Calls of which it cannot be told where the rows are in what they are given.
@@ -71,6 +75,7 @@ class _Found:
         callers: Modules whose own code calls a module.
     """
 
+    losses_only: bool
     regions: dict[str, str] = field(default_factory=dict[str, str])
     borders: dict[tuple[str, str], Border] = field(default_factory=dict[tuple[str, str], Border])
     unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
@@ -116,7 +121,7 @@ def _examine(
         raise RowCheckError(f"{fqn or 'the model'}: {whole.error}")
     parts = [run_module(module, fqn, half, whole.counts, 1) for half in halves]
     found.add(fqn, whole.call, [run.call for run in parts])
-    why = _difference(whole, parts)
+    why = _difference(whole, parts, losses_only=found.losses_only)
     if why is None:
         if is_model:
             _compare_gradients(whole, parts)
@@ -153,7 +158,11 @@ def _examine_inside(
         examined.add(key)
         _examine(module.get_submodule(_below(child, fqn)), child, call, of_halves, found)
     noticed = [each.noticed for each in script if each.noticed]
-    return noticed[0] if noticed else _difference(whole, forced, own_buffers=True)
+    return (
+        noticed[0]
+        if noticed
+        else _difference(whole, forced, losses_only=found.losses_only, own_buffers=True)
+    )
 
 
 def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
@@ -187,7 +196,9 @@ def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], 
     return tuple(rows), all(told)
 
 
-def _difference(whole: Run, parts: Sequence[Run], *, own_buffers: bool = False) -> str | None:
+def _difference(
+    whole: Run, parts: Sequence[Run], *, losses_only: bool, own_buffers: bool = False
+) -> str | None:
     """Return what a module returns, or keeps in a buffer, that parts of the rows do not give."""
     outputs = whole.call.outputs
     failed = next((run.error for run in parts if run.error is not None), None)
@@ -197,6 +208,8 @@ def _difference(whole: Run, parts: Sequence[Run], *, own_buffers: bool = False) 
         return "it returns other things for fewer rows"
     for index, expected in enumerate(outputs):
         found = [run.call.outputs[index] for run in parts]
+        if losses_only and _is_number(expected):
+            continue
         if not isinstance(expected, Tensor):
             if not all(same_value(x, expected) for x in found):
                 return "it returns a number that depends on how many rows there are"
@@ -213,6 +226,10 @@ def _difference(whole: Run, parts: Sequence[Run], *, own_buffers: bool = False) 
         if not all(equal(run.buffers[name], buffer) for run in parts):
             return f"its buffer {name!r} depends on all rows"
     return None
+
+
+def _is_number(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dim() == 0 and not output.requires_grad
 
 
 def _is_loss(output: Tensor) -> bool:

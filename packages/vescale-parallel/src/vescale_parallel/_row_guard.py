@@ -43,10 +43,17 @@ class RowGuard:
     Args:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
+        losses_only: Whether numbers that have no gradient do not matter.
     """
 
-    def __init__(self, model: nn.Module, exchange: Callable[[Any], list[Any]]) -> None:
-        self._exchange = exchange
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Callable[[Any], list[Any]],
+        *,
+        losses_only: bool = False,
+    ) -> None:
+        self._exchange, self._losses_only = exchange, losses_only
         self._forms = CallForms(model)
         self._whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
@@ -142,7 +149,7 @@ class RowGuard:
                 within = _within(subject)
                 whole, *halves = pytree.tree_map_only(Tensor, within, [whole, *halves])
             try:
-                found = row_meetings(subject, whole, halves)
+                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
             except RowCheckError as error:
                 errors.append(error)
                 continue
