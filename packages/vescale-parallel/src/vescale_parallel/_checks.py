@@ -43,13 +43,16 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
         if wanted:
             raise ValueError(f"{name} is not available in this version; leave it out of the plan")
     parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
-    batch_norms = [
-        fqn
-        for fqn, module in model.named_modules()
-        if any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
-    ]
-    if parts > 1 and batch_norms:
+    names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
+    batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]
+    if plan.pipeline_parallel.size > 1 and parts > 1 and batch_norms:
         raise ValueError(
-            f"{batch_norms[0]!r} normalizes over the batch, of which a rank sees only one of "
-            f"{parts} parts; use data_parallel.size 1 and one micro-batch, or another norm"
+            f"{batch_norms[0]!r} normalizes over the batch, which a pipeline runs in {parts} "
+            "parts one after the other; use pipeline_parallel.size 1, or another norm"
+        )
+    synced = [fqn for fqn, bases in names.items() if "SyncBatchNorm" in bases]
+    if plan.data_parallel.size > 1 and synced:
+        raise ValueError(
+            f"{synced[0]!r} is a SyncBatchNorm, which exchanges statistics itself; use "
+            "nn.BatchNorm1d, 2d or 3d: under data parallelism they normalize over the global batch"
         )

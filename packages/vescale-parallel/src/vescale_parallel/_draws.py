@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import LocalBox, local_boxes
+from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
 
+from ._row_borders import num_rows_of
 from ._tensor_parallel import stack_of
-from ._torch_private import TorchDispatchMode, pytree
+from ._torch_private import TorchDispatchMode
 from ._tp_ranks import part_sizes
+from ._user_line import warn_at_user_line
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
 _WHOLE_MASK_NUMEL = 1 << 27
@@ -114,18 +115,17 @@ class Draws:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
     ) -> Iterator[None]:
         """Draw for a call of the model."""
-        self._num_rows = _num_rows(args, kwargs)
+        self._num_rows = num_rows_of(args, kwargs)
         before = None if self._watches or not training else _generator_state()
         yield
         if training and not self._has_drawn:
             self._watches = False
         if before is not None and _generator_state() != before:
             self._watches = True
-            warnings.warn(
+            warn_at_user_line(
                 "forward drew random numbers that it did not draw before, or when it was run "
                 "without memory; data-parallel ranks drew the same for their different rows in "
                 "this call, and will draw what one device draws from the next on",
-                stacklevel=2,
             )
 
     def _drawing(self, forward: Callable[..., Any], fqn: str, scope: Scope) -> Callable[..., Any]:
@@ -154,6 +154,9 @@ class Draws:
             return func(*args, **kwargs)
         self.is_drawing = self._has_drawn = True
         try:
+            if any(isinstance(arg, DTensor) for arg in args):
+                # In a region: a tensor of the whole batch draws what one device draws.
+                return func(*args, **kwargs)
             cut = self._cut(drawn_shape(args), scope, index)
             if cut is not None and not self._is_cut(cut):
                 return func(*args, **kwargs)
@@ -287,11 +290,10 @@ class Draws:
         if at in self._warned:
             return
         self._warned.add(at)
-        warnings.warn(
+        warn_at_user_line(
             f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
             "draws others than one device would, from a stream of its own. A sharding plan "
             f"can say how they are cut: '{at}': 'Shard(d)'",
-            stacklevel=2,
         )
 
 
@@ -311,14 +313,6 @@ class _Drawing(TorchDispatchMode):
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
         return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
-
-
-def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the rows of the batch: of the first tensor among a call's arguments."""
-    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-    leaves = pytree.tree_leaves((opened, dict(kwargs)))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    return next((tensor.shape[0] for tensor in tensors), 0)
 
 
 def _generator_state() -> tuple[bytes, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, all_gather, announced_failures, forbid_gathers
 
+from ._batch_rows import BatchRows
 from ._borrowed import give_back, lend
 from ._draws import Draws
 from ._guard import CallGuard
@@ -25,6 +25,7 @@ from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
 from ._units import Unit, accumulate, reduce_together
+from ._user_line import warn_at_user_line
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -36,7 +37,7 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._vescale_engine
-        return engine.call(super().__call__, args, kwargs, training=self.training)
+        return engine.call(super().__call__, self, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         raise TypeError(
@@ -84,10 +85,11 @@ class Engine:
         *,
         pipelined: bool,
         draws: Draws,
+        rows: BatchRows,
         lift: LiftPlain | None = None,
     ) -> None:
         self._plan, self._mesh, self._slots, self._lift = plan, mesh, slots, lift
-        self._draws = draws
+        self._draws, self._rows = draws, rows
         self._tp_mesh = None if axis_group(mesh, "tp") is None else mesh["tp"]
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
@@ -110,10 +112,9 @@ class Engine:
     def call(
         self,
         forward: Callable[..., Any],
+        model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        training: bool,
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
         with announced_failures():
@@ -129,11 +130,12 @@ class Engine:
                 for unit in self._units:
                     unit.gather()
             forward = self._with_plain_inputs(forward)
+            rows = self._rows.of_call(model, args, kwargs)
             try:
-                with self._proven(args, kwargs), self._declared():
+                with self._proven(args, kwargs), self._declared(), rows:
                     if self.pipeline is not None:
                         return self._call_pipeline(self.pipeline, forward, args, kwargs)
-                    with self._draws.of_call(args, kwargs, training=training):
+                    with self._draws.of_call(args, kwargs, training=model.training):
                         return self._call_directly(forward, args, kwargs)
             finally:
                 self._show_faces()
@@ -196,6 +198,8 @@ class Engine:
         with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
+        if self._rows.meetings.is_region(""):
+            return self._watched(output)  # of the whole batch already
         self._check_loss(output, means)
         averaged = pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, self._mean) if is_loss(x) else x, output
@@ -413,14 +417,14 @@ class Engine:
         self._checked_loss = True
         loss = next((leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)), None)
         if loss is not None:
-            means.warn_of_sums(loss)
+            if not self._rows.is_checked:
+                means.warn_of_sums(loss)
             return
-        warnings.warn(
+        warn_at_user_line(
             "the module returned no scalar loss. A loss computed from its outputs is this "
             "rank's; gradients are averaged over data-parallel ranks, which is one device's "
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
-            stacklevel=2,
         )
 
 

@@ -29,15 +29,22 @@ def small_example(batch: Any) -> Any:
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
     if not tensors or len({x.shape[0] for x in tensors}) > 1:
         return batch
-    flat = all(x.dim() <= 2 for x in tensors)
-    same_length = len({x.shape[1] for x in tensors if x.dim() == 2}) == 1
-    ids = all(not x.is_floating_point() for x in tensors)
+    length = common_length(batch, tensors[0].shape[0])
 
     def small(x: Tensor) -> Tensor:
         rows = x[:_ROWS]
-        return rows[:, :_LENGTH] if flat and same_length and ids and x.dim() == 2 else rows
+        return rows[:, :length] if length is not None and x.dim() == 2 else rows
 
     return pytree.tree_map_only(Tensor, lambda x: small(x) if x.dim() else x, batch)
+
+
+def common_length(batch: Any, num_rows: int) -> int | None:
+    """Return a short length if a batch is of integers (B, S), all as long; None if it is not."""
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    flat = all(x.dim() <= 2 and x.shape[0] == num_rows for x in tensors)
+    same_length = len({x.shape[1] for x in tensors if x.dim() == 2}) == 1
+    ids = all(not x.is_floating_point() for x in tensors)
+    return _LENGTH if flat and same_length and ids else None
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor] | None:

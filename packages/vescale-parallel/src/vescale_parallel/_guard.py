@@ -7,10 +7,8 @@ the example lacks may lead elsewhere: another mask, a second input, a branch. Si
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import small_example
+from ._fresh_thread import in_fresh_thread
 from ._proof import Contradiction, prove
 from ._rehearsal import RehearsalError
 from ._sharding_plan import Resolved, resolve
@@ -27,8 +26,7 @@ from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
 from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
 from ._torch_private import pytree
-
-T = TypeVar("T")
+from ._user_line import warn_at_user_line
 
 
 class CallGuard:
@@ -73,10 +71,9 @@ class CallGuard:
         # Not of a call that has raised: it could not be proven for the same reason.
         self._proven.add(form)
         if doubt is not None:
-            warnings.warn(
+            warn_at_user_line(
                 f"the sharding plan was not proven for calls with ({form}), and cannot be: "
                 f"{doubt}",
-                stacklevel=2,
             )
 
     def _doubt(
@@ -86,7 +83,7 @@ class CallGuard:
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
-            _in_fresh_thread(lambda: self._prove(small))
+            in_fresh_thread(lambda: self._prove(small))
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was not proven for calls with ({form}), and is wrong for "
@@ -145,9 +142,3 @@ def _plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach()
-
-
-def _in_fresh_thread(run: Callable[[], T]) -> T:
-    """Run something without the modes of this thread: autocast, inference, counters, devices."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()

@@ -8,7 +8,6 @@ module runs, :class:`TokenMeans` therefore divides such sums by the global count
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vescale_dtensor import DTensor
+
 from ._sharded_logits import Returned
+from ._user_line import warn_at_user_line
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
@@ -30,13 +32,16 @@ class TokenMeans(TorchFunctionMode):
         num_parts: Equal parts the global batch is in.
         denominator: Given the number of a mean within the module's forward and this part's
             count, returns the count of the global batch.
+
+    Attributes:
+        means: What it returned, in order.
     """
 
     def __init__(self, num_parts: int, denominator: Callable[[int, Tensor], Tensor]) -> None:
         super().__init__()
         self._num_parts = num_parts
         self._denominator = denominator
-        self._means: list[Tensor] = []
+        self.means: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -46,26 +51,26 @@ class TokenMeans(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         counted = _counted(func, args, kwargs or {})
-        if counted is None:
+        if counted is None or isinstance(counted, DTensor):
+            # Distributed targets are those of the global batch.
             return func(*args, **(kwargs or {}))
-        whole = self._denominator(len(self._means), counted)
+        whole = self._denominator(len(self.means), counted)
         local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
         mean = local * self._num_parts / whole.to(local.dtype)
-        self._means.append(mean)
+        self.means.append(mean)
         return mean
 
     def warn_of_sums(self, loss: Tensor) -> None:
         """Warn if a loss is, or contains, a sum that no mean is known to have come from."""
-        sums = _sums_in(loss, {mean.grad_fn for mean in self._means})
+        sums = _sums_in(loss, {mean.grad_fn for mean in self.means})
         if sums:
-            warnings.warn(
+            warn_at_user_line(
                 f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
                 f"part, one of {self._num_parts}, and gradients are averaged over the parts: "
                 "that is one device's gradient if the sum is divided by a number of items that "
                 "is the same in every part, and not otherwise. F.cross_entropy and F.nll_loss "
                 "with reduction='mean' count over all parts.",
-                stacklevel=2,
             )
 
 

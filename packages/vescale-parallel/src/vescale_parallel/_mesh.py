@@ -76,6 +76,12 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
     return mesh.get_group(axis) if axis in (mesh.mesh_dim_names or ()) else None
 
 
+def data_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that share a batch, innermost axis first."""
+    groups = [axis_group(mesh, axis) for axis in ("dp_shard", "dp_replicate")]
+    return [group for group in groups if group is not None]
+
+
 def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Return another group of the ranks along an axis. Every rank of the mesh must call this."""
     index = (mesh.mesh_dim_names or ()).index(axis)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import announced_failures
 
+from ._batch_rows import BatchRows, exchange_over
 from ._call_form import CallForms, proven_forms
 from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
@@ -32,6 +33,7 @@ from ._mesh import (
     axis_size,
     build_mesh,
     check_agreement,
+    data_groups,
     second_group,
     start_process_group,
 )
@@ -40,6 +42,8 @@ from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import propose_sharding
 from ._recompute import keep_no_caches, recompute
+from ._row_guard import RowGuard
+from ._row_regions import RowRegions
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
@@ -119,7 +123,13 @@ def _carry_out(
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
     drawn = _foreseen_draws(plan, model, batch, resolved, tp)
+    num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
     mesh = build_mesh(plan)
+    row_guard = None
+    if num_parts > 1:
+        # What a pipeline returns besides its loss is nothing.
+        exchange = exchange_over(data_groups(mesh))
+        row_guard = RowGuard(model, exchange, losses_only=stages is not None)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:
@@ -144,7 +154,8 @@ def _carry_out(
         draws.install(model, scopes_of(drawn, resolved, model))
     for slot in slots:
         slot.refuse_calls_outside()
-    engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, lift)
+    rows = _batch_rows(mesh, row_guard, lift, num_parts, pipelined=stages is not None)
+    engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, rows, lift)
     engine.guard = guard
     if lift is not None:
         model.register_forward_hook(engine.plain_results, prepend=True)
@@ -184,6 +195,24 @@ def _foreseen_draws(
     if alone or plan.pipeline_parallel.size > 1:
         return Foreseen(cuts={})
     return foreseen(model, batch, resolved, placements, plan.tensor_parallel.size)
+
+
+def _batch_rows(
+    mesh: DeviceMesh,
+    guard: RowGuard | None,
+    lift: LiftPlain | None,
+    num_parts: int,
+    *,
+    pipelined: bool,
+) -> BatchRows:
+    names = mesh.mesh_dim_names or ()
+    axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
+    regions = None
+    if guard is not None and not pipelined:
+        tp = ("tp",) if "tp" in names else ()
+        over_all = mesh[(*axes, *tp)] if tp else None
+        regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
+    return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
 def _place(mesh: DeviceMesh) -> Place:
@@ -250,6 +279,7 @@ def _make_engine(
     stages: StageMap | None,
     staging: Staging,
     draws: Draws,
+    rows: BatchRows,
     lift: LiftPlain | None,
 ) -> Engine:
     param_dtype, reduce_dtype = (
@@ -275,11 +305,20 @@ def _make_engine(
     block_units = [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
     if plan.recompute == "full":
         keep_no_caches(model)
+        rows.prepare(model, blocks)
         for fqn in blocks:
             recompute(model.get_submodule(fqn))
     pipelined = stages is not None
     engine = Engine(
-        plan, mesh, slots, unit(None), block_units, pipelined=pipelined, draws=draws, lift=lift
+        plan,
+        mesh,
+        slots,
+        unit(None),
+        block_units,
+        pipelined=pipelined,
+        draws=draws,
+        rows=rows,
+        lift=lift,
     )
     if stages is not None:
         engine.pipeline = Pipeline(

@@ -304,13 +304,13 @@ def _run(module: nn.Module, given: _Given) -> _Results:
         [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
     )
     # Caches and the like hold nothing that was computed without values.
-    with torch.enable_grad(), _InDouble():
+    with torch.enable_grad(), InDouble():
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
     floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]
     outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
     if given.cotangents:
-        with _InDouble():
+        with InDouble():
             torch.autograd.backward(outputs, given.cotangents)
     return _Results(
         [x.detach() for x in outputs],
@@ -451,7 +451,7 @@ def _random_input(leaf: Any) -> Any:
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _InDouble(TorchFunctionMode):
+class InDouble(TorchFunctionMode):
     """Has code that asks for float32 compute in float64, so that sums can be compared."""
 
     def __torch_function__(

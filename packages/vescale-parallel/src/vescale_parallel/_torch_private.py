@@ -17,6 +17,9 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group
 
+# The function mode that sees calls first; without it one could not leave it for a while.
+from torch.overrides import _get_current_function_mode as current_function_mode
+
 # The nested structures that modules take and return; torch has no public name for it.
 from torch.utils import _pytree as pytree
 
@@ -28,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "call_after_backward",
+    "current_function_mode",
     "fake_like",
     "group_timeout",
     "is_in_backward",

@@ -1,0 +1,94 @@
+"""Rows of a batch that meet, in a loss or in a layer: one device's numbers, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from vescale_testing import World
+
+from . import coupled_layers, coupled_losses
+from .coupled_layers import MODELS
+from .coupled_losses import ALONE, LOSSES, Net
+from .judge import Trial, judge
+from .plans import DP, PARTS, PP, TP, ZERO, Constraints
+
+# Name: ranks, rows of the global batch, plan.
+PLANS: dict[str, tuple[int, int, Constraints]] = {
+    "dp": (2, 8, {DP: 2}),
+    "dp-3-rows": (2, 6, {DP: 2}),
+    "zero1": (2, 8, {DP: 2, ZERO: 1}),
+    "zero2": (2, 8, {DP: 2, ZERO: 2}),
+    "zero3": (2, 8, {DP: 2, ZERO: 3}),
+    "tp": (2, 8, {TP: 2}),
+    "tp-dp": (4, 8, {TP: 2, DP: 2}),
+    "pp": (2, 8, {PP: 2, PARTS: 2}),
+}
+
+# Every one with some plan by day.
+DATA = ("dp", "zero2", "dp-3-rows", "zero3", "zero1")
+BY_DAY = {
+    *((name, DATA[index % len(DATA)]) for index, name in enumerate((*LOSSES, *MODELS))),
+    *(("tasks", plan) for plan in PLANS),
+    *(("ppo", plan) for plan in ("tp", "tp-dp", "pp")),
+    *(("batch_norm_1d", plan) for plan in ("tp", "tp-dp")),
+}
+OF_HOURS = {"siglip", "mixtral", "wav2vec2", "whisper", "translator", "translator_dropout"}
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return names and plans, those that are not for every day marked."""
+    return [
+        pytest.param(name, plan, id=f"{name}-{plan}", marks=marks(name, plan))
+        for name in names
+        for plan in PLANS
+    ]
+
+
+def marks(name: str, plan: str) -> pytest.MarkDecorator:
+    by_day = (name, plan) in BY_DAY and name not in OF_HOURS
+    return pytest.mark.slow if by_day else pytest.mark.nightly
+
+
+@pytest.fixture
+def worlds(world2: World, world4: World) -> dict[int, World]:
+    return {2: world2, 4: world4}
+
+
+def of_loss(name: str, rows: int) -> Trial:
+    return Trial(build=partial(Net, name), batches=partial(coupled_losses.batches, rows))
+
+
+@pytest.mark.parametrize(("name", "plan"), cases(LOSSES))
+def test_a_loss_over_the_batch_is_one_devices(
+    worlds: dict[int, World], name: str, plan: str
+) -> None:
+    ranks, rows, constraints = PLANS[plan]
+    judgement = judge(worlds, of_loss(name, rows), ranks, constraints)
+    allowed = {"equal"} if name in ALONE or plan == "tp" else {"equal", "refused"}
+    assert judgement.verdict in allowed, judgement.detail
+
+
+def of_model(name: str, rows: int) -> Trial:
+    model = MODELS[name]
+    return Trial(
+        build=partial(coupled_layers.build, name),
+        batches=partial(coupled_layers.batches, name, rows),
+        optimizer="adamw",
+        row_dim=model.row_dim,
+        casts=model.casts,
+    )
+
+
+@pytest.mark.parametrize(("name", "plan"), cases(MODELS))
+def test_a_layer_over_the_batch_is_one_devices(
+    worlds: dict[int, World], name: str, plan: str
+) -> None:
+    ranks, rows, constraints = PLANS[plan]
+    judgement = judge(worlds, of_model(name, rows), ranks, constraints)
+    refusable = MODELS[name].meet or plan == "pp"
+    allowed = {"equal", "refused"} if refusable else {"equal"}
+    assert judgement.verdict in allowed, judgement.detail

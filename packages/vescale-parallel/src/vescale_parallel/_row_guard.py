@@ -1,0 +1,297 @@
+"""Know where rows of the batch meet in every form of call of a model, before it runs in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+
+from ._call_form import CallForms
+from ._copies import copied_without_hooks
+from ._example import common_length
+from ._fresh_thread import in_fresh_thread
+from ._proof import MAX_NUMEL, random_copy
+from ._row_borders import (
+    NOWHERE,
+    RowMeetings,
+    is_one_a_row,
+    joined,
+    row_counts,
+    row_dim,
+)
+from ._row_check import Given, GradientsDifferError, RowCheckError, row_meetings
+from ._row_parts import NUM_ROWS
+from ._row_runs import seeded
+from ._tiny_twin import tiny_twin
+from ._torch_private import pytree
+from ._user_line import warn_at_user_line
+
+# Parameters above which a scaled-down model is looked at, if there is one: a second or less.
+_MANY = 2**22
+# Numbers of rows that are tried where more than one dim may be the rows.
+_MOST_GUESSES = 3
+
+
+class RowGuard:
+    """Finds out, once for each form of call, where rows of the batch meet.
+
+    Args:
+        model: Still whole; what a check needs of it is copied.
+        exchange: Returns what every rank that shares a batch has for a value.
+        losses_only: Whether numbers that have no gradient do not matter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Callable[[Any], list[Any]],
+        *,
+        losses_only: bool = False,
+    ) -> None:
+        self._exchange, self._losses_only = exchange, losses_only
+        self._forms = CallForms(model)
+        self._whole = _copy_without_values(model)
+        self._known: dict[tuple[str, int], RowMeetings] = {}
+        self._unchecked: set[tuple[str, int]] = set()
+
+    def meetings(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[RowMeetings, bool]:
+        """Return where rows meet in a call, and whether that could be checked.
+
+        Every rank that shares the batch must call this: in a form of call that is new they tell
+        each other what they found, since it may depend on values.
+
+        Raises:
+            ValueError: If ranks are called in different forms.
+        """
+        key = self._key(model, args, kwargs)
+        if key not in self._known:
+            self._known[key] = self._find(key, model, args, kwargs)
+        return self._known[key], key not in self._unchecked
+
+    def _key(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, int]:
+        training = hash(tuple(module.training for module in model.modules()))
+        return self._forms.form(args, kwargs), training
+
+    def _find(
+        self,
+        key: tuple[str, int],
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> RowMeetings:
+        given = pytree.tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
+        found, why, is_wrong = NOWHERE, "", False
+        try:
+            found = in_fresh_thread(lambda: self._check(model, given))
+        except RowCheckError as error:
+            why, is_wrong = str(error), isinstance(error, GradientsDifferError)
+        ranks = self._exchange((key[0], found, why, is_wrong))
+        forms = {form for form, *_ in ranks}
+        if len(forms) > 1:
+            raise ValueError(
+                f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
+            )
+        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
+        if refusals:
+            raise ValueError(f"{refusals[0]}; use data_parallel.size 1 and one micro-batch")
+        doubts = [each for _, _, each, _ in ranks if each]
+        if doubts:
+            self._unchecked.add(key)
+        if doubts and torch.is_grad_enabled():
+            warn_at_user_line(
+                "it could not be checked whether rows of the batch meet in this call, which "
+                f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
+            )
+        return joined([each for _, each, *_ in ranks])
+
+    def _check(self, model: nn.Module, given: Given) -> RowMeetings:
+        subject, is_scaled_down = self._subject(model)
+        counts = row_counts(*given)
+        if not counts:
+            raise RowCheckError("no tensor is given that has rows")
+        firsts = {x.shape[0] for x in pytree.tree_leaves(given) if _has_dims(x)}
+        if len(firsts) > 1:
+            shared = [_sharing(given, count) for count in counts]
+            counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
+        else:
+            counts = [*firsts]
+        found: list[RowMeetings] = []
+        errors: list[RowCheckError] = []
+        for num_rows in counts[:_MOST_GUESSES]:
+            try:
+                found.append(self._meetings_of(subject, given, num_rows, is_scaled_down))
+            except RowCheckError as error:
+                errors.append(error)
+                continue
+            # Steps of time, taken for rows, meet; rows mostly do not.
+            if not found[-1].regions:
+                return found[-1]
+        if not found:
+            raise errors[0]
+        return found[0]
+
+    def _meetings_of(
+        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
+    ) -> RowMeetings:
+        errors: list[RowCheckError] = []
+        for uneven in (True, False):
+            whole, *halves = some_rows(given, num_rows, uneven=uneven)
+            if is_scaled_down:
+                within = _within(subject)
+                whole, *halves = pytree.tree_map_only(Tensor, within, [whole, *halves])
+            try:
+                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+            except RowCheckError as error:
+                errors.append(error)
+                continue
+            return found.as_patterns() if is_scaled_down else found
+        raise errors[-1]
+
+    def _subject(self, model: nn.Module) -> tuple[nn.Module, bool]:
+        """Return what to run: the model with random values, or a scaled-down one."""
+        whole = self._whole
+        if whole is None:
+            raise RowCheckError(f"{type(model).__name__} cannot be copied")
+        numel = sum(p.numel() for p in whole.parameters())
+        twin = tiny_twin(whole, 1) if numel > _MANY else None
+        if twin is None and numel > MAX_NUMEL:
+            raise RowCheckError(
+                f"{type(model).__name__} has {numel} parameters, more than the {MAX_NUMEL} that "
+                "are run to see, and no configuration to make a smaller one by"
+            )
+        with seeded():
+            subject = random_copy(whole if twin is None else twin)
+        if twin is not None:
+            return subject.train(model.training), True
+        live = dict(model.named_modules())
+        for fqn, module in subject.named_modules():
+            module.training = live[fqn].training
+            for name, buffer in live[fqn].named_buffers(recurse=False):
+                if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
+                    module._buffers[name] = _in_double(buffer)
+        for parameter in subject.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return subject, False
+
+
+def _copy_without_values(model: nn.Module) -> nn.Module | None:
+    def empty(parameter: nn.Parameter) -> nn.Parameter:
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(data, parameter.requires_grad)
+
+    try:
+        return copied_without_hooks(model, empty, lambda buffer: buffer)
+    # Arbitrary attributes of a user's modules: locks, files, process groups.
+    except Exception:
+        return None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    real = tensor.detach().cpu().clone()
+    return real.double() if real.is_floating_point() else real
+
+
+def _within(model: nn.Module) -> Any:
+    """Return what brings token ids into a smaller vocabulary."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    limit = max(tables, default=0)
+
+    def within(x: Tensor) -> Tensor:
+        is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
+        return torch.where(x >= limit, x % limit, x) if is_index else x
+
+    return within
+
+
+def _has_dims(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _sharing(given: Given, count: int) -> int:
+    leaves = pytree.tree_leaves(given)
+    return sum(count in x.shape for x in leaves if isinstance(x, Tensor))
+
+
+def some_rows(given: Given, num_rows: int, *, uneven: bool) -> list[Given]:
+    """Return small batches: one of as many rows as a check takes, and both halves of it.
+
+    Args:
+        given: Positional and keyword arguments, with ``num_rows`` rows.
+        num_rows: What tells which dim the rows are along.
+        uneven: Whether to have masks keep another number of positions of every row: whoever
+            counts them must not be taken for somebody who does not.
+    """
+    half = NUM_ROWS // 2
+    kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
+    return [_some_rows(given, num_rows, rows, uneven=uneven) for rows in kept]
+
+
+def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool) -> Given:
+    generator = torch.Generator().manual_seed(0)
+    length = common_length(given, num_rows)
+
+    def some(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dim, real = row_dim(value, num_rows), _in_double(value)
+            if dim is None:
+                return real
+            grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
+            return grown[rows].movedim(0, dim).contiguous()
+        if isinstance(value, Mapping):
+            return {key: some(each) for key, each in value.items()}
+        if type(value) not in (list, tuple):
+            return value
+        if is_one_a_row(value, num_rows):
+            chosen = [_plain_tree(value[i % num_rows]) for i in range(NUM_ROWS)]
+            return type(value)(chosen[rows])
+        return type(value)(map(some, value))
+
+    args, kwargs = given
+    return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}
+
+
+def _plain_tree(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, _in_double, tree)
+
+
+def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
+    """Return as many rows as a check takes, made different where there were fewer."""
+    if length is not None and x.dim() == 2:
+        x = x[:, :length]
+    rows = [x[i % len(x)] for i in range(NUM_ROWS)]
+    for i in range(len(x), NUM_ROWS):
+        if x.is_floating_point() and not _is_mask(x):
+            noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
+            rows[i] = rows[i] * (1 + 0.1 * noise)
+        elif rows[i].dim():
+            rows[i] = rows[i].roll(i, -1)
+    made = torch.stack(rows)
+    return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+
+
+def _thinned(mask: Tensor) -> Tensor:
+    """Clear the ends of rows, of each one another number of positions."""
+    length = math.prod(mask.shape[1:])
+    flat = mask.clone().reshape(len(mask), length)
+    for i, row in enumerate(flat):
+        row[length - (i * length) // (2 * NUM_ROWS) :] = 0
+    return flat.view(mask.shape)
