@@ -79,6 +79,7 @@ def test_plans_for_two_ranks_run(name: str, world2: World) -> None:
     _assert_runs(name, world2, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_for_four_ranks_run(name: str, world4: World) -> None:
     _assert_runs(name, world4, 4)

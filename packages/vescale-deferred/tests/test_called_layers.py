@@ -156,6 +156,15 @@ class CapsulesMemory(nn.Module):
         self.register_buffer("drawn", torch.from_dlpack(capsule))
 
 
+class Conjugates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        drawn = torch.randn(3, dtype=torch.complex64)
+        self.register_buffer("conjugate", drawn.conj())
+        drawn.mul_(2)
+
+
 class Quantizes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +191,7 @@ class Nests(nn.Module):
         SetsRealStorage,
         SharesStorage,
         CapsulesMemory,
+        Conjugates,
         Quantizes,
         Nests,
     ],

@@ -89,12 +89,13 @@ def calls_of(op: Any, sample: Any) -> list[AtenCall]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             # As they were: operators after it may write into its arguments and results.
-            given = pytree.tree_map_only(Tensor, _copied, (args, kwargs or {}))
+            given, named = pytree.tree_map_only(Tensor, _copied, (args, kwargs or {}))
             result = func(*args, **(kwargs or {}))
             if "empty" in func.name():
                 result.zero_()  # or whatever the memory held would be judged
             if func.namespace == "aten":
-                made.append(AtenCall(func, *given, pytree.tree_map_only(Tensor, _copied, result)))
+                kept = pytree.tree_map_only(Tensor, _copied, result)
+                made.append(AtenCall(func, given, named, kept))
             return result
 
     made: list[AtenCall] = []
@@ -177,14 +178,14 @@ def _claims_at(called: AtenCall, seed: tuple[Placement, ...], mesh: DeviceMesh) 
         if isinstance(ruled, View):
             yield from _view_claims(call, ruled, seed)
             return
-        options = [] if ruled is None else [*_options(call, ruled, 0)]
-        choices = [_apply(call, ruled, [option]) for option in options]
+        if ruled is None:
+            return
+        choices = [_apply(call, ruled, [option]) for option in _options(call, ruled, 0)]
     except NotImplementedError:
         return
     for choice in choices:
         if choice is None:
             continue
-        assert ruled is not None
         yield Claim(
             tuple(made.placements[0] for made in choice.inputs),
             tuple(made.placements[0] for made in choice.outputs),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,10 @@ def test_a_failure_that_is_over_explains_no_later_timeout(world2: World) -> None
 
 
 def _store_timeouts() -> tuple[timedelta, timedelta]:
-    before = default_store().timeout
+    store: Any = default_store()
+    before = store.timeout
     _fail(1, ValueError("whatever"))
-    return before, default_store().timeout
+    return before, store.timeout
 
 
 def test_a_failure_leaves_the_patience_of_the_store_as_it_was(world2: World) -> None:

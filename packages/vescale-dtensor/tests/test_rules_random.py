@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -177,3 +178,19 @@ def test_dropout_in_attention_is_that_of_one_device() -> None:
             result = _sdpa(distribute_tensor(x, mesh, placements))
             assert isinstance(result, DTensor)
             torch.testing.assert_close(result.full_tensor().of_rank(1), _sdpa(x))  # pyright: ignore[reportAttributeAccessIssue]: emulated
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_parameters_that_one_device_refuses_are_refused(placement: Placement) -> None:
+    with emulate(4):
+        mesh = init_device_mesh("cpu", (4,))
+        bad = distribute_tensor(torch.tensor([0.5, 0.5, 0.5, -2.0]), mesh, (placement,))
+        for draw in (
+            lambda: torch.bernoulli(bad),
+            lambda: torch.zeros_like(bad).bernoulli_(bad),
+            lambda: torch.bernoulli(bad * math.nan),
+            lambda: torch.normal(bad.abs(), bad),
+            lambda: torch.normal(bad, bad),
+        ):
+            with pytest.raises(RuntimeError, match="expects all elements of"):
+                draw()

@@ -26,10 +26,10 @@ from torch.distributed.tensor import Partial
 from vescale_dtensor import emulate
 
 from .sweep_cases import FIXED_SIZES, OPERATORS, UNDISPATCHED, sized
-from .torch_judge import WHY_NOT, judge
+from .torch_judge import judge, why_not
 
-if WHY_NOT:
-    pytest.skip(WHY_NOT, allow_module_level=True)
+if why_not:
+    pytest.skip(why_not, allow_module_level=True)
 
 from .judged import NUM_RANKS, AtenCall, Claim, claims_of, judged, judgment
 

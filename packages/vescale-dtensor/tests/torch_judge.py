@@ -15,9 +15,12 @@ _settings = getattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 judge: Any
 LocalTensor: Any
 LocalTensorMode: Any
+why_not: str
 try:
-    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+    from torch.distributed import _local_tensor
     from torch.distributed.tensor._ops import strategy_validation as judge
+
+    LocalTensor, LocalTensorMode = _local_tensor.LocalTensor, _local_tensor.LocalTensorMode
 
     # What this package asks of it; another version may have renamed some.
     needed = (
@@ -27,8 +30,8 @@ try:
         judge._prepare_aten_mitigations,
         judge._validate_aten_with_mitigations, judge.validate_aten_combination,
     )  # fmt: skip
-    WHY_NOT = ""
+    why_not = ""
 except (ImportError, AttributeError) as problem:
     judge = LocalTensor = LocalTensorMode = None
-    WHY_NOT = f"torch {torch.__version__} has no judge of rules: {problem}"
+    why_not = f"torch {torch.__version__} has no judge of rules: {problem}"
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", _settings)

@@ -24,8 +24,11 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from vescale_dtensor import is_sharded
+from vescale_parallel import propose_sharding
 from vescale_parallel._cuts import Cut, Cuts, cuts
-from vescale_parallel._sharding_plan import generalize
+from vescale_parallel._sharding_plan import generalize, resolve
+from vescale_parallel._tensor_parallel import complete_placements
 
 from .masked_ranks import worst_error
 from .permutation import change, matrices, randomize
@@ -181,6 +184,26 @@ def shipped_plan(model: nn.Module, kind: str) -> dict[str, str]:
 # ---------------------------------------------------------------------- verdicts
 
 
+def sharded(family: str, size: int = 2) -> dict[str, Any]:
+    """Return which share of a family's parameters the plan that runs cuts among ranks.
+
+    That is the plan of ``propose_sharding(model, "auto", size)``. What was found and did not pass
+    its check is whole in it. ``sharded`` is None, with a reason, if the plan was not checked.
+    """
+    record: dict[str, Any] = {"family": family, "sharded": None}
+    try:
+        model, batch = build(family)
+        proposal = propose_sharding(model, "auto", size, example_batch=batch)
+    except Exception as error:
+        return record | {"not_sharded": f"{type(error).__name__}: {error}"[:200]}
+    if proposal.proven_call is None:
+        return record | {"not_sharded": "its plan was not compared with one device"}
+    placements = complete_placements(resolve(proposal.plan, model), model, size)
+    numel = {name: p.numel() for name, p in model.named_parameters()}
+    cut = sum(numel[name] for name, at in placements.items() if name in numel and is_sharded(at))
+    return record | {"sharded": cut / sum(numel.values())}
+
+
 def verdict(family: str, size: int = 2) -> dict[str, Any]:
     """Return what cutting a family comes to, as a record of plain data."""
     record: dict[str, Any] = {"family": family}
@@ -205,6 +228,7 @@ def verdict(family: str, size: int = 2) -> dict[str, Any]:
         "tp_chosen": _agreement(model, shipped_plan(model, "tp"), found.chosen),
         "ep": _agreement(model, shipped_plan(model, "ep"), _experts(found)),
     }  # fmt: skip
+    record |= {name: value for name, value in sharded(family, size).items() if name != "family"}
     return record | certify(model, batch, found)
 
 
@@ -310,12 +334,14 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def _main(families: list[str], write: Callable[[str], Any]) -> None:
+def _main(
+    families: list[str], write: Callable[[str], Any], judge: Callable[[str], dict[str, Any]]
+) -> None:
     warnings.simplefilter("ignore")
     for family in families:
         try:
             with time_limit(600):
-                record = verdict(family)
+                record = judge(family)
         except TimeoutError as error:
             record = {"family": family, "not_run": str(error)}
         write(json.dumps(record) + "\n")
@@ -325,4 +351,6 @@ def _main(families: list[str], write: Callable[[str], Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", nargs="*", default=list(FAMILIES))
-    _main(parser.parse_args().family, sys.stdout.write)
+    parser.add_argument("--sharded", action="store_true", help="the share that is sharded alone")
+    parsed = parser.parse_args()
+    _main(parsed.family, sys.stdout.write, sharded if parsed.sharded else verdict)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from .families import FAMILIES, verdict
+from .families import FAMILIES, sharded, verdict
+from .family_table import said, shown, with_sharded
+
+_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "families.md"
 
 # One of each kind of block: dense, gated, fused, latent, of experts, recurrent, two stacks.
 _SLICE = ("gpt_neox", "qwen3", "gpt_oss", "deepseek_v2", "rwkv", "bart-encoder-decoder", "vit")
@@ -35,3 +40,19 @@ def test_a_family_is_cut_soundly_and_as_transformers_would(family: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_every_family_is_cut_soundly_and_as_transformers_would(family: str) -> None:
     assert_sound(family)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", said(_PAGE.read_text(encoding="utf-8")))
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_says_what_is_sharded(family: str) -> None:
+    """If this fails, make the page anew as family_table.py says."""
+    assert said(_PAGE.read_text(encoding="utf-8"))[family] == shown(sharded(family))
+
+
+def test_what_is_sharded_is_written_into_the_page() -> None:
+    page = "| families with half of their elements or more sharded | |\n\n"
+    page += "| `a` | not run | 9% |\n| `b` | 20% | 8% |\n| `c` | 70% | 7% |\n"
+    made = with_sharded(page, [{"family": "a", "sharded": 0.514}, {"family": "b"}])
+    assert said(made) == {"a": "51%", "b": "not checked", "c": "70%"}
+    assert "or more sharded | 2 of 3 |" in made

@@ -44,6 +44,7 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             how = random_operator(func, args, device_type=device.type)
     if first is None or device is None or how is None or not _can_be_parted(first, args):
         return gathered(func, args, kwargs)
+    _check_parameters(func, args)
     target = layout_of(first).placed(without_partial(layout_of(first).placements))
     if func in _CONTIGUOUS:
         target = layout(target.mesh, target.placements, target.shape, None, target.dtype)
@@ -61,6 +62,18 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         as_dtensor(first)._local_tensor.copy_(result)
         return first
     return pytree.tree_map_only(Tensor, lambda local: _wrap(local, target), result)
+
+
+def _check_parameters(func: OpOverload, args: tuple[Any, ...]) -> None:
+    """Refuse what the operator refuses, on all ranks: parts are drawn by another operator."""
+    if func in (aten.normal.float_Tensor, aten.normal.Tensor_Tensor):
+        std = args[1]
+        if not std.dtype.is_complex and not bool((std >= 0).all()):
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+    elif func in (aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli_.Tensor):
+        p = args[-1]
+        if not bool(((p >= 0) & (p <= 1)).all()):
+            raise RuntimeError("bernoulli expects all elements of p to be in 0..1")
 
 
 def _can_be_parted(first: torch_dtensor.DTensor, args: tuple[Any, ...]) -> bool:
