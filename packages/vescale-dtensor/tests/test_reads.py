@@ -82,7 +82,7 @@ def test_a_rank_that_has_the_whole_reads_it_alone(world2: World) -> None:
 def _check_stale() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, (Shard(0),))
-    view = x.diagonal()
+    view: Any = x.diagonal()
     assert torch.equal(view.to_local(), torch.tensor([0.0, 5, 10, 15]))
     x.add_(1)
     if dist.get_rank() == 0:
@@ -98,7 +98,7 @@ def _check_stale() -> None:
     assert torch.equal(view.to_local(), torch.tensor([1.0, 6, 11, 16]))
     # Where nothing has to move a view is made again on the spot.
     whole = distribute_tensor(torch.arange(2.0) * 1j, mesh, (Shard(0),))
-    conjugate = whole.conj()
+    conjugate: Any = whole.conj()
     whole.mul_(2)
     if dist.get_rank() == 1:
         assert torch.equal(conjugate.to_local(), torch.tensor([-2j]))

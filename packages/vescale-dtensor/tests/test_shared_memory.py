@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +21,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
 
 
 def _parts(tensor: Any) -> tuple[Tensor, ...]:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.parts if isinstance(tensor, RankTensor) else (tensor,)
 
 
@@ -37,7 +36,7 @@ WRITES: list[Callable[[Any], Any]] = [
     lambda x: x.to_local().view(-1)[:2].mul_(5),
     lambda x: x.detach().view(-1, 4)[0].mul_(2),
     lambda x: x.data.add_(1),
-    lambda x: torch._foreach_mul_([x, x.view(-1)], 2),
+    lambda x: torch.ops.aten._foreach_mul_.Scalar([x, x.view(-1)], 2),
 ]
 
 
@@ -87,7 +86,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_plain_cotangents_are_those_of_every_rank(
     mesh: DeviceMesh, name: str, placement: Placement
 ) -> None:
-    function, full = FUNCTIONS[name], torch.randn(4, 5, dtype=torch.complex128)
+    function: Callable[[Any], Any] = FUNCTIONS[name]
+    full = torch.randn(4, 5, dtype=torch.complex128)
     plain = full.clone().requires_grad_()
     expected = function(plain)
     cotangent = torch.randn_like(expected)
@@ -100,9 +100,9 @@ def test_plain_cotangents_are_those_of_every_rank(
     for result, source in (
         (function(part), part),
         (function(part.full_tensor()), part),
-        (function(part).full_tensor(), part),  # pyright: ignore[reportAttributeAccessIssue]: distributed
-        (function(part).redistribute(placements=whole), part),  # pyright: ignore[reportAttributeAccessIssue]: distributed
-        (function(part.redistribute(placements=whole)).to_local(), part),  # pyright: ignore[reportAttributeAccessIssue]: distributed
+        (cast(Any, function(part)).full_tensor(), part),
+        (cast(Any, function(part)).redistribute(placements=whole), part),
+        (function(part.redistribute(placements=whole)).to_local(), part),
         (function(held), given),
         (function(held.to_local()), given),
     ):

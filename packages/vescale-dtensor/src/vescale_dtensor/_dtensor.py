@@ -50,9 +50,11 @@ class DTensor(DTensorBase):
     Attributes:
         rules: Runs an operator; set by :func:`vescale_dtensor._register.register_rules`,
             because the rules construct tensors of this class.
+        unversioned: Returns ``data``; set there, too.
     """
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    unversioned: ClassVar[Callable[[DTensor], DTensor]]
     # What this tensor is a view of, if it is one that had to be gathered; see _linked.py.
     _link: Any = None
 
@@ -117,10 +119,7 @@ class DTensor(DTensorBase):
 
         Assigning to it is refused: torch would ignore it.
         """
-        # Here, because views that follow others are made of tensors of this class.
-        from ._linked import unversioned
-
-        return unversioned(self)
+        return type(self).unversioned(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
