@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -86,23 +86,25 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_plain_cotangents_are_those_of_every_rank(
     mesh: DeviceMesh, name: str, placement: Placement
 ) -> None:
-    function: Callable[[Any], Any] = FUNCTIONS[name]
+    function = FUNCTIONS[name]
     full = torch.randn(4, 5, dtype=torch.complex128)
     plain = full.clone().requires_grad_()
     expected = function(plain)
     cotangent = torch.randn_like(expected)
     before = cotangent.clone()
     (wanted,) = torch.autograd.grad(expected, plain, cotangent)
-    part = distribute_tensor(full, mesh, (placement,)).requires_grad_()
+    part: Any = distribute_tensor(full, mesh, (placement,)).requires_grad_()
     whole = (Replicate(),)
+    made: Any = function(part)
+    of_whole: Any = function(part.redistribute(placements=whole))
     given = full.clone().requires_grad_()
     held = DTensor.from_local(given, mesh, whole)
     for result, source in (
         (function(part), part),
         (function(part.full_tensor()), part),
-        (cast(Any, function(part)).full_tensor(), part),
-        (cast(Any, function(part)).redistribute(placements=whole), part),
-        (function(part.redistribute(placements=whole)).to_local(), part),
+        (made.full_tensor(), part),
+        (made.redistribute(placements=whole), part),
+        (of_whole.to_local(), part),
         (function(held), given),
         (function(held.to_local()), given),
     ):
