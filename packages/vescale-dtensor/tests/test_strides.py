@@ -51,7 +51,8 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def _whole(tensor: Any) -> Tensor:
     if isinstance(tensor, DTensor):
-        tensor = tensor.detach().full_tensor()
+        with torch.no_grad():
+            tensor = tensor.full_tensor()
     if not isinstance(tensor, RankTensor):
         return tensor
     assert all(torch.equal(part, tensor.parts[0]) for part in tensor.parts)
@@ -104,6 +105,7 @@ def test_distributed_copies_have_the_strides_of_a_copy(
         _same(function(part), function(plain))
 
 
+@pytest.mark.filterwarnings("ignore:.*were gathered")
 @pytest.mark.parametrize("name", [n for n in INPUTS if n != "channels last"])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
 def test_views_are_possible_exactly_where_they_are_on_one_device(
@@ -148,9 +150,7 @@ def _check_from_local() -> None:
     assert not local.any()
     # A dim that is expanded here and cut holds other values there.
     own = torch.tensor([float(rank)], dtype=torch.float64).expand(3)
-    _same(
-        DTensor.from_local(own, mesh, (Shard(0),)), torch.tensor([0.0, 0, 0, 1, 1, 1]).double()
-    )
+    _same(DTensor.from_local(own, mesh, (Shard(0),)), torch.tensor([0.0, 0, 0, 1, 1, 1]).double())
     _same(DTensor.from_local(own * 0 + 1, mesh), torch.ones(3, dtype=torch.float64))
     expanded = DTensor.from_local(torch.ones(1, 3).double().expand(2, 3), mesh)
     _same(expanded, torch.ones(1, 3).double().expand(2, 3))
@@ -172,7 +172,7 @@ def _strides_of_uneven_parts() -> list[tuple[int, ...]]:
         placement = RaggedShard((1,), 1, (cut, 3 - cut))
         made = DTensor.from_local(local.clone(), mesh, (placement,), shape=(5, 3))
         assert torch.equal(made.full_tensor(), whole)
-        assert torch.equal(made.view(-1).full_tensor(), whole.reshape(-1))
+        assert torch.equal(_whole(made.view(-1)), whole.reshape(-1))
         found.append(made.stride())
     return found
 
@@ -196,6 +196,8 @@ def test_gradients_through_plain_tensors_have_strides_of_their_own(
 
 # A name says why: torch writes a result of other strides wrongly, with plain tensors, too.
 _WRONG_IN_TORCH = {("native_batch_norm", "out")}
+# Its own rule writes statistics, and says what the meta kernel does.
+_META_ORDER = frozenset({"_native_batch_norm_legit"})
 
 
 def _restrided(tensor: Tensor, rng: random.Random) -> Tensor:
@@ -225,11 +227,11 @@ def test_operators_take_inputs_that_are_not_contiguous(
     wrong: list[Any] = []
     restrided = total = 0
     for op in OPERATORS[part::4]:
-        if op.name in UNINITIALIZED | UNDISPATCHED:
+        if op.name in UNINITIALIZED | UNDISPATCHED | _META_ORDER:
             continue
         rng = random.Random(op.formatted_name)
         record = sweep._Record(op.formatted_name)
-        for sample in samples_of(op, dtypes_of(op, 0)[0], 1):
+        for sample in [s for dtype in dtypes_of(op, 0)[:1] for s in samples_of(op, dtype, 1)]:
             tensors = tuple(_restrided(tensor, rng) for tensor in sample.tensors)
             own: Sample = replace(sample, tensors=tensors)
             sweep._sweep_sample(op, own, [mesh], rng, 2, record, "")

@@ -21,7 +21,8 @@ from ._collectives import (
 )
 from ._count import CommCounter as CommCounter
 from ._distribute_module import distribute_module as distribute_module
-from ._dtensor import DTensor as DTensor, distribute_tensor as distribute_tensor
+from ._distribute_tensor import distribute_tensor as distribute_tensor
+from ._dtensor import DTensor as DTensor
 from ._explain import (
     Explanation as Explanation,
     Operation as Operation,

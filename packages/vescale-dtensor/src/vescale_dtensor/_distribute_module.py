@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._dtensor import distribute_tensor
+from ._distribute_tensor import distribute_tensor
 from ._torch_private import DISTRIBUTED, default_mesh
 
 

@@ -30,7 +30,7 @@ from ._spec import (
     replicated,
     without_partial,
 )
-from ._strides import as_laid_out, dense_stride, in_memory_order
+from ._strides import as_laid_out, in_memory_order
 from ._torch_private import (
     DISTRIBUTED,
     DTensorBase,
@@ -51,9 +51,11 @@ class DTensor(DTensorBase):
     Attributes:
         rules: Runs an operator; set by :func:`vescale_dtensor._register.register_rules`,
             because the rules construct tensors of this class.
+        unversioned: Returns ``data``; set there, too.
     """
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    unversioned: ClassVar[Callable[[DTensor], DTensor]]
     # What this tensor is a view of, if it is one that had to be gathered; see _linked.py.
     _link: Any = None
 
@@ -122,10 +124,7 @@ class DTensor(DTensorBase):
 
         Assigning to it is refused: torch would ignore it.
         """
-        # Here, because views that follow others are made of tensors of this class.
-        from ._linked import unversioned
-
-        return unversioned(self)
+        return type(self).unversioned(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -198,7 +197,7 @@ class DTensor(DTensorBase):
         if placements is None:
             raise ValueError("expected one placement per mesh axis, got None")
         target = normalized(placements, self.ndim)
-        _check_count(target, self.device_mesh)
+        check_count(target, self.device_mesh)
         settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(DTensor, _Redistribute.apply(settled, target))
@@ -322,32 +321,6 @@ def rebuild(
     return cast(DTensor, made.requires_grad_(requires_grad))
 
 
-def distribute_tensor(
-    tensor: Tensor,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Cut this rank's part out of a full tensor that every rank already holds.
-
-    No communication: unlike torch's function of the same name, nothing is broadcast. The
-    result is a leaf of autograd that requires a gradient if ``tensor`` does.
-
-    Args:
-        tensor: The global tensor, equal on every rank.
-        device_mesh: The mesh to distribute over.
-        placements: One per mesh axis, outermost first; ``Replicate`` if not given. ``Partial``
-            leaves the value on the first rank and nothing on the others.
-    """
-    mesh = device_mesh or default_mesh()
-    given = replicated(mesh) if placements is None else normalized(placements, tensor.ndim)
-    _check_count(given, mesh)
-    full = per_rank(lambda _, whole: whole.clone(), mesh, tensor.detach())
-    local = redistribute_local(full, mesh, tensor.shape, replicated(mesh), given)
-    made = layout(mesh, given, tensor.shape, dense_stride(tensor), tensor.dtype)
-    result = wrap(in_memory_order(local, made.stride), made)
-    return cast(DTensor, result.requires_grad_(tensor.requires_grad))
-
-
 def gather(tensor: DTensor) -> Tensor:
     """Return a copy of the global tensor without autograd. All ranks of the mesh call this."""
     local, made = tensor._local_tensor.detach(), layout_of(tensor)
@@ -444,7 +417,7 @@ def _placements_or_none(
     return None if placements is None else normalized(placements, tensor.ndim)
 
 
-def _check_count(placements: Placements, mesh: DeviceMesh) -> None:
+def check_count(placements: Placements, mesh: DeviceMesh) -> None:
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"expected one placement per mesh axis ({mesh.ndim}), got {tuple(placements)}"
@@ -454,7 +427,7 @@ def _check_count(placements: Placements, mesh: DeviceMesh) -> None:
 def _check_local_shape(
     local_tensor: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
 ) -> None:
-    _check_count(placements, mesh)
+    check_count(placements, mesh)
 
     def check(coordinate: tuple[int, ...], local: Tensor) -> None:
         expected = local_shape(shape, mesh.shape, coordinate, placements)

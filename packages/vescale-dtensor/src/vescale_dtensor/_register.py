@@ -8,6 +8,7 @@ import torch
 
 from ._dispatch import dispatch
 from ._dtensor import DTensor, rebuild
+from ._linked import unversioned
 from ._placements import InterleavedShard, RaggedShard
 from ._torch_private import foreach_supported_types
 
@@ -25,5 +26,6 @@ def register_with_torch() -> None:
 
 
 def register_rules() -> None:
-    """Tell DTensor how operators run."""
+    """Tell DTensor how operators run, and what its ``data`` is."""
     DTensor.rules = staticmethod(dispatch)
+    DTensor.unversioned = staticmethod(unversioned)

@@ -14,12 +14,13 @@ import torch.distributed.tensor as torch_dtensor
 from torch import Generator, Tensor
 
 from vescale_dtensor._calls import is_inplace
-from vescale_dtensor._dtensor import as_dtensor, in_memory_order, layout_of, wrap
+from vescale_dtensor._dtensor import as_dtensor, layout_of, wrap
 from vescale_dtensor._fallback import gathered
 from vescale_dtensor._layout import local_boxes
 from vescale_dtensor._plan import Plan, local_under
 from vescale_dtensor._ranks import drawing_from, per_rank
 from vescale_dtensor._spec import Layout, layout, without_partial
+from vescale_dtensor._strides import in_memory_order
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
 
