@@ -124,7 +124,9 @@ def agree(
     if len({prints.facts for prints in by_rank}) > 1:
         _raise_difference(_facts(encoded, parts, ranks, all_bytes=all_bytes), ranks)
     same_layout = len({prints.layouts for prints in by_rank}) == 1
-    if not same_layout and not all_bytes:
+    # Shapes are the same on all ranks by now, so this is the same decision on all.
+    is_any_large = any(nbytes_of(p.dtype, p.shape) >= _MIN_SHARED_NBYTES for p in parts.values())
+    if not same_layout and not all_bytes and is_any_large:
         _compare_all_bytes(encoded, parts, ranks)
     same_ties = len({prints.ties for prints in by_rank}) == 1
     aliases = dict(ties) if same_ties else _common_ties(parts, ties, ranks)

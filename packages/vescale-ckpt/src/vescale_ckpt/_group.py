@@ -215,9 +215,10 @@ class Ranks:
                 raise
             if self.group.common is error or self.arrivals.has_given_up:
                 raise
-            told = [self.rank, *_describe(error)]
-            self.arrivals.tell(json.dumps(told), _patience(self.timeout))
-            raise self._closed(*told) from error
+            kind, text = _describe(error)
+            told = json.dumps([self.rank, kind, text])
+            self.arrivals.tell(told, _patience(self.timeout))
+            raise self._closed(self.rank, kind, text) from error
 
     def _closed(self, rank: int, kind: str, text: str) -> CheckpointError:
         """Close the connections and return the error of a rank."""

@@ -195,7 +195,7 @@ def storage_of(path: str | os.PathLike[str]) -> Storage | None:
     """
     if isinstance(path, str) and _URL.fullmatch(path):
         return Storage(path)
-    text = os.fspath(path)
+    text: Any = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"expected a path of text, got {path!r}")
     if _LOST_SLASH.match(text) and not os.path.lexists(text.split("/")[0]):

@@ -109,7 +109,7 @@ def _encode(value: Any, path: str, group: str, encoded: Encoded) -> Json:
     if isinstance(value, PerRank):
         return _encode_per_rank(value, path, group, encoded)
     if is_stateful(value):
-        state = value.state_dict()
+        state: Any = value.state_dict()
         # Whatever mapping it is, an object takes back what it has handed out.
         own = dict(state) if isinstance(state, Mapping) else state
         return _encode(own, path, group, encoded)
