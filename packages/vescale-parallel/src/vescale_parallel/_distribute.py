@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,8 @@ def _make_slot(
     face = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
+    # A part in another memory order than the whole may have been copied.
+    local = cast("DTensor", face)._local_tensor.detach()
     # What people hang on a parameter, decay flags and gradient hooks for example, stays on it.
     for name, value in vars(parameter).items():
         setattr(face, name, value)
