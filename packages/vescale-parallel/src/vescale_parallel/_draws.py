@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part, random_ope
 from ._tensor_parallel import stack_of
 from ._torch_private import TorchDispatchMode, pytree
 from ._tp_ranks import part_sizes
+from ._user_line import warn_at_user_line
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
 _WHOLE_MASK_NUMEL = 1 << 27
@@ -121,11 +121,10 @@ class Draws:
             self._watches = False
         if before is not None and _generator_state() != before:
             self._watches = True
-            warnings.warn(
+            warn_at_user_line(
                 "forward drew random numbers that it did not draw before, or when it was run "
                 "without memory; data-parallel ranks drew the same for their different rows in "
                 "this call, and will draw what one device draws from the next on",
-                stacklevel=2,
             )
 
     def _drawing(self, forward: Callable[..., Any], fqn: str, scope: Scope) -> Callable[..., Any]:
@@ -287,11 +286,10 @@ class Draws:
         if at in self._warned:
             return
         self._warned.add(at)
-        warnings.warn(
+        warn_at_user_line(
             f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
             "draws others than one device would, from a stream of its own. A sharding plan "
             f"can say how they are cut: '{at}': 'Shard(d)'",
-            stacklevel=2,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
 from ._units import Unit, accumulate, reduce_together
+from ._user_line import warn_at_user_line
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -415,12 +415,11 @@ class Engine:
         if loss is not None:
             means.warn_of_sums(loss)
             return
-        warnings.warn(
+        warn_at_user_line(
             "the module returned no scalar loss. A loss computed from its outputs is this "
             "rank's; gradients are averaged over data-parallel ranks, which is one device's "
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
-            stacklevel=2,
         )
 
 

@@ -7,7 +7,6 @@ the example lacks may lead elsewhere: another mask, a second input, a branch. Si
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
 from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
 from ._torch_private import pytree
+from ._user_line import warn_at_user_line
 
 T = TypeVar("T")
 
@@ -73,10 +73,9 @@ class CallGuard:
         # Not of a call that has raised: it could not be proven for the same reason.
         self._proven.add(form)
         if doubt is not None:
-            warnings.warn(
+            warn_at_user_line(
                 f"the sharding plan was not proven for calls with ({form}), and cannot be: "
                 f"{doubt}",
-                stacklevel=2,
             )
 
     def _doubt(

@@ -8,7 +8,6 @@ module runs, :class:`TokenMeans` therefore divides such sums by the global count
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._sharded_logits import Returned
+from ._user_line import warn_at_user_line
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
@@ -59,13 +59,12 @@ class TokenMeans(TorchFunctionMode):
         """Warn if a loss is, or contains, a sum that no mean is known to have come from."""
         sums = _sums_in(loss, {mean.grad_fn for mean in self._means})
         if sums:
-            warnings.warn(
+            warn_at_user_line(
                 f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
                 f"part, one of {self._num_parts}, and gradients are averaged over the parts: "
                 "that is one device's gradient if the sum is divided by a number of items that "
                 "is the same in every part, and not otherwise. F.cross_entropy and F.nll_loss "
                 "with reduction='mean' count over all parts.",
-                stacklevel=2,
             )
 
 
