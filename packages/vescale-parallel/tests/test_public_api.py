@@ -21,6 +21,7 @@ def test_public_names_are_these() -> None:
         "block_stacks",
         "check_constraints",
         "constraint_keys",
+        "data_parallel_rank",
         "explain",
         "model_signature",
         "modules_outside_blocks",

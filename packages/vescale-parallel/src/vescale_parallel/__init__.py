@@ -22,6 +22,7 @@ from ._policies import (
     propose_sharding as propose_sharding,
     tensor_parallel_plan as tensor_parallel_plan,
 )
+from ._position import data_parallel_rank as data_parallel_rank
 from ._sections import (
     Batch as Batch,
     ContextParallel as ContextParallel,
@@ -59,6 +60,7 @@ __all__ = [
     "block_stacks",
     "check_constraints",
     "constraint_keys",
+    "data_parallel_rank",
     "explain",
     "model_signature",
     "modules_outside_blocks",

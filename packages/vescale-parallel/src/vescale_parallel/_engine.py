@@ -20,6 +20,7 @@ from ._loss import AverageOverRanks, TokenMeans
 from ._mesh import axis_group, axis_rank, axis_size
 from ._pipeline import Pipeline, is_loss
 from ._plan import ParallelPlan
+from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
@@ -92,6 +93,7 @@ class Engine:
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
         self.guard: CallGuard | None = None
+        self.inputs: SameInputs | None = None
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
@@ -122,6 +124,8 @@ class Engine:
                     "a parallelized model was called inside a backward pass, as checkpointing "
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
+            if self.inputs is not None:
+                self.inputs.check(args, kwargs)
             self._forget_failed_backward()
             self._show_compute()
             self._root.gather()
@@ -176,6 +180,11 @@ class Engine:
         """Return the model's output as its caller and its hooks get it, itself a forward hook."""
         assert self._tp_mesh is not None
         return returned(output, self._tp_mesh, gathers=self._gathers)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The plan's mesh."""
+        return self._mesh
 
     @contextlib.contextmanager
     def whole_results(self) -> Iterator[None]:
@@ -274,6 +283,8 @@ class Engine:
         reduce_together([*(self._open if self._eager_units else self._units), self._root])
         self._open.clear()
         self._num_backwards += 1
+        if self.inputs is not None:
+            self.inputs.after_backward()
         self._show_faces()
         self._check_mixed_up()
         reduced: dict[Slot, Tensor] = {}

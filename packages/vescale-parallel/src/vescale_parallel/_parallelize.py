@@ -40,6 +40,7 @@ from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import propose_sharding
 from ._recompute import keep_no_caches, recompute
+from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
@@ -146,6 +147,7 @@ def _carry_out(
         slot.refuse_calls_outside()
     engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, lift)
     engine.guard = guard
+    engine.inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
     if lift is not None:
         model.register_forward_hook(engine.plain_results, prepend=True)
     cls = type(model)
