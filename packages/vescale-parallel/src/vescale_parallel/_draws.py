@@ -115,11 +115,11 @@ class Draws:
     ) -> Iterator[None]:
         """Draw for a call of the model."""
         self._num_rows = _num_rows(args, kwargs)
-        before = None if self._watches or not training else _generator_state()
+        before = None if self._watches or not training else generator_state()
         yield
         if training and not self._has_drawn:
             self._watches = False
-        if before is not None and _generator_state() != before:
+        if before is not None and generator_state() != before:
             self._watches = True
             warn_at_user_line(
                 "forward drew random numbers that it did not draw before, or when it was run "
@@ -319,7 +319,8 @@ def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return next((tensor.shape[0] for tensor in tensors), 0)
 
 
-def _generator_state() -> tuple[bytes, ...]:
+def generator_state() -> tuple[bytes, ...]:
+    """Return the state of the generators that operators draw from by default."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, all_gather, announced_failures, forbid_gathers
 
 from ._borrowed import give_back, lend
-from ._draws import Draws
+from ._draws import Draws, generator_state
 from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
+from ._loss_of_output import Scalar, is_loss
 from ._mesh import axis_group, axis_rank, axis_size
-from ._pipeline import Pipeline, is_loss
+from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
@@ -37,7 +39,12 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._vescale_engine
-        return engine.call(super().__call__, args, kwargs, training=self.training)
+        engine.refuse_compiled(self)
+        call: Callable[..., Any] = engine.call
+        if engine.pipeline is not None and "torch._dynamo" in sys.modules:
+            # torch.compile(model) would compile the engine: stages that wait for each other.
+            call = torch.compiler.disable(call)
+        return call(super().__call__, args, kwargs, training=self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         raise TypeError(
@@ -97,7 +104,7 @@ class Engine:
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
-        self._checked_loss = False
+        self._checked_loss = self._has_drawn = False
         # Open while a forward or backward runs, if the plan has to name what is gathered.
         self._refusal = contextlib.ExitStack()
         # Under a pipeline all gradients of a step are summed first and reduced once.
@@ -144,6 +151,15 @@ class Engine:
                 if self._frees and not torch.is_grad_enabled():
                     self._root.free()
                     self._check_mixed_up()
+
+    def refuse_compiled(self, model: nn.Module) -> None:
+        """Refuse ``model.compile()`` under a pipeline, whose stages leave forward midway."""
+        if self.pipeline is not None and model._compiled_call_impl is not None:
+            raise ValueError(
+                "model.compile() does not work with pipeline parallelism: a stage runs a part of "
+                "the model's forward; compile its blocks instead: "
+                "for block in blocks: block.compile()"
+            )
 
     def _with_plain_inputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Keep tensors of ranks apart from plain ones; see [Note: sharded logits]."""
@@ -222,8 +238,9 @@ class Engine:
         train = torch.is_grad_enabled()
         with self._own_random_stream():
             output = pipeline.run(forward, args, kwargs, train=train)
+        device = self._mesh.device_type
         if not train:
-            return output
+            return pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         give_back(self._slots, pipeline.group_of("B"))
         # The gradients exist already; backward() of the loss hands them out.
         grads: dict[Slot, Tensor | None] = {}
@@ -238,9 +255,15 @@ class Engine:
             self._finish(scale)
 
         anchor = torch.zeros((), requires_grad=True)
-        return pytree.tree_map(
-            lambda x: _HandOut.apply(anchor, x, finish) if is_loss(x) else x, output
-        )
+
+        def differentiable(scalar: Scalar) -> Any:
+            if not scalar.requires_grad:
+                return scalar.tensor(device)
+            return _HandOut.apply(
+                anchor, scalar.tensor(device), finish if scalar.is_loss else _refuse
+            )
+
+        return pytree.tree_map_only(Scalar, differentiable, output)
 
     def _watched(self, output: Any) -> Any:
         """Have backward through any output start with :meth:`_begin_backward`."""
@@ -404,7 +427,15 @@ class Engine:
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed + position)
+            before = None if self._has_drawn else generator_state()
             yield
+            if before is not None and generator_state() != before:
+                self._has_drawn = True
+                warn_at_user_line(
+                    "forward draws random numbers, for dropout for example. Stages and "
+                    "data-parallel ranks of a pipeline draw from streams of their own: right in "
+                    "distribution, but not the numbers that one device draws"
+                )
 
     def _check_plain(self, output: Any) -> None:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
@@ -432,6 +463,13 @@ class Engine:
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
         )
+
+
+def _refuse(_: Tensor) -> None:
+    raise ValueError(
+        "a pipeline differentiates the loss that forward returns, and no other scalar of its "
+        "output; add what should be differentiated to the loss in forward"
+    )
 
 
 class _HandOut(torch.autograd.Function):
