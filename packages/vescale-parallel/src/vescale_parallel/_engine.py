@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
 from ._loss_of_output import Scalar, is_loss
 from ._mesh import axis_group, axis_rank, axis_size
+from ._outside import KnownModules, refuse_stray_gradients
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._same_inputs import SameInputs
@@ -43,7 +44,7 @@ class ParallelModule(nn.Module):
         call: Callable[..., Any] = engine.call
         if engine.pipeline is not None and "torch._dynamo" in sys.modules:
             # torch.compile(model) would compile the engine: stages that wait for each other.
-            call = torch.compiler.disable(call)
+            call = cast("Any", torch.compiler).disable(call)
         return call(super().__call__, args, kwargs, training=self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -101,6 +102,8 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self.guard: CallGuard | None = None
         self.inputs: SameInputs | None = None
+        self.known: KnownModules | None = None
+        self.is_running = False
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
@@ -134,6 +137,10 @@ class Engine:
             if self.inputs is not None:
                 self.inputs.check(args, kwargs)
             self._forget_failed_backward()
+            self.refuse_stray_gradients()
+            if self.known is not None:
+                self.known.check()
+            self.is_running = True
             self._show_compute()
             self._root.gather()
             if not self._frees:
@@ -147,10 +154,16 @@ class Engine:
                     with self._draws.of_call(args, kwargs, training=training):
                         return self._call_directly(forward, args, kwargs)
             finally:
+                self.is_running = False
                 self._show_faces()
                 if self._frees and not torch.is_grad_enabled():
                     self._root.free()
                     self._check_mixed_up()
+
+    def refuse_stray_gradients(self) -> None:
+        """Raise if parameters have gradients that no backward pass of a call has summed."""
+        if not self._in_backward:
+            refuse_stray_gradients(self._slots)
 
     def refuse_compiled(self, model: nn.Module) -> None:
         """Refuse ``model.compile()`` under a pipeline, whose stages leave forward midway."""

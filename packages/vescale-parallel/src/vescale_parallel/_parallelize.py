@@ -36,6 +36,7 @@ from ._mesh import (
     start_process_group,
 )
 from ._optimizer import parallelize_optimizer
+from ._outside import KnownModules, refuse_parts
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import propose_sharding
@@ -148,6 +149,9 @@ def _carry_out(
     engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, lift)
     engine.guard = guard
     engine.inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
+    engine.known = KnownModules(model, slots)
+    if plan.data_parallel.size > 1 or stages is not None:
+        refuse_parts(model, _blocks(model), lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.plain_results, prepend=True)
     cls = type(model)
