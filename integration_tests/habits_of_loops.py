@@ -76,7 +76,7 @@ def lbfgs(run: Run) -> None:
         loss.backward()
         return loss
 
-    run.keep(optimizer.step(closure))
+    run.keep(torch.as_tensor(optimizer.step(closure)))
     run.finish(model)
 
 
