@@ -22,6 +22,7 @@ def test_public_names_are_these() -> None:
         "check_constraints",
         "check_pipeline",
         "constraint_keys",
+        "data_parallel_rank",
         "explain",
         "model_signature",
         "modules_outside_blocks",

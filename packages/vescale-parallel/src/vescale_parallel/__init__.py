@@ -23,6 +23,7 @@ from ._policies import (
     propose_sharding as propose_sharding,
     tensor_parallel_plan as tensor_parallel_plan,
 )
+from ._position import data_parallel_rank as data_parallel_rank
 from ._sections import (
     Batch as Batch,
     ContextParallel as ContextParallel,
@@ -61,6 +62,7 @@ __all__ = [
     "check_constraints",
     "check_pipeline",
     "constraint_keys",
+    "data_parallel_rank",
     "explain",
     "model_signature",
     "modules_outside_blocks",

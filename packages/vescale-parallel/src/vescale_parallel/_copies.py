@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
 
 from torch import Tensor, nn
 
@@ -29,4 +30,29 @@ def copied_without_hooks(
     memo |= {id(buffer): make_buffer(buffer) for buffer in module.buffers()}
     for each in module.modules():
         memo |= {id(vars(each)[name]): OrderedDict() for name in _HOOKS if name in vars(each)}
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        for name, value in list(vars(each).items()):
+            if isinstance(value, FunctionType) and value.__closure__:
+                vars(each)[name] = _rebound(value, memo)
+    return copied
+
+
+def _rebound(function: FunctionType, memo: Mapping[int, object]) -> FunctionType:
+    """Return a function with what it closes over replaced by its copies.
+
+    ``copy.deepcopy`` keeps functions as they are, so that ``self.f = lambda x: layer(x)`` of the
+    copy would call the layer of the original.
+    """
+    cells: list[CellType] = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)))
+        except ValueError:  # nothing was assigned yet
+            cells.append(cell)
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__,
+        tuple(cells),
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

@@ -14,6 +14,7 @@ from vescale_dtensor import Box, DTensor, local_boxes, local_shape
 
 from ._mesh import axis_rank, axis_size, this_device
 from ._plan import ParallelPlan
+from ._replaced import mark_replaced
 from ._sharding_plan import Resolved
 from ._slots import Slot, placements_of, shard_dim_of
 from ._stage_map import StageMap
@@ -71,6 +72,7 @@ def make_slots(
             slot.stand_in = stand_in(slot.face.shape, slot.face.dtype, slot.face.device)
         slot.show_face()
         slots.append(slot)
+    mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
     return slots
 
 

@@ -116,11 +116,11 @@ class Draws:
     ) -> Iterator[None]:
         """Draw for a call of the model."""
         self._num_rows = num_rows_of(args, kwargs)
-        before = None if self._watches or not training else _generator_state()
+        before = None if self._watches or not training else generator_state()
         yield
         if training and not self._has_drawn:
             self._watches = False
-        if before is not None and _generator_state() != before:
+        if before is not None and generator_state() != before:
             self._watches = True
             warn_at_user_line(
                 "forward drew random numbers that it did not draw before, or when it was run "
@@ -315,7 +315,8 @@ class _Drawing(TorchDispatchMode):
         return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 
-def _generator_state() -> tuple[bytes, ...]:
+def generator_state() -> tuple[bytes, ...]:
+    """Return the state of the generators that operators draw from by default."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,15 @@ from vescale_dtensor import DTensor, all_gather, announced_failures, forbid_gath
 
 from ._batch_rows import BatchRows
 from ._borrowed import give_back, lend
-from ._draws import Draws
+from ._draws import Draws, generator_state
 from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
+from ._loss_of_output import Scalar, is_loss
 from ._mesh import axis_group, axis_rank, axis_size
-from ._pipeline import Pipeline, is_loss
+from ._outside import KnownModules, refuse_stray_gradients
+from ._pipeline import Pipeline
 from ._plan import ParallelPlan
+from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._torch_private import call_after_backward, is_in_backward, pytree
@@ -37,7 +41,12 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._vescale_engine
-        return engine.call(super().__call__, self, args, kwargs)
+        engine.refuse_compiled(self)
+        call: Callable[..., Any] = engine.call
+        if engine.pipeline is not None and "torch._dynamo" in sys.modules:
+            # torch.compile(model) would compile the engine: stages that wait for each other.
+            call = cast("Any", torch.compiler).disable(call)
+        return call(super().__call__, self, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         raise TypeError(
@@ -94,10 +103,13 @@ class Engine:
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
         self.guard: CallGuard | None = None
+        self.inputs: SameInputs | None = None
+        self.known: KnownModules | None = None
+        self.is_running = False
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
-        self._checked_loss = False
+        self._checked_loss = self._has_drawn = False
         # Open while a forward or backward runs, if the plan has to name what is gathered.
         self._refusal = contextlib.ExitStack()
         # Under a pipeline all gradients of a step are summed first and reduced once.
@@ -123,7 +135,13 @@ class Engine:
                     "a parallelized model was called inside a backward pass, as checkpointing "
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
+            if self.inputs is not None:
+                self.inputs.check(args, kwargs)
             self._forget_failed_backward()
+            self.refuse_stray_gradients()
+            if self.known is not None:
+                self.known.check()
+            self.is_running = True
             self._show_compute()
             self._root.gather()
             if not self._frees:
@@ -138,10 +156,25 @@ class Engine:
                     with self._draws.of_call(args, kwargs, training=model.training):
                         return self._call_directly(forward, args, kwargs)
             finally:
+                self.is_running = False
                 self._show_faces()
                 if self._frees and not torch.is_grad_enabled():
                     self._root.free()
                     self._check_mixed_up()
+
+    def refuse_stray_gradients(self) -> None:
+        """Raise if parameters have gradients that no backward pass of a call has summed."""
+        if not self._in_backward:
+            refuse_stray_gradients(self._slots)
+
+    def refuse_compiled(self, model: nn.Module) -> None:
+        """Refuse ``model.compile()`` under a pipeline, whose stages leave forward midway."""
+        if self.pipeline is not None and model._compiled_call_impl is not None:
+            raise ValueError(
+                "model.compile() does not work with pipeline parallelism: a stage runs a part of "
+                "the model's forward; compile its blocks instead: "
+                "for block in blocks: block.compile()"
+            )
 
     def _with_plain_inputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Keep tensors of ranks apart from plain ones; see [Note: sharded logits]."""
@@ -178,6 +211,11 @@ class Engine:
         """Return the model's output as its caller and its hooks get it, itself a forward hook."""
         assert self._tp_mesh is not None
         return returned(output, self._tp_mesh, gathers=self._gathers)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The plan's mesh."""
+        return self._mesh
 
     @contextlib.contextmanager
     def whole_results(self) -> Iterator[None]:
@@ -217,8 +255,9 @@ class Engine:
         train = torch.is_grad_enabled()
         with self._own_random_stream():
             output = pipeline.run(forward, args, kwargs, train=train)
+        device = self._mesh.device_type
         if not train:
-            return output
+            return pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         give_back(self._slots, pipeline.group_of("B"))
         # The gradients exist already; backward() of the loss hands them out.
         grads: dict[Slot, Tensor | None] = {}
@@ -233,9 +272,15 @@ class Engine:
             self._finish(scale)
 
         anchor = torch.zeros((), requires_grad=True)
-        return pytree.tree_map(
-            lambda x: _HandOut.apply(anchor, x, finish) if is_loss(x) else x, output
-        )
+
+        def differentiable(scalar: Scalar) -> Any:
+            if not scalar.requires_grad:
+                return scalar.tensor(device)
+            return _HandOut.apply(
+                anchor, scalar.tensor(device), finish if scalar.is_loss else _refuse
+            )
+
+        return pytree.tree_map_only(Scalar, differentiable, output)
 
     def _watched(self, output: Any) -> Any:
         """Have backward through any output start with :meth:`_begin_backward`."""
@@ -278,6 +323,8 @@ class Engine:
         reduce_together([*(self._open if self._eager_units else self._units), self._root])
         self._open.clear()
         self._num_backwards += 1
+        if self.inputs is not None:
+            self.inputs.after_backward()
         self._show_faces()
         self._check_mixed_up()
         reduced: dict[Slot, Tensor] = {}
@@ -397,7 +444,15 @@ class Engine:
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed + position)
+            before = None if self._has_drawn else generator_state()
             yield
+            if before is not None and generator_state() != before:
+                self._has_drawn = True
+                warn_at_user_line(
+                    "forward draws random numbers, for dropout for example. Stages and "
+                    "data-parallel ranks of a pipeline draw from streams of their own: right in "
+                    "distribution, but not the numbers that one device draws"
+                )
 
     def _check_plain(self, output: Any) -> None:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
@@ -426,6 +481,13 @@ class Engine:
             "gradient only for a mean over equally many items on every rank. Return the loss "
             "from forward to have it exact.",
         )
+
+
+def _refuse(_: Tensor) -> None:
+    raise ValueError(
+        "a pipeline differentiates the loss that forward returns, and no other scalar of its "
+        "output; add what should be differentiated to the loss in forward"
+    )
 
 
 class _HandOut(torch.autograd.Function):

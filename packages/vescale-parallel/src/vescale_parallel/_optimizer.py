@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor, distribute_tensor, is_sharded
+
+from ._engine import Engine, ParallelModule
 
 # Element i of the update depends on element i of parameter, gradient and state alone, so
 # that a part of a parameter is updated as it would be within the whole.
@@ -32,11 +35,15 @@ class ParallelOptimizer(Optimizer):
     """
 
     _vescale_names: dict[nn.Parameter, str]
+    _vescale_engine: weakref.ref[Engine]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]: torch overloads it
         """Update this rank's part of every parameter. ``closure`` is refused."""
         if closure is not None:
             raise ValueError("step(closure) is not supported by a parallelized optimizer")
+        engine = self._vescale_engine()
+        if engine is not None:
+            engine.refuse_stray_gradients()
         parts = {face: _part(face) for group in self.param_groups for face in group["params"]}
         faces = {part: face for face, part in parts.items()}
         public_groups = [group["params"] for group in self.param_groups]
@@ -161,6 +168,8 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     )
     assert isinstance(optimizer, ParallelOptimizer)
     optimizer._vescale_names = names
+    assert isinstance(model, ParallelModule)
+    optimizer._vescale_engine = weakref.ref(model._vescale_engine)
     return optimizer
 
 
@@ -169,7 +178,14 @@ def _part(face: nn.Parameter) -> nn.Parameter:
     assert isinstance(face, DTensor)
     part = nn.Parameter(face._local_tensor, requires_grad=face.requires_grad)
     if face.grad is not None:
-        part.grad = cast(DTensor, face.grad)._local_tensor
+        if not isinstance(face.grad, DTensor):
+            raise ValueError(
+                f"expected the gradient of a parameter of shape {tuple(face.shape)} to be a "
+                f"distributed tensor, got {type(face.grad).__name__}; set it by "
+                "parameter.grad = vescale_dtensor.distribute_tensor(grad, "
+                "parameter.device_mesh, parameter.placements)"
+            )
+        part.grad = face.grad._local_tensor
     return part
 
 

@@ -38,12 +38,14 @@ from ._mesh import (
     start_process_group,
 )
 from ._optimizer import parallelize_optimizer
+from ._outside import KnownModules, refuse_parts
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._policies import propose_sharding
 from ._recompute import keep_no_caches, recompute
 from ._row_guard import RowGuard
 from ._row_regions import RowRegions
+from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
@@ -157,6 +159,10 @@ def _carry_out(
     rows = _batch_rows(mesh, row_guard, lift, num_parts, pipelined=stages is not None)
     engine = _make_engine(plan, model, mesh, slots, stages, staging, draws, rows, lift)
     engine.guard = guard
+    engine.inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
+    engine.known = KnownModules(model, slots)
+    if plan.data_parallel.size > 1 or stages is not None:
+        refuse_parts(model, _blocks(model), lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.plain_results, prepend=True)
     cls = type(model)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import named_failures
 
 from ._loss import TokenCounts, TokenMeans
+from ._loss_of_output import DTYPES, loss_of, marked_scalars, scalars_of
 from ._mesh import axis_rank
 from ._plan import ParallelPlan
 from ._schedules import Action, actions_of, forward_actions
@@ -22,7 +23,6 @@ from ._stages import StageDone, StageRun, Staging
 from ._stand_ins import StandIn
 from ._torch_private import group_timeout, pytree
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
 
 
@@ -93,7 +93,8 @@ class Pipeline:
             train: Whether to run backward passes.
 
         Returns:
-            The module's output with the loss of the whole batch and None for other tensors.
+            The module's output with a :class:`Scalar` for each scalar of the whole batch and None
+            for other tensors.
         """
         pipeline = self.plan.pipeline_parallel
         parts = split_batch(args, kwargs, pipeline.microbatches)
@@ -114,7 +115,9 @@ class Pipeline:
             done = self._forward(action, forward, parts[action.microbatch], counts)
             if action.stage == len(self.starts) - 1:
                 outputs.append(done.output)
-                done.output = _loss_of(done.output)
+                # Evaluation differentiates none of several scalars, and reports all.
+                scalars = scalars_of(done.output)
+                done.output = loss_of(done.output) if train else scalars[0]
             if train:
                 passes[key] = done
         self._finish_sends()
@@ -141,6 +144,8 @@ class Pipeline:
         end = self.num_blocks if last else self.starts[stage + 1]
         run = StageRun(stage, self.starts[stage], end, last, receive)
         self.staging.run = run
+        # Put back afterwards: a model may call another one.
+        was_usable = StandIn.usable
         # The first stage needs none: what it does not own comes later.
         StandIn.usable = stage > 0
         means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
@@ -153,12 +158,12 @@ class Pipeline:
             return _Pass(received[0] if received else None, activation)
         finally:
             self.staging.run = None
-            StandIn.usable = True
+            StandIn.usable = was_usable
         if not last or run.blocks_called != self.num_blocks:
             raise ValueError("the module returned before it called all of its blocks")
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
-            means.warn_of_sums(_loss_of(output))
+            means.warn_of_sums(loss_of(output))
         return _Pass(received[0] if received else None, output)
 
     def _count(
@@ -217,7 +222,7 @@ class Pipeline:
         if key not in self._headers:
             self._headers[key] = (activation.shape, activation.dtype)
             header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
-            header[0], header[1] = _DTYPES.index(activation.dtype), activation.ndim
+            header[0], header[1] = DTYPES.index(activation.dtype), activation.ndim
             header[2 : 2 + activation.ndim] = torch.tensor(activation.shape)
             self._send(header.to(activation.device), action.stage + 1, action)
         self._send(activation, action.stage + 1, action)
@@ -230,7 +235,7 @@ class Pipeline:
             header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=device)
             self._receive(header, action.stage - 1, action)
             dtype, ndim, *sizes = header.tolist()
-            self._headers[key] = (torch.Size(sizes[:ndim]), _DTYPES[dtype])
+            self._headers[key] = (torch.Size(sizes[:ndim]), DTYPES[dtype])
         shape, dtype = self._headers[key]
         activation = torch.empty(shape, dtype=dtype, device=device)
         self._receive(activation, action.stage - 1, action)
@@ -271,19 +276,19 @@ class Pipeline:
         self._sending.clear()
 
     def _agree(self, outputs: Sequence[Any]) -> Any:
-        """Tell all stages the loss that the last one has."""
-        record = torch.zeros(2, dtype=torch.float64)
+        """Tell all stages the scalars that the last one has; see :class:`Scalar`."""
+        marked: list[Any] = [None]
         if outputs:
-            losses = torch.stack([_loss_of(output).detach() for output in outputs])
-            mean = self.total(losses.to(torch.float64).sum()) / self._num_parts
-            record[0], record[1] = mean.cpu(), _DTYPES.index(losses.dtype)
-        group = self._groups["F"]
+            marked = [marked_scalars(outputs, self._mean)]
         last = (len(self.starts) - 1) % self._size
-        record = record.to(self.mesh.device_type)
         with named_failures():
-            dist.broadcast(record, group=group, group_src=last)
-        loss = record[0].to(_DTYPES[int(record[1])])
-        return _with_loss(_broadcast_structure(outputs, group, last), loss)
+            dist.broadcast_object_list(marked, group=self._groups["F"], group_src=last)
+        return marked[0]
+
+    def _mean(self, parts: Sequence[Tensor]) -> float:
+        """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
+        values = torch.stack([part.detach() for part in parts])
+        return float(self.total(values.to(torch.float64).sum()) / self._num_parts)
 
 
 def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
@@ -334,43 +339,6 @@ def split_batch(
         ]
         parts.append(pytree.tree_unflatten(cut, spec))
     return parts
-
-
-def is_loss(leaf: object) -> bool:
-    """Whether a value in a module's output is a loss: a floating-point scalar tensor."""
-    return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
-
-
-def _loss_of(output: Any) -> Tensor:
-    losses = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
-    if not losses:
-        raise ValueError(
-            "pipeline parallelism needs a module whose forward returns its loss (a scalar "
-            f"tensor, or a structure with one), got {type(output).__name__}"
-        )
-    return losses[0]
-
-
-def _broadcast_structure(outputs: Sequence[Any], group: dist.ProcessGroup, last: int) -> Any:
-    """Send the output's structure, with its loss marked and other tensors left out."""
-    marked: list[Any] = [None]
-    if outputs:
-        leaves, spec = pytree.tree_flatten(outputs[-1])
-        first = next(i for i, leaf in enumerate(leaves) if is_loss(leaf))
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[index] = _LOSS if index == first else None
-        marked = [pytree.tree_unflatten(leaves, spec)]
-    with named_failures():
-        dist.broadcast_object_list(marked, group=group, group_src=last)
-    return marked[0]
-
-
-_LOSS = "<loss>"
-
-
-def _with_loss(structure: Any, loss: Tensor) -> Any:
-    return pytree.tree_map(lambda leaf: loss if leaf == _LOSS else leaf, structure)
 
 
 def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:

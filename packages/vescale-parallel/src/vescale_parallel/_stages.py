@@ -180,11 +180,10 @@ def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
 
 def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what the module would, with every tensor replaced by memory-free zeros."""
-    tensors = [
-        leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)
-    ]
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     device = next((t.device for t in tensors), torch.device("cpu"))
-    key = (role.skeleton, role.skeleton.training, tuple((t.shape, t.dtype) for t in tensors))
+    key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
     outline = role.staging.outlines.get(key)
     if outline is None:
         outline = _outline(role, args, kwargs)
@@ -194,6 +193,14 @@ def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return stand_in(leaf.shape, leaf.dtype, device)
 
     return pytree.tree_map_only(Tensor, zeros, outline)
+
+
+def _kind(leaf: object) -> object:
+    """Return what of an argument the shape of the result may depend on."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    # By value as far as equal ones can be told, True from 1 as well.
+    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def _outline(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

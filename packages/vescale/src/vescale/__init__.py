@@ -3,7 +3,7 @@
 from vescale_ckpt import CheckpointError as CheckpointError
 from vescale_deferred import deferred_init as deferred_init
 from vescale_dtensor import PeerError as PeerError
-from vescale_parallel import ParallelPlan as ParallelPlan
+from vescale_parallel import ParallelPlan as ParallelPlan, data_parallel_rank as data_parallel_rank
 from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 
 from ._checkpoint import load as load, save as save
@@ -15,6 +15,7 @@ __all__ = [
     "Cluster",
     "ParallelPlan",
     "PeerError",
+    "data_parallel_rank",
     "deferred_init",
     "generate_plan",
     "load",

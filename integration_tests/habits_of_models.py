@@ -1,0 +1,256 @@
+"""What people do with a model besides calling it, each a program for every plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import vescale
+
+from .habits_of_loops import loop
+from .plans import DP, make_plan
+from .test_silent_bugs import WIDTH, Plain, Run, rows
+
+# The model
+
+
+def trained_by_a_method(run: Run) -> None:
+    """Trains by another method than forward."""
+    model, optimizer = run.start(Plain())
+    for batch in rows(2):
+        part = run.part(batch)
+        loss = F.mse_loss(model.logits(part), part["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish(model)
+
+
+def adapted_later(run: Run) -> None:
+    model, _ = run.start(Plain())
+    model.blocks[1].adapter = nn.Linear(WIDTH, WIDTH).double()
+    model(run.part(rows(1)[0])).backward()
+    raise ValueError("nobody said so")
+
+
+def forward_directly(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    for batch in rows(2):
+        loss = model.forward(run.part(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def ddp_after(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    wrapped = model if run.constraints is None else DistributedDataParallel(model)
+    loop(run, wrapped, optimizer)
+
+
+def ddp_before(run: Run) -> None:
+    plain: Any = Plain().double()
+    if run.constraints is not None:
+        vescale.parallelize(make_plan({DP: 2}), nn.Linear(2, 2))  # starts the process group
+        plain = DistributedDataParallel(plain)
+    model, optimizer = run.start(plain)
+    loop(run, model, optimizer)
+
+
+def data_parallel_module(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    loop(run, nn.DataParallel(model), optimizer)
+
+
+def compiled(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    fast = torch.compile(model, backend="eager") if run.constraints is not None else model
+    for batch in rows(2):
+        loss = fast(run.part(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def compiled_in_place(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    if run.constraints is not None:
+        model.compile(backend="eager")
+    loop(run, model, optimizer)
+
+
+def compiled_before(run: Run) -> None:
+    plain = Plain().double()
+    if run.constraints is not None:
+        plain.compile(backend="eager")
+    model, optimizer = run.start(plain)
+    loop(run, model, optimizer)
+
+
+def moved(run: Run) -> None:
+    """Converts to what it is already."""
+    model, optimizer = run.start(Plain())
+    model.double().to("cpu").to(torch.float64).cpu().train()
+    loop(run, model, optimizer)
+
+
+def halved(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    model.half()
+    loop(run, model, optimizer)
+
+
+def applied(run: Run) -> None:
+    """Initializes its weights anew."""
+    model, optimizer = run.start(Plain())
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.bias, 0.25)
+            module.weight.data.mul_(0.5)
+
+    model.apply(init)
+    loop(run, model, optimizer)
+
+
+def random_init(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    loop(run, model, optimizer)
+
+
+def edited(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    for batch in rows(3):
+        loss = model(run.part(batch))
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.head.weight.mul_(0.9)
+            model.blocks[2].up.weight.clamp_(-0.1, 0.1)
+            model.embed.weight[0].zero_()
+            model.embed.bias.copy_(torch.arange(WIDTH).double())
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def tied_later(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    model.head.weight = model.embed.weight
+    loop(run, model, optimizer)
+
+
+def tied_before(run: Run) -> None:
+    plain = Plain()
+    plain.head.weight = plain.embed.weight
+    model, optimizer = run.start(plain)
+    loop(run, model, optimizer)
+
+
+def added_later(run: Run) -> None:
+    model, _ = run.start(Plain())
+    torch.manual_seed(3)
+    model.head = nn.Linear(WIDTH, WIDTH).double()
+    optimizer = SGD(model.parameters(), 0.1)
+    loop(run, model, optimizer)
+
+
+def averaged_before(run: Run) -> None:
+    plain = Plain().double()
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model, optimizer = run.start(plain)
+    for batch in rows(3):
+        model(run.part(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    run.finish(average)
+
+
+def average_by_hand(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    average = [p.detach().clone() for p in model.parameters()]
+    for batch in rows(3):
+        model(run.part(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+    for mean in average:
+        run.keep(mean)
+
+
+def average_swapped_in(run: Run) -> None:
+    model, optimizer = run.start(Plain())
+    average = {k: v.clone() for k, v in model.state_dict().items()}
+    for batch in rows(3):
+        model(run.part(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for key, value in model.state_dict().items():
+            average[key].lerp_(value, 0.5)
+    held = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(average)
+    with torch.no_grad():
+        run.keep(model(run.part(rows(1)[0])))
+    model.load_state_dict(held)
+    loop(run, model, optimizer)
+
+
+def copied(run: Run) -> None:
+    model, _ = run.start(Plain())
+    other = copy.deepcopy(model)
+    run.finish(other)
+
+
+class Recurrent(nn.Module):
+    """Its LSTM keeps its parameters in a list of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, num_layers=2)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        y, _ = self.lstm(batch["x"].unsqueeze(1))
+        return F.mse_loss(self.head(y.squeeze(1)), batch["y"])
+
+
+def recurrent(run: Run) -> None:
+    model, optimizer = run.start(Recurrent())
+    loop(run, model, optimizer)
+
+
+class Listed(nn.Module):
+    """Keeps parameters where torch does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.pair = [self.first.weight, self.second.weight]
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = F.linear(batch["x"], self.pair[0]).tanh()
+        return F.mse_loss(self.second(x), batch["y"]) + 0 * self.first(x).mean()
+
+
+def listed(run: Run) -> None:
+    model, optimizer = run.start(Listed())
+    loop(run, model, optimizer)

@@ -1,0 +1,105 @@
+"""Habits of ordinary training loops under every kind of plan: right, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_testing import World
+
+from . import habits_of_loops as loops, habits_of_models as models
+from .plans import DP, PARTS, PP, TP, ZERO, Constraints
+from .test_bad_input import check
+from .test_silent_bugs import Program, both, right
+
+PLANS: dict[str, Constraints] = {
+    "dp": {DP: 2},
+    "zero3": {DP: 2, ZERO: 3},
+    "tp": {TP: 2},
+    "pp": {PP: 2, PARTS: 2},
+}
+RIGHT: list[Program] = [
+    loops.by_hand_sgd, loops.by_hand_adamw, loops.by_hand_fused, loops.by_hand_plain_loop,
+    loops.by_hand_adafactor, loops.by_hand_lbfgs, loops.two_optimizers, loops.other_model,
+    loops.frozen_parts, loops.frozen_later, loops.unfrozen_later, loops.kept_gradients,
+    loops.model_zero_grad, loops.scaled, loops.one_rank_overflows, loops.lr_by_hand,
+    loops.scheduler_after, loops.reloaded_optimizer, loops.new_group_with_own_lr,
+    loops.optimizer_hooks, loops.doubled, loops.grad_replaced, loops.clip_value, loops.norms,
+    loops.parameter_hooks, loops.hooks_before, loops.accumulate_hooks,
+    loops.optimizers_in_backward, loops.retained, loops.discarded, loops.not_differentiated,
+    loops.no_grad_between, loops.accumulated, loops.evaluated, loops.no_backward,
+    models.ddp_after, models.ddp_before, models.data_parallel_module, models.moved,
+    models.applied, models.random_init, models.edited, models.tied_before,
+    models.averaged_before, models.average_by_hand, models.average_swapped_in,
+]  # fmt: skip
+RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent]
+COMPILED: list[Program] = [models.compiled, models.compiled_in_place, models.compiled_before]
+REFUSED: dict[str, tuple[Program, str]] = {
+    "lbfgs": (loops.lbfgs, "closure|LBFGS.step is not known"),
+    "plain_grad": (loops.plain_grad, "gradient of a parameter .* to be a distributed tensor"),
+    "halved": (models.halved, "'embed.weight' was replaced after parallelize"),
+    "tied_later": (models.tied_later, "'head.weight' was replaced after parallelize"),
+    "added_later": (models.added_later, "'head.weight' was added to the model after"),
+    "adapted_later": (models.adapted_later, "'blocks.1.adapter.weight' was added to the model"),
+    "copied": (models.copied, "a parallelized model cannot be copied"),
+}
+REFUSED_ON_ROWS: dict[str, tuple[Program, str]] = {
+    "method": (models.trained_by_a_method, "'embed' was called from outside of a call"),
+    "forward": (models.forward_directly, "'embed' was called from outside of a call"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("program", RIGHT)
+def test_a_habit_gives_the_numbers_of_one_device(
+    world2: World, program: Program, plan: str
+) -> None:
+    right(world2, program, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
+@pytest.mark.parametrize("program", RIGHT_WITHOUT_PIPELINE)
+def test_a_habit_without_a_pipeline_gives_the_numbers_of_one_device(
+    world2: World, program: Program, plan: str
+) -> None:
+    right(world2, program, PLANS[plan])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
+@pytest.mark.parametrize("program", COMPILED)
+def test_a_compiled_model_gives_the_numbers_of_one_device(
+    world2: World, program: Program, plan: str
+) -> None:
+    right(world2, program, PLANS[plan])
+
+
+@pytest.mark.nightly
+def test_a_pipeline_runs_a_compiled_model_as_it_is(world2: World) -> None:
+    right(world2, models.compiled, PLANS["pp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_habit_that_could_not_be_right_is_refused(world2: World, case: str, plan: str) -> None:
+    program, message = REFUSED[case]
+    check(world2, Exception, message, both, program, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3", "pp"])
+@pytest.mark.parametrize("case", REFUSED_ON_ROWS)
+def test_training_around_a_call_of_the_model_is_refused(
+    world2: World, case: str, plan: str
+) -> None:
+    program, message = REFUSED_ON_ROWS[case]
+    check(world2, ValueError, message, both, program, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "tp"])
+def test_a_gradient_that_no_call_started_is_refused(world2: World, plan: str) -> None:
+    message = "'embed.weight' got a gradient from a backward pass that did not start"
+    check(world2, ValueError, message, both, loops.penalty_alone, PLANS[plan])

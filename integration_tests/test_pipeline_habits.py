@@ -1,0 +1,191 @@
+"""Models as people write them, under a pipeline: right, or refused with what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vescale_testing import World
+
+from .short_group import in_short_group
+from .test_bad_input import check
+from .test_silent_bugs import PIPELINE, WIDTH, Plain, Program, Run, right, rows
+
+
+class MinBlock(nn.Module):
+    """Calls its layers through a function that closes over them, as minGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)})
+        mlp = self.mlp
+        self.mlpf: Callable[[Tensor], Tensor] = lambda x: mlp["down"](mlp["up"](x).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlpf(self.norm(x))
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, pair: bool) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.layer(x).tanh()
+        return (y, y.mean()) if pair else y
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, batch: Mapping[str, Tensor], *flags: bool) -> Tensor:
+        x = self.embed(batch["x"])
+        for block in self.blocks:
+            x = block(x, *flags)
+            if any(flags):
+                assert isinstance(x, tuple)
+                x = x[0]
+        return F.mse_loss(x, batch["y"])
+
+
+class Reports(Plain):
+    """Returns scalars beside its loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        y = self.logits(batch)
+        loss, norm = F.mse_loss(y, batch["y"]), y.abs().mean()
+        outputs: dict[str, Any] = {
+            "named": {"aux_loss": norm, "loss": loss},
+            "detached": (norm.detach(), loss),
+            "ambiguous": (norm, loss),
+        }
+        return outputs[self.kind]
+
+
+def closures(run: Run) -> None:
+    run.train(Stack(MinBlock))
+
+
+def flags(run: Run) -> None:
+    """Calls with a flag that changes what blocks return."""
+    model, optimizer = run.start(Stack(Flagged))
+    for step, batch in enumerate(rows(4)):
+        loss = model(run.part(batch), step % 2 == 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def reports(kind: str, place: Any, run: Run) -> None:
+    model, optimizer = run.start(Reports(kind))
+    for batch in rows():
+        output = model(run.part(batch))
+        output[place].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            outputs = [output, model(run.part(batch))]
+        for each in outputs:
+            for scalar in each.values() if isinstance(each, dict) else each:
+                run.keep(scalar)
+    run.finish(model)
+
+
+def reports_by_name(run: Run) -> None:
+    reports("named", "loss", run)
+
+
+def reports_without_gradient(run: Run) -> None:
+    reports("detached", 1, run)
+
+
+def two_models(run: Run) -> None:
+    first, of_first = run.start(Plain())
+    second, of_second = run.start(Plain())
+    for batch in rows():
+        loss = first(run.part(batch)) + 2 * second(run.part(batch))
+        loss.backward()
+        for optimizer in (of_first, of_second):
+            optimizer.step()
+            optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(first)
+    run.finish(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", [closures, flags, reports_by_name, reports_without_gradient, two_models]
+)
+def test_a_pipeline_has_the_numbers_of_one_device(world2: World, program: Program) -> None:
+    right(world2, program, PIPELINE)
+
+
+def ambiguous() -> None:
+    model, _ = Run(PIPELINE).start(Reports("ambiguous"))
+    model(rows(1)[0])
+
+
+def auxiliary() -> None:
+    model, _ = Run(PIPELINE).start(Reports("named"))
+    output = model(rows(1)[0])
+    (output["loss"] + output["aux_loss"]).backward()
+
+
+def compiled() -> None:
+    model, _ = Run(PIPELINE).start(Plain())
+    model.compile(backend="eager")
+    model(rows(1)[0])
+
+
+REFUSED: dict[str, tuple[Callable[[], None], str]] = {
+    "ambiguous": (ambiguous, "tuple holds 2 scalars, 2 of them with a gradient"),
+    "auxiliary": (auxiliary, "differentiates the loss that forward returns, and no other scalar"),
+    "compiled": (compiled, r"model.compile\(\) does not work with pipeline parallelism"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_pipeline_cannot_run_is_refused(world2: World, tmp_path: Path, case: str) -> None:
+    fn, message = REFUSED[case]
+    check(world2, Exception, message, in_short_group, str(tmp_path), fn)
+    world2.close()
+
+
+class Drops(Plain):
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.dropout(super().logits(batch), 0.5, self.training)
+
+
+def warned_of_dropout() -> list[tuple[str, str]]:
+    model, _ = Run(PIPELINE).start(Drops())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in rows(3):
+            model(batch).backward()
+    return [(str(each.message)[:28], Path(each.filename).name) for each in caught]
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_draws_random_numbers_says_that_they_are_others(world2: World) -> None:
+    # The stage that draws them is the last one.
+    expected = ("forward draws random numbers", "test_pipeline_habits.py")
+    assert world2.run(warned_of_dropout) == [[], [expected]]
