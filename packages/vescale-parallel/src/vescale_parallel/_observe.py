@@ -31,6 +31,7 @@ from ._observation import (
 )
 from ._structure import pipeline_blocks
 from ._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from ._untouched import untouched_generators
 
 
 def observe(model: nn.Module, batch: Any = None) -> Observation:
@@ -162,7 +163,7 @@ class _Run:
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         try:
             # Real integer operators may draw; forking also covers dropout's checks.
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks, _Mode(self):
+            with untouched_generators(), torch.enable_grad(), hooks, _Mode(self):
                 return self.model(*args, **kwargs)
         except Exception as error:
             where = self.calls[self.call].fqn if self.calls else ""

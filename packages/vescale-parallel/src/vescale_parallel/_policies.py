@@ -112,28 +112,26 @@ def _proposed(
         try:
             trace = infer_axes(model, batch)
             proposed = cuts(model, batch, size, trace=trace)
-            groups, rest = groups_of_cuts(model, proposed.chosen)
+            groups = groups_of_cuts(model, proposed.chosen)
             groups = [*_with_shared_heads(model, batch, size, trace), *groups]
             arranged = arrange(model, groups, size, batch, sequence=sequence)
         except (ObservationError, RehearsalError):
             # A forward that needs values; the layers may be recognised all the same.
             pass
         else:
-            plan = {**rest, **arranged.plan}
             # An axis of a parameter that is cut along another one is no loss.
-            rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in plan}
-            return replace(arranged, plan=plan, left_whole={**rejected, **arranged.left_whole})
+            cut = arranged.plan
+            rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
+            return replace(arranged, left_whole={**rejected, **arranged.left_whole})
     plan = _recognised(model, policy, size)
     if batch is None:
         return ShardingProposal(plan=plan, left_whole={})
-    groups, rest = groups_of(model, plan)
     try:
-        arranged = arrange(model, groups, size, batch, sequence=sequence)
+        return arrange(model, groups_of(model, plan), size, batch, sequence=sequence)
     except RehearsalError:
         if sequence:
             raise
         return ShardingProposal(plan=plan, left_whole={})
-    return replace(arranged, plan={**rest, **arranged.plan})
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:

@@ -22,6 +22,7 @@ from vescale_parallel._fakes import (
 )
 from vescale_parallel._flops import flops_of
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from vescale_parallel._untouched import untouched_generators
 
 from . import (
     _attention,
@@ -88,7 +89,7 @@ class _Run:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of a block
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _Mode(self):
+            with untouched_generators(), torch.no_grad(), _Mode(self):
                 output = self.model(*args, **kwargs)
         except Exception as error:
             raise ObservationError(
