@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
+
+from ._torch_private import pytree
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -20,18 +22,47 @@ def copied_without_hooks(
 ) -> nn.Module:
     """Copy a module with other parameters and buffers, and without its users' hooks.
 
-    Neither the tensors nor what hooks refer to is copied.
+    Neither the tensors nor what hooks refer to is copied. Hooks of torch itself that compute
+    weights stay, as those of torch.nn.utils.weight_norm.
 
     Args:
         module: The module to copy.
         make_parameter: Returns what a parameter becomes; tied ones are asked for once.
-        make_buffer: Returns what a buffer becomes.
+        make_buffer: Returns what a buffer, or a tensor that is kept as an attribute, becomes.
     """
     memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
-    memo |= {id(buffer): make_buffer(buffer) for buffer in module.buffers()}
+    for tensor in _kept_tensors(module):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = make_buffer(tensor)
     for each in module.modules():
-        memo |= {id(vars(each)[name]): OrderedDict() for name in _HOOKS if name in vars(each)}
+        for name in _HOOKS:
+            if name in vars(each):
+                memo[id(vars(each)[name])] = _without_users(vars(each)[name])
     return deep_copied(module, memo)
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Remove the hooks of users from a copy, and from the modules in it."""
+    for each in module.modules():
+        for name in _HOOKS:
+            if name in vars(each):
+                vars(each)[name] = _without_users(vars(each)[name])
+
+
+def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    own = ((i, hook) for i, hook in hooks.items() if _is_torchs(hook))
+    return OrderedDict(own)
+
+
+def _is_torchs(hook: object) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def _kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield buffers, and tensors that are plain attributes."""
+    for each in module.modules():
+        for value in vars(each).values():
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

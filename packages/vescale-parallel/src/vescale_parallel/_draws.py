@@ -280,7 +280,7 @@ class Draws:
         seed = int(torch.randint(2**62, ()))
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed + position)
+            _seed(seed + position)
             return func(*args, **kwargs)
 
     def _warn(self, func: Any, at: str) -> None:
@@ -293,6 +293,13 @@ class Draws:
             f"can say how they are cut: '{at}': 'Shard(d)'",
             stacklevel=2,
         )
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators that were forked: torch.manual_seed would seed all devices."""
+    torch.random.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 class _Drawing(TorchDispatchMode):

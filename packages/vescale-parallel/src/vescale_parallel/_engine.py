@@ -392,7 +392,10 @@ class Engine:
         seed = int(torch.randint(2**62, ()))
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed + position)
+            # Not torch.manual_seed, which would seed all devices and not those forked alone.
+            torch.random.default_generator.manual_seed(seed + position)
+            if devices:
+                torch.cuda.manual_seed(seed + position)
             yield
 
     def _check_plain(self, output: Any) -> None:

@@ -7,10 +7,10 @@ the example lacks may lead elsewhere: another mask, a second input, a branch. Si
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,13 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import small_example
-from ._proof import Contradiction, prove
+from ._proof import Contradiction, blocks_of_whole, prove
 from ._rehearsal import RehearsalError
 from ._sharding_plan import Resolved, resolve
-from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
-from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
+from ._threads import in_fresh_thread
+from ._tiny_twin import is_large, plan_of_twin, tiny_twin
 from ._torch_private import pytree
-
-T = TypeVar("T")
 
 
 class CallGuard:
@@ -54,8 +52,8 @@ class CallGuard:
         self._forms, self._proven, self._size = CallForms(model), set(proven), size
         self._sharding_plan, self._resolved = dict(sharding_plan), resolved
         self._whole = _copy_without_values(model)
-        # Tables and heads outside of blocks need no proof.
-        self._needs_proof = _cuts_blocks(model, resolved) and self._whole is not None
+        is_cut = bool(resolved.parameters or resolved.shared)
+        self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
     def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -81,12 +79,12 @@ class CallGuard:
 
     def _doubt(
         self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RehearsalError | None:
+    ) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
-            _in_fresh_thread(lambda: self._prove(small))
+            return in_fresh_thread(lambda: self._prove(small))
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was not proven for calls with ({form}), and is wrong for "
@@ -94,25 +92,32 @@ class CallGuard:
                 "example_batch, and call the model in no other form"
             ) from error
         except RehearsalError as error:
-            return error
-        return None
+            return str(error)
 
-    def _prove(self, named: Mapping[str, Any]) -> None:
+    def _prove(self, named: Mapping[str, Any]) -> str | None:
         subject, resolved = self._whole, self._resolved
         assert subject is not None
-        if has_large_blocks(subject):
+        if is_large(subject):
             twin = tiny_twin(subject, self._size)
-            resolved = None if twin is None else self._resolved_for(twin)
-            if twin is None or resolved is None:
-                return
-            subject = twin
+            smaller = None if twin is None else self._resolved_for(twin)
+            if twin is not None and smaller is not None:
+                subject, resolved = twin, smaller
         placements = complete_placements(resolved, subject, self._size)
-        proof = prove(subject, named, resolved, placements, self._size)
+        whole, doubt = None, None
+        try:
+            whole = blocks_of_whole(subject, named)
+        except RehearsalError as error:
+            # Values decide what is run: right for these ones may be wrong for others.
+            whole, doubt = {}, str(error)
+        proof = prove(subject, named, resolved, placements, self._size, whole=whole)
         marked = frozenset(resolved.grads)
         for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
             )
+        reasons = (f"{fqn} was not compared: {why}" for fqn, why in proof.unproven.items())
+        too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
+        return doubt or next(itertools.chain(reasons, too_large), None)
 
     def _resolved_for(self, twin: nn.Module) -> Resolved | None:
         """Return the plan for a twin, None if it names blocks that the twin does not have."""
@@ -121,11 +126,6 @@ class CallGuard:
             return resolve(plan_of_twin(self._sharding_plan, self._whole, twin), twin)
         except ValueError:
             return None
-
-
-def _cuts_blocks(model: nn.Module, resolved: Resolved) -> bool:
-    inside = tuple(f"{fqn}." for stack in block_stacks(model) for fqn in stack) or ("",)
-    return any(fqn.startswith(inside) for fqn in (*resolved.parameters, *resolved.shared))
 
 
 def _copy_without_values(model: nn.Module) -> nn.Module | None:
@@ -145,9 +145,3 @@ def _plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach()
-
-
-def _in_fresh_thread(run: Callable[[], T]) -> T:
-    """Run something without the modes of this thread: autocast, inference, counters, devices."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ._copies import drop_hooks
 from ._fakes import (
     ObservationError,
     all_integer,
@@ -70,6 +71,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
     run = _Run(fake_mode, copied, blocks)
     args, kwargs = bind(copied, stand_ins(batch, fake_mode))
     output = run.forward(args, kwargs)

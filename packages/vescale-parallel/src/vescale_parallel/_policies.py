@@ -18,8 +18,10 @@ from ._foreseen import draw_marks
 from ._groups import groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._rehearsal import RehearsalError
-from ._sharding_plan import generalize, matching
-from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
+from ._sharding_plan import generalize, matching, resolve
+from ._tensor_parallel import complete_placements
+from ._threads import in_fresh_thread
+from ._tiny_twin import is_large, plan_of_twin, tiny_twin
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -87,6 +89,15 @@ def propose_sharding(
         )
     if size == 1 or policy == "fsdp-only":
         return ShardingProposal(plan={}, left_whole={})
+    # Without the modes of the caller: devices, autocast, gradients.
+    return in_fresh_thread(
+        lambda: _propose(model, policy, size, sequence=sequence, example_batch=example_batch)
+    )
+
+
+def _propose(
+    model: nn.Module, policy: str, size: int, *, sequence: bool, example_batch: Any
+) -> ShardingProposal:
     batch = example_of(model) if example_batch is None else example_batch
     _check_heads(model, size, may_share=policy == "auto" and batch is not None)
     if batch is None and sequence:
@@ -94,15 +105,30 @@ def propose_sharding(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
-    if has_large_blocks(model):
-        twin = tiny_twin(model, size)
-        if twin is not None:
-            found = propose_sharding(twin, policy, size, sequence=sequence)
-            return replace(found, plan=plan_of_twin(found.plan, twin, model))
+    if is_large(model):
+        found = _of_smaller(model, policy, size, sequence=sequence)
+        if found is not None:
+            return found
     batch = small_example(batch)
     proposal = _proposed(model, policy, size, batch, sequence=sequence)
     draws = draw_marks(model, batch, proposal.plan, size)
     return replace(proposal, plan={**proposal.plan, **draws})
+
+
+def _of_smaller(
+    model: nn.Module, policy: str, size: int, *, sequence: bool
+) -> ShardingProposal | None:
+    """Return what a scaled-down model gets, None if there is none or its plan does not fit."""
+    smaller = tiny_twin(model, size)
+    if smaller is None:
+        return None
+    found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
+    plan = plan_of_twin(found.plan, smaller, model)
+    try:
+        complete_placements(resolve(plan, model), model, size)
+    except ValueError:
+        return None  # lengths that divide in the scaled-down model only
+    return replace(found, plan=plan)
 
 
 def _proposed(

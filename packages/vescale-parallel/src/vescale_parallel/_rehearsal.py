@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import local_boxes
 
+from ._copies import drop_hooks
 from ._fakes import all_integer, bind, fake_output, skeleton, stand_ins
 from ._noted_draws import DrawNotes, NotedDraw
 from ._sharding_plan import Resolved
@@ -167,8 +168,7 @@ def _rehearse(
         batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
-    for module in copied.modules():
-        _drop_hooks(module)
+    drop_hooks(copied)
     with fake_mode:
         prepare(copied)
     calls: dict[str, Call] = {}
@@ -231,11 +231,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        vars(module)[name].clear()
 
 
 def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call] | None) -> None:

@@ -1,12 +1,15 @@
-"""Ranks that are threads of this process."""
+"""Ranks that are threads of this process, and threads that know nothing of their caller's modes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from ._tp_ranks import Meeting
+
+T = TypeVar("T")
 
 
 def run_in_threads(size: int, on_rank: Callable[[int, Meeting], Any]) -> list[Any]:
@@ -36,3 +39,9 @@ def run_in_threads(size: int, on_rank: Callable[[int, Meeting], Any]) -> list[An
     if errors:
         raise (real or errors)[0]
     return results
+
+
+def in_fresh_thread(run: Callable[[], T]) -> T:
+    """Run something without the modes of this thread: autocast, inference, counters, devices."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()

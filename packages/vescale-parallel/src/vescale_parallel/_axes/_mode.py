@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._copies import drop_hooks
 from vescale_parallel._fakes import (
     ObservationError,
     all_integer,
@@ -69,6 +70,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
         batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
     run = _Run(fake_mode, copied)
     args, kwargs = bind(copied, stand_ins(batch, fake_mode))
     run.forward(args, kwargs)
