@@ -78,9 +78,8 @@ def propose_sharding(
         the plan was proven for.
 
     Raises:
-        ValueError: If ``size`` does not divide the number of attention heads, the policy
-            is unknown or does not fit the model, or activations cannot be cut along the
-            sequence.
+        ValueError: If the policy is unknown or does not fit the model, or activations cannot be
+            cut along the sequence.
     """
     if policy not in ("auto", "megatron", "huggingface", "fsdp-only"):
         raise ValueError(
@@ -99,7 +98,6 @@ def _propose(
     model: nn.Module, policy: str, size: int, *, sequence: bool, example_batch: Any
 ) -> ShardingProposal:
     batch = example_of(model) if example_batch is None else example_batch
-    _check_heads(model, size, may_share=policy == "auto" and batch is not None)
     if batch is None and sequence:
         raise ValueError(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
@@ -149,15 +147,16 @@ def _proposed(
             cut = arranged.plan
             rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
             return replace(arranged, left_whole={**rejected, **arranged.left_whole})
-    plan = _recognised(model, policy, size)
+    plan, undivided = _recognised(model, policy, size)
     if batch is None:
-        return ShardingProposal(plan=plan, left_whole={})
+        return ShardingProposal(plan=plan, left_whole=undivided)
     try:
-        return arrange(model, groups_of(model, plan), size, batch, sequence=sequence)
+        arranged = arrange(model, groups_of(model, plan), size, batch, sequence=sequence)
     except RehearsalError:
         if sequence:
             raise
-        return ShardingProposal(plan=plan, left_whole={})
+        return ShardingProposal(plan=plan, left_whole=undivided)
+    return replace(arranged, left_whole={**undivided, **arranged.left_whole})
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
@@ -172,9 +171,14 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
     return []
 
 
-def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
-    """Return the plan for the layers that transformers names, or that pair up."""
-    _check_heads(model, size, may_share=False)
+def _recognised(
+    model: nn.Module, policy: str, size: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the plan for the layers that transformers names, or that pair up.
+
+    Returns:
+        The plan; and the attention layers that it would have, did their heads divide, and why.
+    """
     plan: dict[str, str] = {}
     if policy != "megatron":
         plan |= _huggingface(model, size)
@@ -185,22 +189,26 @@ def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
             )
     if policy != "huggingface":
         plan |= _paired_linears(model, size, covered=plan)
-    return plan
+    why = _undivided_heads(model, size)
+    whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
+    return {p: text for p, text in plan.items() if p not in whole}, whole
 
 
-def _check_heads(model: nn.Module, size: int, *, may_share: bool) -> None:
+def _is_attention(pattern: str) -> bool:
+    return "attn" in pattern.lower() or "attention" in pattern.lower()
+
+
+def _undivided_heads(model: nn.Module, size: int) -> str:
+    """Return why attention cannot be cut by heads, empty if it can."""
     for fqn, module in model.named_modules():
         config = getattr(module, "config", None)
         for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
             for owner in (config, module):
                 count = getattr(owner, name, None)
-                # Ranks may share key-value heads.
-                shared = may_share and name == "num_key_value_heads"
-                if isinstance(count, int) and count % size and not (shared and count < size):
-                    raise ValueError(
-                        f"expected tensor_parallel.size to divide {name} ({count}) of "
-                        f"{fqn or type(model).__name__}, got {size}"
-                    )
+                if isinstance(count, int) and count % size:
+                    where = fqn or type(model).__name__
+                    return f"{name} ({count}) of {where} is not divisible by {size}"
+    return ""
 
 
 def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
