@@ -248,7 +248,7 @@ def _entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str
     yield first
     arguments = list(inspect.signature(model.get_submodule(names[0]).forward).parameters)
     # What comes from outside the block is whole, whatever runs through the blocks.
-    others = [name for name in arguments[1:] if name.endswith("states")]
+    others = [n for n in arguments[1:] if n.endswith("states") or n in ("key", "value")]
     if others:
         yield first | {f"{holder}.<enter:{name}>": "Replicate()" for name in others}
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from vescale_dtensor import InterleavedShard
 
 from ._arrange import Group
+from ._attention_heads import parameters_by_heads, why_whole
 from ._cuts import Cut
 from ._linear_kinds import linear_kind
 from ._sharding_plan import generalize_first, matching, parse_placement
@@ -102,6 +103,25 @@ def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> list[Group]:
                 for cut in same
             ]
     return [*found, *tables]
+
+
+def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str, str]]:
+    """Return a group for each kind of torch's own attention layers, and why others stay whole."""
+    found: dict[tuple[str, ...], Group] = {}
+    whole: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        pattern = generalize_first(fqn)
+        parameters = {
+            f"{pattern}.{name}".strip("."): text
+            for name, text in parameters_by_heads(module, size).items()
+        }
+        if parameters and fqn:
+            group = Group(parameters=parameters, entries=(pattern,), exits=(pattern,))
+            found.setdefault(tuple(parameters), group)
+        elif isinstance(module, nn.MultiheadAttention):
+            why = why_whole(module, size) or "the model is nothing else"
+            whole[f"{pattern}.in_proj_weight".strip(".")] = why
+    return list(found.values()), whole
 
 
 def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Group]:

@@ -15,7 +15,7 @@ from ._cuts import cuts
 from ._example import example_of, small_example
 from ._fakes import ObservationError
 from ._foreseen import draw_marks
-from ._groups import groups_of, groups_of_cuts, shared_groups
+from ._groups import attention_groups, groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._rehearsal import RehearsalError
 from ._sharding_plan import generalize, matching, resolve
@@ -137,7 +137,8 @@ def _proposed(
             trace = infer_axes(model, batch)
             proposed = cuts(model, batch, size, trace=trace)
             groups = groups_of_cuts(model, proposed.chosen)
-            groups = [*_with_shared_heads(model, batch, size, trace), *groups]
+            attention, whole = attention_groups(model, size)
+            groups = [*attention, *_with_shared_heads(model, batch, size, trace), *groups]
             arranged = arrange(model, groups, size, batch, sequence=sequence)
         except (ObservationError, RehearsalError):
             # A forward that needs values; the layers may be recognised all the same.
@@ -146,7 +147,7 @@ def _proposed(
             # An axis of a parameter that is cut along another one is no loss.
             cut = arranged.plan
             rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
-            return replace(arranged, left_whole={**rejected, **arranged.left_whole})
+            return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
     plan, undivided = _recognised(model, policy, size)
     if batch is None:
         return ShardingProposal(plan=plan, left_whole=undivided)
