@@ -2,90 +2,90 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from vescale_parallel import ShardingProposal
+
+from . import odd_models as odd
 from .one_device import proposed
 
+X = torch.linspace(-1, 1, 2 * 6 * 12, dtype=torch.float64).sin().view(2, 6, 12)
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).cos().view(2, 3, 10, 10)
+IDS = torch.arange(24).view(2, 12) % odd.ROWS
+BLOCKS = "blocks.*.up.weight"
+NOTHING = ""
 
-class Block(nn.Module):
-    def __init__(self, width: int = 12) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Stacked(nn.Module):
-    """Three blocks; what comes before and behind them is what tests vary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class ConvolutionStem(Stacked):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv1d(12, 24, 3, padding=1), nn.Conv1d(24, 12, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(F.gelu(self.first(x.transpose(1, 2)))).transpose(1, 2)
-        return self.through(x)
-
-
-class FunctionalHead(Stacked):
-    """Layers that are not modules, of parameters of the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.b1 = nn.Parameter(torch.zeros(24, 12)), nn.Parameter(torch.zeros(24))
-        self.w2, self.b2 = nn.Parameter(torch.zeros(12, 24)), nn.Parameter(torch.zeros(12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.through(x)
-        return F.linear(F.gelu(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
+# What each model has cut at least.
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, str]] = {
+    "convolution stem": (odd.ConvolutionStem, X, BLOCKS),
+    "functional head": (odd.FunctionalHead, X, BLOCKS),
+    "scaled head": (odd.ScaledHead, X, "up.weight"),
+    "weights read outside": (odd.ReadOutside, X, "blocks.1.up.weight"),
+    "blocks called twice": (odd.CalledTwice, X, BLOCKS),
+    "called by methods": (odd.CalledByMethods, X, NOTHING),
+    "borrowed layers": (odd.Borrowing, X, BLOCKS),
+    "plain lists": (odd.PlainLists, X, "first.up.weight"),
+    "parameter lists": (odd.ParameterLists, X, NOTHING),
+    "parameter dicts": (odd.ParameterDicts, X, "weights.up"),
+    "layer scales": (odd.LayerScales, X, "inner.*"),
+    "modulated": (odd.Modulated, X, "condition.weight"),
+    "parametrized": (odd.Parametrized, X, NOTHING),
+    "normed by hooks": (odd.NormedByHooks, X, NOTHING),
+    "two tasks": (odd.Heads, X, "tasks.second.0.weight"),
+    "one task": (odd.OneTask, X, "tasks.first.0.weight"),
+    "branching": (odd.Branching, X, NOTHING),
+    "recomputed": (odd.Recomputed, X, BLOCKS),
+    "cosine": (odd.Cosine, X, BLOCKS),
+    "statistics": (odd.Statistics, X, "head.weight"),
+    "buffered": (odd.Buffered, X, BLOCKS),
+    "squeeze and excite": (partial(odd.SqueezeExcite, linear=True), IMAGES, "squeeze.weight"),
+    "by convolutions": (partial(odd.SqueezeExcite, linear=False), IMAGES, NOTHING),
+    "positions": (odd.Positions, IDS, "embed.weight"),
+    "tied modules": (odd.TiedModules, IDS, "head.weight"),
+    "tied by function": (odd.TiedByFunction, IDS, "stack.blocks.*.up.weight"),
+    "tied by closure": (odd.TiedByClosure, IDS, "layers.*.2.up.weight"),
+    "three heads": (odd.WithThreeHeads, X, BLOCKS),
+}
 
 
-class ScaledHead(Stacked):
-    """A whole parameter that meets what is cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
-        self.scale = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.through(x))) * self.scale)
+def found(name: str, size: int) -> ShardingProposal:
+    make, given, _ = MODELS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch.nn.utils.weight_norm
+        return proposed(make, (given,), size)
 
 
-SEQUENCE = (torch.linspace(-1, 1, 2 * 6 * 12).view(2, 6, 12).double().sin(),)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("make", [ConvolutionStem, FunctionalHead, ScaledHead])
-def test_outside_of_blocks_nothing_is_wrong(make: Callable[[], nn.Module], size: int) -> None:
-    found = proposed(make, SEQUENCE, size)
-    assert found.plan["blocks.*.up.weight"] == "Shard(0)"
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_wrong(name: str, size: int) -> None:
+    plan = found(name, size).plan
+    at_least = MODELS[name][2]
+    assert not at_least or at_least in plan
 
 
-def test_a_scale_that_meets_cut_features_has_its_gradient_summed() -> None:
-    assert proposed(ScaledHead, SEQUENCE, 2).plan["scale.<grad>"] == "Partial()"
+REASONS: dict[str, tuple[int, str, str]] = {
+    "convolution stem": (2, "first.weight, first.bias, second.weight", "what it returns differs"),
+    "tied by closure": (2, "embed.emb.weight dim 0", "used by a function"),
+    "three heads": (2, "attention.*.qkv.weight dim 0 length 3", "not divisible by 2"),
+    "one task": (2, "tasks.second.*.weight dim 0", "never contracted"),
+}
 
 
-def test_what_the_check_refuses_is_named_with_the_reason() -> None:
-    found = proposed(ConvolutionStem, SEQUENCE, 2).left_whole
-    assert "differs" in found["first.weight, first.bias, second.weight"]
+@pytest.mark.parametrize("name", REASONS)
+def test_what_stays_whole_is_named_with_the_reason(name: str) -> None:
+    size, start, why = REASONS[name]
+    reasons = [w for n, w in found(name, size).left_whole.items() if n.startswith(start)]
+    assert reasons
+    assert why in reasons[0]
+
+
+def test_a_whole_parameter_that_meets_cut_features_has_its_gradient_summed() -> None:
+    assert found("scaled head", 2).plan["scale.<grad>"] == "Partial()"

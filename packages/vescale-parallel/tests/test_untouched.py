@@ -76,7 +76,9 @@ def state(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "run", [propose, propose_without_an_example, check, guard, refuse, see], ids=lambda f: f.__name__
+    "run",
+    [propose, propose_without_an_example, check, guard, refuse, see],
+    ids=lambda f: f.__name__,
 )
 def test_a_check_leaves_everything_as_it_was(
     run: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch

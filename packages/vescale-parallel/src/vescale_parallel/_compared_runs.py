@@ -278,9 +278,7 @@ def _compare_results(
     for rank, run in enumerate(runs):
         if run.floats != expected.floats:
             raise Contradiction(fqn, "a rank's part returns something else")
-        for out, whole, placement in zip(
-            run.tensors, expected.tensors, how.output, strict=True
-        ):
+        for out, whole, placement in zip(run.tensors, expected.tensors, how.output, strict=True):
             if (out is None) != (whole is None):
                 raise Contradiction(fqn, "a rank's part returns something else")
             if out is None or whole is None:
@@ -312,7 +310,9 @@ def _compare_gradients(
         placement = placements.get(full, Replicate())
         is_whole = placement == Replicate()
         parts = [_part(whole, placement, size, rank) for rank in range(size)]
-        given = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads, strict=True)]
+        given = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads, strict=True)
+        ]
         if bool(whole.any()):
             found.reached.add(full)
         if all(_close(grad, part, whole) for grad, part in zip(given, parts, strict=True)):

@@ -77,9 +77,7 @@ class CallGuard:
                 stacklevel=2,
             )
 
-    def _doubt(
-        self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))

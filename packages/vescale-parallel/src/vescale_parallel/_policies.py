@@ -132,32 +132,40 @@ def _of_smaller(
 def _proposed(
     model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
+    why: dict[str, str] = {}
     if policy == "auto" and batch is not None:
         try:
-            trace = infer_axes(model, batch)
-            proposed = cuts(model, batch, size, trace=trace)
-            groups = groups_of_cuts(model, proposed.chosen)
-            attention, whole = attention_groups(model, size)
-            groups = [*attention, *_with_shared_heads(model, batch, size, trace), *groups]
-            arranged = arrange(model, groups, size, batch, sequence=sequence)
-        except (ObservationError, RehearsalError):
+            return _by_axes(model, size, batch, sequence=sequence)
+        except (ObservationError, RehearsalError) as error:
             # A forward that needs values; the layers may be recognised all the same.
-            pass
-        else:
-            # An axis of a parameter that is cut along another one is no loss.
-            cut = arranged.plan
-            rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
-            return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
+            why[type(model).__name__] = f"only layers of known kinds are cut: {error}"
     plan, undivided = _recognised(model, policy, size)
+    whole = {**why, **undivided}
     if batch is None:
-        return ShardingProposal(plan=plan, left_whole=undivided)
+        return ShardingProposal(plan=plan, left_whole=whole)
+    attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
+    groups = [*attention, *groups_of(model, plan)]
     try:
-        arranged = arrange(model, groups_of(model, plan), size, batch, sequence=sequence)
-    except RehearsalError:
+        arranged = arrange(model, groups, size, batch, sequence=sequence)
+    except RehearsalError as error:
         if sequence:
             raise
-        return ShardingProposal(plan=plan, left_whole=undivided)
-    return replace(arranged, left_whole={**undivided, **arranged.left_whole})
+        whole[f"{type(model).__name__} as a whole"] = f"not compared with one device: {error}"
+        return ShardingProposal(plan=plan, left_whole=whole)
+    return replace(arranged, left_whole={**whole, **others, **arranged.left_whole})
+
+
+def _by_axes(model: nn.Module, size: int, batch: Any, *, sequence: bool) -> ShardingProposal:
+    trace = infer_axes(model, batch)
+    proposed = cuts(model, batch, size, trace=trace)
+    attention, whole = attention_groups(model, size)
+    shared = _with_shared_heads(model, batch, size, trace)
+    groups = [*attention, *shared, *groups_of_cuts(model, proposed.chosen)]
+    arranged = arrange(model, groups, size, batch, sequence=sequence)
+    # An axis of a parameter that is cut along another one is no loss.
+    cut = arranged.plan
+    rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
+    return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
@@ -172,9 +180,7 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
     return []
 
 
-def _recognised(
-    model: nn.Module, policy: str, size: int
-) -> tuple[dict[str, str], dict[str, str]]:
+def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return the plan for the layers that transformers names, or that pair up.
 
     Returns:

@@ -193,7 +193,9 @@ def _prove_rest(
     except RehearsalError as error:
         if not blocks.proven:
             raise
-        return _not_compared(model, batch, blocks, sharded, f"the model was not run whole: {error}")
+        return _not_compared(
+            model, batch, blocks, sharded, f"the model was not run whole: {error}"
+        )
     blocks.proven.append("")
     return _not_reached(model, sharded, found)
 

@@ -216,7 +216,9 @@ def _keep_from_nesting(
     """Have encoders of torch that hold cut attention pass on plain tensors in evaluation, too."""
     for fqn, module in modules.items():
         below = f"{fqn}." if fqn else ""
-        if isinstance(module, nn.TransformerEncoder) and any(a.startswith(below) for a in attention):
+        if isinstance(module, nn.TransformerEncoder) and any(
+            a.startswith(below) for a in attention
+        ):
             module.use_nested_tensor = False
 
 
