@@ -372,7 +372,7 @@ class SharedKeys(nn.Module):
 
 
 class TiedByClosure(nn.Module):
-    """As the models of x-transformers: the head is a function that reads the embedding's weight."""
+    """As in x-transformers: the head is a function that reads the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()

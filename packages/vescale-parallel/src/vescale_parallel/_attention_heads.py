@@ -1,8 +1,8 @@
 """torch's own nn.MultiheadAttention on this rank's heads.
 
-Its code passes weights to one function that counts on whole ones: no integer on the module makes it
-compute a few heads. So a rank whose packed projection is cut by heads runs these few lines instead,
-with the same results, masks and options.
+Its code passes weights to one function that counts on whole ones: no integer on the module makes
+it compute a few heads. So a rank whose packed projection is cut by heads runs these few lines
+instead, with the same results, masks and options.
 """
 
 from __future__ import annotations

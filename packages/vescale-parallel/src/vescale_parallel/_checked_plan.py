@@ -74,7 +74,7 @@ def checked_plan(
 
 def _warn_of_unproven(proof: Proof) -> None:
     """Say what was only found to fit in shape."""
-    reasons = {fqn: "it is too large to be run" for fqn in proof.too_large} | dict(proof.unproven)
+    reasons = dict.fromkeys(proof.too_large, "it is too large to be run") | dict(proof.unproven)
     for fqn, why in reasons.items():
         warnings.warn(
             f"tensor_parallel.sharding_plan: {fqn!r} fits in shape and was not compared with one "

@@ -114,7 +114,6 @@ def _rebound(function: Any, memo: dict[int, Any]) -> Any:
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents
+        return (cell.cell_contents, True)[1]
     except ValueError:
         return False
-    return True

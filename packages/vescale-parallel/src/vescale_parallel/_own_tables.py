@@ -40,7 +40,7 @@ def checked_tables(
     try:
         readers = readers_of(model, batch)
     except RehearsalError as error:
-        return {fqn: f"who reads it is not known: {error}" for fqn in cut}
+        return dict.fromkeys(cut, f"who reads it is not known: {error}")
     found: dict[str, str] = {}
     for fqn in cut:
         block = next((each for each in inside if fqn.startswith(each)), None)

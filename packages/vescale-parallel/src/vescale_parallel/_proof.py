@@ -12,6 +12,7 @@ run, or had no part in any gradient, is named in ``unproven``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,8 +163,8 @@ def _prove_blocks(
             found.whole |= _renamed(found.whole, first, fqn)
             found.reached |= _renamed(found.reached, first, fqn)
             continue
-        call = whole[fqn]
-        compare(lambda: region_of_call(module, fqn, call, how), sharded, found)  # noqa: B023: called at once
+        make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
+        compare(make, sharded, found)
         blocks.proven.append(fqn)
     return blocks
 

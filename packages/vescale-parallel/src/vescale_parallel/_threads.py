@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, and threads that know nothing of their caller's modes."""
+"""Ranks that are threads of this process, and threads without their caller's modes."""
 
 from __future__ import annotations
 
