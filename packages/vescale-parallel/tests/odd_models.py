@@ -380,14 +380,14 @@ class TiedByClosure(nn.Module):
         self.layers = nn.ModuleList(
             [nn.ModuleList([nn.LayerNorm(WIDTH), SharedKeys(), Block()]) for _ in range(3)]
         )
-        self.to_logits = lambda x: x @ self.embed["emb"].weight.t()
+        self.to_logits = lambda x: x @ self.embed.get_parameter("emb.weight").t()
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed["emb"](ids)
         for layer in self.layers:
             assert isinstance(layer, nn.ModuleList)
-            norm, attention, block = layer
-            x = block(attention(norm(x)))
+            for module in layer:
+                x = module(x)
         return F.cross_entropy(self.to_logits(x).flatten(0, 1), ids.flatten())
 
 

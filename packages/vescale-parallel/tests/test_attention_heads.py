@@ -17,8 +17,7 @@ from vescale_parallel._sharding_plan import resolve
 from .one_device import check_against_one_device, proposed
 
 WIDTH, LENGTH, ROWS = 12, 6, 2
-X = torch.linspace(-1, 1, ROWS * LENGTH * WIDTH, dtype=torch.float64).sin()
-X = X.view(ROWS, LENGTH, WIDTH)
+X = torch.linspace(-1, 1, ROWS * LENGTH * WIDTH, dtype=torch.float64).sin().view(2, 6, 12)
 PADDING = torch.zeros(ROWS, LENGTH, dtype=torch.bool).index_fill(1, torch.tensor([5]), True)
 PADDED = torch.zeros_like(PADDING, dtype=torch.float64).masked_fill_(PADDING, -torch.inf)
 CAUSAL = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)

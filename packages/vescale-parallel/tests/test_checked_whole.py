@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel import ShardingProposal
+from vescale_parallel import ShardingProposal, propose_sharding
 
 from . import odd_models as odd
-from .one_device import proposed
+from .one_device import check_against_one_device, proposed
 
 X = torch.linspace(-1, 1, 2 * 6 * 12, dtype=torch.float64).sin().view(2, 6, 12)
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).cos().view(2, 3, 10, 10)
@@ -88,3 +88,11 @@ def test_what_stays_whole_is_named_with_the_reason(name: str) -> None:
 
 def test_a_whole_parameter_that_meets_cut_features_has_its_gradient_summed() -> None:
     assert found("scaled head", 2).plan["scale.<grad>"] == "Partial()"
+
+
+def test_outside_of_blocks_activations_are_whole_if_the_sequence_is_cut() -> None:
+    model = odd.ScaledHead().double()
+    found = propose_sharding(model, "auto", 2, sequence=True, example_batch=(X,))
+    assert found.plan["blocks.*.down.<leave>"] == "Shard(1)"
+    assert found.plan["up.weight"] == "Shard(0)"
+    check_against_one_device(model, (X,), found.plan, 2)

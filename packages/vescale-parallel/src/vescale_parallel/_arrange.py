@@ -313,7 +313,13 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
         base[f"{stack[0]}.<in>"] = "Replicate() -> Shard(1)"
         base[f"{stack[-1]}.<out>"] = "Shard(1) -> Replicate()"
     holders = {_holder(group.entries) for group, _ in kept}
-    options = [list(_sequence_borders(model, group, plan, holders)) for group, plan in kept]
+    below = [name for stack in stacks for fqn in stack for name in _names_below(model, fqn)]
+    options = [
+        list(_sequence_borders(model, group, plan, holders))
+        if any(matching(pattern, below) for pattern in group.placed if "<" not in pattern)
+        else [plan]  # outside of blocks activations are whole
+        for group, plan in kept
+    ]
     why = ""
     for around in ({}, _around_whole_layers(model, stacks, kept)):
         for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):

@@ -297,7 +297,7 @@ class Draws:
 
 def _seed(seed: int) -> None:
     """Seed the generators that were forked: torch.manual_seed would seed all devices."""
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
 

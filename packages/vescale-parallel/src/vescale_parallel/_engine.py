@@ -393,7 +393,7 @@ class Engine:
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             # Not torch.manual_seed, which would seed all devices and not those forked alone.
-            torch.random.default_generator.manual_seed(seed + position)
+            torch.default_generator.manual_seed(seed + position)
             if devices:
                 torch.cuda.manual_seed(seed + position)
             yield

@@ -21,10 +21,10 @@ def untouched_generators(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: What torch's generator of the CPU starts with inside; None to leave it as it is.
     """
-    generator = torch.random.default_generator
+    generator = torch.default_generator
     held, held_python = generator.get_state(), random.getstate()
     numpy: Any = sys.modules.get("numpy")
-    held_numpy = None if numpy is None else numpy.random.get_state()
+    held_numpy: Any = None if numpy is None else numpy.random.get_state()
     try:
         if seed is not None:
             generator.manual_seed(seed)
@@ -32,5 +32,5 @@ def untouched_generators(seed: int | None = None) -> Iterator[None]:
     finally:
         generator.set_state(held)
         random.setstate(held_python)
-        if held_numpy is not None:
+        if numpy is not None and held_numpy is not None:
             numpy.random.set_state(held_numpy)
