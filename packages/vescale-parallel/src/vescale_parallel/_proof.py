@@ -208,7 +208,7 @@ def _not_compared(
     inside = tuple(f"{fqn}." for fqn in blocks.compared)
     outside = [fqn for fqn in _cut(sharded) if not fqn.startswith(inside)]
     apart = checked_tables(model, batch, sharded, _cut(sharded), inside)
-    return {fqn: apart[fqn] or why for fqn in [*outside, *apart] if apart.get(fqn, why)}
+    return {fqn: why_not for fqn in [*outside, *apart] if (why_not := apart.get(fqn, why))}
 
 
 def _not_reached(model: nn.Module, sharded: Sharded, found: Findings) -> dict[str, str]:
