@@ -1,4 +1,4 @@
-"""Models that are too large to be run whole: blocks, and tables that only their own module reads."""
+"""Models too large to be run whole: their blocks, and tables that only their module reads."""
 
 from __future__ import annotations
 

@@ -49,6 +49,12 @@ def drop_hooks(module: nn.Module) -> None:
                 vars(each)[name] = _without_users(vars(each)[name])
 
 
+def hooks_of_users(module: nn.Module) -> list[Any]:
+    """Return the hooks of one module that are not torch's own."""
+    held = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    return [hook for hook in held if not _is_torchs(hook)]
+
+
 def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     own = ((i, hook) for i, hook in hooks.items() if _is_torchs(hook))
     return OrderedDict(own)

@@ -28,6 +28,7 @@ from ._compared_runs import (
     compare,
     region_of_call,
 )
+from ._hook_readers import read_by_hooks
 from ._outside import passed_over, whole_region
 from ._own_tables import checked_tables
 from ._rehearsal import Call, RehearsalError, placement_between, rehearse_part, rehearse_whole
@@ -112,6 +113,8 @@ def prove(
     found = Findings()
     blocks = _prove_blocks(model, whole, part, sharded, found)
     unproven = _prove_rest(model, batch, whole, blocks, sharded, found)
+    hooked = read_by_hooks(model)
+    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharded) if fqn in hooked}
     return Proof(
         partial_grads=frozenset(found.partial),
         whole_grads=frozenset(found.whole),
