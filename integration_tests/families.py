@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from .models import HandWritten
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 64
+ONE = torch.ones(())
 
 
 class InDouble(TorchFunctionMode):
@@ -53,6 +54,25 @@ class Branching(nn.Module):
         return F.cross_entropy(self.head(x_BSF).flatten(0, 1), labels.flatten())
 
 
+class Encoding(nn.Module):
+    """A stem of convolutions, torch's own layers, and a scale of what is cut behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.first, self.second = nn.Conv1d(16, 24, 3, padding=1), nn.Conv1d(24, 16, 3, padding=1)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.up, self.down, self.scale = nn.Linear(16, 24), nn.Linear(24, 16), nn.Parameter(ONE)
+        self.to_logits = lambda x: x @ self.embed.weight.t()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x_BFS = self.embed(input_ids).transpose(1, 2)
+        x_BSF = self.layers(self.second(F.gelu(self.first(x_BFS))).transpose(1, 2))
+        x_BSF = x_BSF + self.down(F.gelu(self.up(x_BSF)) * self.scale)
+        return F.cross_entropy(self.to_logits(x_BSF).flatten(0, 1), labels.flatten())
+
+
 def tokens() -> dict[str, Tensor]:
     ids_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 % 61
     labels_BS = ids_BS.roll(1, 1).clone()
@@ -72,6 +92,7 @@ def hugging_face(name: str, attention: str, **sizes: Any) -> nn.Module:
         "t5": transformers.AutoModelForSeq2SeqLM,
         "bart": transformers.AutoModelForSeq2SeqLM,
         "vit": transformers.AutoModelForImageClassification,
+        "whisper": transformers.AutoModelForSpeechSeq2Seq,
     }
     maker = makers.get(name, transformers.AutoModelForCausalLM)
     return maker.from_config(config, attn_implementation=attention)
@@ -117,6 +138,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
     },
     "gpt_neox": {**_SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "whisper": {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+        "vocab_size": VOCABULARY, "max_source_positions": 20, "max_target_positions": 64,
+        "num_mel_bins": 8, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 1,
+    },
 }  # fmt: skip
 
 
@@ -127,6 +155,8 @@ def make(family: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Any
         return HandWritten(vocabulary=VOCABULARY, depth=2).double(), {"batch": tokens()}
     if family == "branching":
         return Branching().double(), tokens()
+    if family == "encoding":
+        return Encoding().double(), tokens()
     name = "llama" if "key_value_head" in family else family
     model = hugging_face(name, attention, **CONFIGS[family])
     if family == "mixtral":
@@ -135,8 +165,11 @@ def make(family: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Any
     if family == "vit":
         pixels = torch.randn(ROWS, 3, 16, 16, dtype=torch.float64)
         return model, {"pixel_values": pixels, "labels": torch.arange(ROWS) % 2}
+    if family == "whisper":
+        features = torch.randn(ROWS, 8, 40, dtype=torch.float64)
+        return model, {"input_features": features, "labels": tokens()["labels"]}
     return model, tokens()
 
 
-FAMILIES = ("nanogpt", "branching", *CONFIGS)
+FAMILIES = ("nanogpt", "branching", "encoding", *CONFIGS)
 Call = Callable[..., Any]

@@ -100,7 +100,7 @@ def test_a_branch_that_the_plan_breaks_is_refused_with_the_module() -> None:
         called(guarded, (torch.zeros(2, 8),), {"normed": True})
 
 
-def test_a_plan_that_cuts_nothing_in_blocks_needs_no_proof() -> None:
+def test_a_plan_that_cuts_nothing_in_blocks_is_proven_as_well() -> None:
     class WithHead(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -111,7 +111,9 @@ def test_a_plan_that_cuts_nothing_in_blocks_needs_no_proof() -> None:
 
     model, plan = WithHead(), {"head.weight": "Shard(0)", "head.<out>": "Shard(-1)"}
     guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
-    called(guarded, (torch.zeros(2, 8), torch.tensor(1.0)), {})
+    called(guarded, (torch.zeros(2, 8),), {})
+    with pytest.warns(UserWarning, match="was not proven for calls with"):
+        called(guarded, (torch.zeros(2, 8), torch.tensor(1.0)), {})
 
 
 def test_a_refused_form_stays_refused() -> None:
@@ -148,7 +150,8 @@ def test_a_plan_for_one_block_of_a_large_model_is_not_proven_on_a_small_one_that
     plan = {f"{mlp}.{name}_proj.weight": "Shard(0)" for name in ("gate", "up")}
     plan[f"{mlp}.down_proj.weight"] = "Shard(1)"
     guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
-    called(guarded, (torch.zeros(1, 4, dtype=torch.long),), {})
+    with pytest.warns(UserWarning, match=r"model\.layers\.4 is too large to be run"):
+        called(guarded, (torch.zeros(1, 4, dtype=torch.long),), {})
 
 
 def test_a_model_that_cannot_be_copied_is_not_guarded() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel import tensor_parallel_plan
+from vescale_parallel import propose_sharding, tensor_parallel_plan
 
 
 class Gated(nn.Module):
@@ -137,8 +137,11 @@ def test_transformers_plans_are_taken_over() -> None:
     assert plan["lm.model.layers.*.self_attn.o_proj.weight"] == "Shard(1)"
     assert plan["lm.model.layers.*.self_attn.q_norm.weight.<grad>"] == "Partial()"
     assert plan["lm.lm_head.<out>"] == "Shard(-1)"
-    with pytest.raises(ValueError, match=r"to divide num_key_value_heads \(2\) of lm, got 4"):
-        tensor_parallel_plan(nn.ModuleDict({"lm": model}), "auto", 4)
+    found = propose_sharding(nn.ModuleDict({"lm": model}), "auto", 4)
+    assert "lm.model.layers.*.mlp.up_proj.weight" in found.plan
+    assert found.left_whole["lm.model.layers.*.self_attn.q_proj.weight"] == (
+        "num_key_value_heads (2) of lm is not divisible by 4"
+    )
 
 
 def test_a_model_without_its_own_plan_cannot_use_it() -> None:

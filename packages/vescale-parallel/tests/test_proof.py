@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel import propose_sharding
+from vescale_parallel import _proof, propose_sharding
 from vescale_parallel._arrange import Group, arrange
 from vescale_parallel._proof import Contradiction, prove
 from vescale_parallel._sharding_plan import resolve
@@ -180,3 +180,30 @@ def test_blocks_that_are_too_large_to_be_run_stay_whole_with_the_reason() -> Non
     found = propose_sharding(model, "auto", 2, example_batch=BATCH)
     assert found.plan == {}
     assert any("too large to be run" in why for why in found.left_whole.values())
+
+
+def test_the_model_is_run_once_beside_one_block_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+    dry_runs: list[str] = []
+    held = [vars(_proof)[name] for name in ("compare", "rehearse_whole", "rehearse_part")]
+
+    def compare(make: Any, *args: Any, **kwargs: Any) -> None:
+        compared.append(make().fqn)
+        held[0](make, *args, **kwargs)
+
+    def whole(*args: Any) -> Any:
+        dry_runs.append("whole")
+        return held[1](*args)
+
+    def part(*args: Any) -> Any:
+        dry_runs.append("part")
+        return held[2](*args)
+
+    monkeypatch.setattr(_proof, "compare", compare)
+    monkeypatch.setattr(_proof, "rehearse_whole", whole)
+    monkeypatch.setattr(_proof, "rehearse_part", part)
+    run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
+    assert compared == ["blocks.0", ""]
+    assert dry_runs == ["whole", "part"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_parallel._proof import run_in_threads
+from vescale_parallel._threads import run_in_threads
 from vescale_parallel._tp_boundaries import Boundary
 from vescale_parallel._tp_ranks import FakeRanks, Meeting, ThreadRanks, part_sizes
 

@@ -243,7 +243,6 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
             r"expected world size 8 .*, got 4; start 8 ranks",
         ),
         ({"pipeline_parallel.size": 8}, 8, r"at most 4 pipeline stages, one per block, got 8"),
-        ({"tensor_parallel.size": 8}, 8, r"divide num_attention_heads \(4\)"),
         (
             {"batch.global_size": 6, "data_parallel.size": 4},
             4,
@@ -298,6 +297,14 @@ def test_what_cannot_be_obeyed_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate_plan(_llama(), constraints, world_size=world_size, cluster=CPU)
+
+
+def test_heads_that_do_not_divide_stay_whole_with_the_reason() -> None:
+    plan = generate_plan(_llama(), {"tensor_parallel.size": 8}, world_size=8, cluster=CPU)
+    cut = plan.tensor_parallel.sharding_plan
+    assert "model.layers.*.mlp.up_proj.weight" in cut
+    assert not any("self_attn" in pattern for pattern in cut)
+    assert any("length 4 is not divisible by 8" in reason for reason in plan.reasons)
 
 
 def test_a_model_without_blocks_has_no_pipeline() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from ._call_form import CallForms, proof_record
 from ._fakes import bind
 from ._linear_kinds import linear_kind
 from ._proof import Proof, blocks_of_whole, prove
-from ._rehearsal import Call
+from ._rehearsal import Call, RehearsalError
 from ._sharding_plan import generalize, generalize_first, matching, resolve
 from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
@@ -40,6 +40,7 @@ class Group:
             ``num_shared`` parts of their output: key-value heads, fewer than ranks.
         num_shared: Number of those parts; 0 if there are no such layers.
         ratio: Query heads that share a key-value head.
+        moves: Marks that belong to the parameters: the logits of a head stay cut.
     """
 
     parameters: Mapping[str, str]
@@ -48,12 +49,13 @@ class Group:
     shared: tuple[str, ...] = ()
     num_shared: int = 0
     ratio: int = 1
+    moves: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def placed(self) -> dict[str, str]:
         """What a plan says of the parameters."""
         parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
-        return {**self.parameters, **parts}
+        return {**self.parameters, **parts, **self.moves}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +99,18 @@ def arrange(
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.
     """
-    subject = _Subject(model, batch, blocks_of_whole(model, batch), size)
+    try:
+        whole = blocks_of_whole(model, batch)
+    except RehearsalError:
+        if sequence:
+            raise
+        whole = dict[str, Call]()  # it needs values; the model as one region is left
+    subject = _Subject(model, batch, whole, size)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
     try:
         proof = subject.proof_of(_together(kept))
+    except RehearsalError:
+        raise  # no other borders would help
     except ValueError:
         kept, refused = _one_by_one(subject, groups)
         proof = subject.proof_of(_together(kept)) if kept and not sequence else None
@@ -172,6 +182,8 @@ class _Subject:
         proof = prove(self.model, self.batch, resolved, placements, self.size, whole=self.whole)
         if proof.too_large:
             raise ValueError(f"{proof.too_large[0]} is too large to be run for a proof")
+        for fqn, why in proof.unproven.items():
+            raise ValueError(f"{fqn} was not compared with one device: {why}")
         return proof
 
 
@@ -236,7 +248,7 @@ def _entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str
     yield first
     arguments = list(inspect.signature(model.get_submodule(names[0]).forward).parameters)
     # What comes from outside the block is whole, whatever runs through the blocks.
-    others = [name for name in arguments[1:] if name.endswith("states")]
+    others = [n for n in arguments[1:] if n.endswith("states") or n in ("key", "value")]
     if others:
         yield first | {f"{holder}.<enter:{name}>": "Replicate()" for name in others}
 
@@ -301,7 +313,13 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
         base[f"{stack[0]}.<in>"] = "Replicate() -> Shard(1)"
         base[f"{stack[-1]}.<out>"] = "Shard(1) -> Replicate()"
     holders = {_holder(group.entries) for group, _ in kept}
-    options = [list(_sequence_borders(model, group, plan, holders)) for group, plan in kept]
+    below = [name for stack in stacks for fqn in stack for name in _names_below(model, fqn)]
+    options = [
+        list(_sequence_borders(model, group, plan, holders))
+        if any(matching(pattern, below) for pattern in group.placed if "<" not in pattern)
+        else [plan]  # outside of blocks activations are whole
+        for group, plan in kept
+    ]
     why = ""
     for around in ({}, _around_whole_layers(model, stacks, kept)):
         for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):

@@ -16,6 +16,7 @@ from vescale_dtensor import InterleavedShard, local_boxes
 from ._copies import copied_without_hooks
 from ._linear_kinds import features, linear_kind
 from ._sharding_plan import Resolved, generalize, parse_placement, placement_text
+from ._untouched import untouched_generators
 
 # Larger modules are not run: the certificate holds two copies of their weights in float64.
 MAX_NUMEL = 2**26
@@ -136,9 +137,8 @@ def _proven(
 
     What is completed are the marks of whole parameters whose gradients ranks must add up.
     """
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with untouched_generators(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
         try:
             whole = _random_copy(module)
             x_BSF = torch.randn(2, 3, outer, dtype=torch.float64)

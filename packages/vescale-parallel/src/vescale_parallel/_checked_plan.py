@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ._certify import contradicted_module
 from ._example import small_example
 from ._linear_kinds import linear_kind
-from ._proof import Contradiction, prove
+from ._proof import Contradiction, Proof, prove
 from ._rehearsal import RehearsalError
 from ._sharding_plan import Resolved
 from ._tensor_parallel import complete_placements
+from ._threads import in_fresh_thread
 
 
 def checked_plan(
@@ -38,7 +40,8 @@ def checked_plan(
     if batch is not None:
         try:
             placements = complete_placements(resolved, model, size)
-            proof = prove(model, small_example(batch), resolved, placements, size)
+            small = small_example(batch)
+            proof = in_fresh_thread(lambda: prove(model, small, resolved, placements, size))
         except Contradiction as error:
             raise ValueError(
                 f"tensor_parallel.sharding_plan changes what {error.fqn!r} computes: run whole "
@@ -56,6 +59,7 @@ def checked_plan(
                 f"tensor_parallel.communication is 'declared', and ranks hold addends of the "
                 f"gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the sharding plan"
             )
+        _warn_of_unproven(proof)
         grads = {**resolved.grads, **dict.fromkeys(proof.partial_grads, Partial())}
         return replace(resolved, grads=grads), True
     _check_kinds(model, resolved)
@@ -66,6 +70,18 @@ def checked_plan(
             "rank by rank on random weights, its output or gradients differ"
         )
     return resolved, False
+
+
+def _warn_of_unproven(proof: Proof) -> None:
+    """Say what was only found to fit in shape."""
+    reasons = dict.fromkeys(proof.too_large, "it is too large to be run") | dict(proof.unproven)
+    for fqn, why in reasons.items():
+        warnings.warn(
+            f"tensor_parallel.sharding_plan: {fqn!r} fits in shape and was not compared with one "
+            f"device: {why}",
+            stacklevel=2,
+        )
+        return
 
 
 def _check_kinds(model: nn.Module, resolved: Resolved) -> None:

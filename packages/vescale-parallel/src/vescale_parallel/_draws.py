@@ -283,7 +283,7 @@ class Draws:
         seed = int(torch.randint(2**62, ()))
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed + position)
+            _seed(seed + position)
             return func(*args, **kwargs)
 
     def _warn(self, func: Any, at: str) -> None:
@@ -295,6 +295,13 @@ class Draws:
             "draws others than one device would, from a stream of its own. A sharding plan "
             f"can say how they are cut: '{at}': 'Shard(d)'",
         )
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators that were forked: torch.manual_seed would seed all devices."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 class _Drawing(TorchDispatchMode):

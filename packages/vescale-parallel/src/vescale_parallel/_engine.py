@@ -443,7 +443,10 @@ class Engine:
         seed = int(torch.randint(2**62, ()))
         devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed + position)
+            # Not torch.manual_seed, which would seed all devices and not those forked alone.
+            torch.default_generator.manual_seed(seed + position)
+            if devices:
+                torch.cuda.manual_seed(seed + position)
             before = None if self._has_drawn else generator_state()
             yield
             if before is not None and generator_state() != before:

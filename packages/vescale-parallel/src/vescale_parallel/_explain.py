@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import vescale_dtensor
 from vescale_dtensor import CommCounter
 
-from ._sharding_plan import Resolved, generalize, placement_text
+from ._sharding_plan import Resolved, generalize, matching, placement_text
 from ._tp_boundaries import Boundary, Crossing
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
@@ -33,11 +33,21 @@ class Sharding:
         resolved: The sharding plan.
         placements: Of every cut parameter.
         boundary: What does the collectives; None for one rank.
+        left_whole: Patterns of parameters that were not cut, and why.
     """
 
     resolved: Resolved
     placements: dict[str, Placement]
     boundary: Boundary | None
+    left_whole: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def said_whole(reasons: Sequence[str]) -> dict[str, str]:
+    """Return what a plan's reasons say of parameters that stay whole."""
+    start = "left whole: "
+    said = (each.removeprefix(start) for each in reasons if each.startswith(f"{start}"))
+    pairs = (each.partition(": ") for each in said)
+    return {names: why for names, _, why in pairs if why}
 
 
 @dataclass(frozen=True)
@@ -182,13 +192,24 @@ def _modules(model: nn.Module, sharding: Sharding) -> list[ModuleReport]:
         elif cut or shared:
             outcome = "erased"
         if own or integers:
-            why = ", ".join([*cut, *integers, *shared]) or "nothing of it is cut"
+            why = ", ".join([*cut, *integers, *shared])
+            why = why or _why_whole(fqn, own, sharding.left_whole)
             key = (generalize(fqn), outcome, why)
             reports[key] = reports.get(key, 0) + 1
     return [
         ModuleReport(pattern or "(the model)", outcome, why, count)  # pyright: ignore[reportArgumentType]: an Outcome
         for (pattern, outcome, why), count in reports.items()
     ]
+
+
+def _why_whole(fqn: str, own: Sequence[str], left_whole: Mapping[str, str]) -> str:
+    """Return what was said of a module's parameters when the plan was made."""
+    names = {f"{fqn}.{name}".strip(".") for name in own}
+    for said, why in left_whole.items():
+        patterns = [each.partition(" ")[0] for each in said.split(", ")]
+        if any(matching(pattern, names) for pattern in patterns):
+            return f"nothing of it is cut: {why}"
+    return "nothing of it is cut"
 
 
 def _collectives(crossing: Crossing) -> tuple[str, str]:

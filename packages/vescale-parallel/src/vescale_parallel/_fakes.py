@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._copies import deep_copied
 from ._torch_private import FakeTensor, FakeTensorMode, fake_like, pytree
 
 # Elements above which an integer operator is not run for real.
@@ -33,7 +33,7 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
                     originals.append(leaf)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
-        return copy.deepcopy(model, memo)
+        return deep_copied(model, memo)
     except Exception as error:
         raise ObservationError(
             f"expected a model that copy.deepcopy can copy, {type(model).__name__} cannot be: "

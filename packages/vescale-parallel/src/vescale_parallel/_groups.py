@@ -10,16 +10,17 @@ from torch.distributed.tensor import Shard
 from vescale_dtensor import InterleavedShard
 
 from ._arrange import Group
+from ._attention_heads import parameters_by_heads, why_whole
 from ._cuts import Cut
 from ._linear_kinds import linear_kind
 from ._sharding_plan import generalize_first, matching, parse_placement
 
 
-def groups_of(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Group], dict[str, str]]:
+def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
     """Sort a plan's cut linear layers into column-then-row groups of siblings.
 
     Returns:
-        The groups; and the rest of the plan, embeddings and heads, which needs no borders.
+        The groups, embeddings and heads last.
     """
     names = [fqn for fqn, _ in model.named_modules()]
     moved = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(("<in>", "<out>"))}
@@ -38,7 +39,27 @@ def groups_of(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Group], d
         entries = tuple(p for p in parameters if _is_column(model, p, parameters[p], names))
         exits = tuple(p for p in parameters if p not in entries)
         groups.append(Group(parameters=parameters, entries=_owners(entries), exits=_owners(exits)))
-    return groups, rest
+    return [*groups, *_tables(model, rest)]
+
+
+def _tables(model: nn.Module, rest: Mapping[str, str]) -> list[Group]:
+    """Return embeddings and heads with their marks, those that are tied together.
+
+    Other marks, of gradients and integers, are found anew where a plan is proven.
+    """
+    cut = {pattern: text for pattern, text in rest.items() if "<" not in pattern}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    by_identity: dict[frozenset[int], dict[str, str]] = {}
+    for pattern, text in cut.items():
+        identities = frozenset(id(names[fqn]) for fqn in matching(pattern, names))
+        by_identity.setdefault(identities, {})[pattern] = text
+    groups: list[Group] = []
+    for parameters in by_identity.values():
+        owners = _owners(tuple(parameters))
+        marks = {p: t for p, t in rest.items() if p.endswith((".<in>", ".<out>"))}
+        moves = {p: t for p, t in marks.items() if p.rpartition(".")[0] in owners}
+        groups.append(Group(parameters=parameters, entries=(), exits=(), moves=moves))
+    return groups
 
 
 def _owners(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -52,22 +73,22 @@ def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> b
     return isinstance(placement, Shard | InterleavedShard) and placement.dim == kind.out_dim
 
 
-def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> tuple[list[Group], dict[str, str]]:
+def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> list[Group]:
     """Put the cuts of equal blocks together.
 
     Returns:
-        The groups, best first; and what needs no borders: tables of embeddings and heads.
+        The groups, best first, tables of embeddings and heads last.
     """
     groups: dict[tuple[object, ...], list[Cut]] = {}
-    rest: dict[str, str] = {}
+    tables: list[Group] = []
     for cut in cuts:
         if cut.kind == "features":
             key = (_patterns(cut.parameters), _general(cut.entries), _general(cut.exits))
             groups.setdefault(key, []).append(cut)
         elif cut.kind == "vocabulary":
-            rest |= cut.parameters
             heads = [fqn for fqn in cut.entries if isinstance(model.get_submodule(fqn), nn.Linear)]
-            rest |= {f"{fqn}.<out>": "Shard(-1)" for fqn in heads}
+            moves = {f"{fqn}.<out>": "Shard(-1)" for fqn in heads}
+            tables.append(Group(parameters=cut.parameters, entries=(), exits=(), moves=moves))
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     found: list[Group] = []
     for same in groups.values():
@@ -81,7 +102,26 @@ def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> tuple[list[Group], 
                 Group(parameters=cut.parameters, entries=cut.entries, exits=cut.exits)
                 for cut in same
             ]
-    return found, rest
+    return [*found, *tables]
+
+
+def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str, str]]:
+    """Return a group for each kind of torch's own attention layers, and why others stay whole."""
+    found: dict[tuple[str, ...], Group] = {}
+    whole: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        pattern = generalize_first(fqn)
+        parameters = {
+            f"{pattern}.{name}".strip("."): text
+            for name, text in parameters_by_heads(module, size).items()
+        }
+        if parameters and fqn:
+            group = Group(parameters=parameters, entries=(pattern,), exits=(pattern,))
+            found.setdefault(tuple(parameters), group)
+        elif isinstance(module, nn.MultiheadAttention):
+            why = why_whole(module, size) or "the model is nothing else"
+            whole[f"{pattern}.in_proj_weight".strip(".")] = why
+    return list(found.values()), whole
 
 
 def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Group]:
@@ -92,7 +132,7 @@ def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Grou
         cuts: Along axes whose length divides ``size``.
         size: Tensor-parallel ranks.
     """
-    groups, _ = groups_of_cuts(model, cuts)
+    groups = [group for group in groups_of_cuts(model, cuts) if group.entries]
     lengths = {generalize_first(fqn): cut.length for cut in cuts for fqn in cut.parameters}
     found: list[Group] = []
     for group in groups:

@@ -7,6 +7,7 @@ the example lacks may lead elsewhere: another mask, a second input, a branch. Si
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,12 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import small_example
-from ._fresh_thread import in_fresh_thread
-from ._proof import Contradiction, prove
+from ._proof import Contradiction, blocks_of_whole, prove
 from ._rehearsal import RehearsalError
 from ._sharding_plan import Resolved, resolve
-from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
-from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
+from ._threads import in_fresh_thread
+from ._tiny_twin import is_large, plan_of_twin, tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line
 
@@ -52,8 +52,8 @@ class CallGuard:
         self._forms, self._proven, self._size = CallForms(model), set(proven), size
         self._sharding_plan, self._resolved = dict(sharding_plan), resolved
         self._whole = _copy_without_values(model)
-        # Tables and heads outside of blocks need no proof.
-        self._needs_proof = _cuts_blocks(model, resolved) and self._whole is not None
+        is_cut = bool(resolved.parameters or resolved.shared)
+        self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
     def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -76,14 +76,12 @@ class CallGuard:
                 f"{doubt}",
             )
 
-    def _doubt(
-        self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RehearsalError | None:
+    def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
-            in_fresh_thread(lambda: self._prove(small))
+            return in_fresh_thread(lambda: self._prove(small))
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was not proven for calls with ({form}), and is wrong for "
@@ -91,25 +89,32 @@ class CallGuard:
                 "example_batch, and call the model in no other form"
             ) from error
         except RehearsalError as error:
-            return error
-        return None
+            return str(error)
 
-    def _prove(self, named: Mapping[str, Any]) -> None:
+    def _prove(self, named: Mapping[str, Any]) -> str | None:
         subject, resolved = self._whole, self._resolved
         assert subject is not None
-        if has_large_blocks(subject):
+        if is_large(subject):
             twin = tiny_twin(subject, self._size)
-            resolved = None if twin is None else self._resolved_for(twin)
-            if twin is None or resolved is None:
-                return
-            subject = twin
+            smaller = None if twin is None else self._resolved_for(twin)
+            if twin is not None and smaller is not None:
+                subject, resolved = twin, smaller
         placements = complete_placements(resolved, subject, self._size)
-        proof = prove(subject, named, resolved, placements, self._size)
+        whole, doubt = None, None
+        try:
+            whole = blocks_of_whole(subject, named)
+        except RehearsalError as error:
+            # Values decide what is run: right for these ones may be wrong for others.
+            whole, doubt = {}, str(error)
+        proof = prove(subject, named, resolved, placements, self._size, whole=whole)
         marked = frozenset(resolved.grads)
         for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
             )
+        reasons = (f"{fqn} was not compared: {why}" for fqn, why in proof.unproven.items())
+        too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
+        return doubt or next(itertools.chain(reasons, too_large), None)
 
     def _resolved_for(self, twin: nn.Module) -> Resolved | None:
         """Return the plan for a twin, None if it names blocks that the twin does not have."""
@@ -118,11 +123,6 @@ class CallGuard:
             return resolve(plan_of_twin(self._sharding_plan, self._whole, twin), twin)
         except ValueError:
             return None
-
-
-def _cuts_blocks(model: nn.Module, resolved: Resolved) -> bool:
-    inside = tuple(f"{fqn}." for stack in block_stacks(model) for fqn in stack) or ("",)
-    return any(fqn.startswith(inside) for fqn in (*resolved.parameters, *resolved.shared))
 
 
 def _copy_without_values(model: nn.Module) -> nn.Module | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ._copies import drop_hooks
 from ._fakes import (
     ObservationError,
     all_integer,
@@ -31,6 +32,7 @@ from ._observation import (
 )
 from ._structure import pipeline_blocks
 from ._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from ._untouched import untouched_generators
 
 
 def observe(model: nn.Module, batch: Any = None) -> Observation:
@@ -69,6 +71,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
     run = _Run(fake_mode, copied, blocks)
     args, kwargs = bind(copied, stand_ins(batch, fake_mode))
     output = run.forward(args, kwargs)
@@ -162,7 +165,7 @@ class _Run:
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         try:
             # Real integer operators may draw; forking also covers dropout's checks.
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks, _Mode(self):
+            with untouched_generators(), torch.enable_grad(), hooks, _Mode(self):
                 return self.model(*args, **kwargs)
         except Exception as error:
             where = self.calls[self.call].fqn if self.calls else ""

@@ -22,7 +22,7 @@ from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
 from ._draws import Draws, Place
 from ._engine import Engine, ParallelModule, namespace_of
 from ._example import example_from, example_of
-from ._explain import Sharding
+from ._explain import Sharding, said_whole
 from ._fakes import bind
 from ._foreseen import Foreseen, foreseen, scopes_of
 from ._guard import CallGuard
@@ -121,7 +121,7 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
-    resolved, guard = _resolve_sharding(plan, model, batch)
+    resolved, guard, left_whole = _resolve_sharding(plan, model, batch)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
     drawn = _foreseen_draws(plan, model, batch, resolved, tp)
@@ -168,7 +168,7 @@ def _carry_out(
     cls = type(model)
     model.__class__ = type(cls.__name__, (ParallelModule, cls), namespace_of(cls))
     object.__setattr__(model, "_vescale_engine", engine)
-    object.__setattr__(model, "_vescale_sharding", Sharding(resolved, tp, boundary))
+    object.__setattr__(model, "_vescale_sharding", Sharding(resolved, tp, boundary, left_whole))
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
 
@@ -233,10 +233,11 @@ def _place(mesh: DeviceMesh) -> Place:
 
 def _resolve_sharding(
     plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[Resolved, CallGuard | None]:
+) -> tuple[Resolved, CallGuard | None, dict[str, str]]:
     section = plan.tensor_parallel
     if section.size == 1:
-        return resolve({}, model), None
+        return resolve({}, model), None, {}
+    left_whole = said_whole(plan.reasons)
     sharding, proven = dict(section.sharding_plan), proven_forms(section)
     if not sharding and section.sharding_policy != "manual":
         proposal = propose_sharding(
@@ -248,13 +249,15 @@ def _resolve_sharding(
         )
         form = proposal.proven_call
         sharding, proven = proposal.plan, [] if form is None else [form]
+        left_whole = proposal.left_whole
     resolved = resolve(sharding, model)
     if section.sharding_policy == "manual":
         resolved, is_proven = checked_plan(
             model, resolved, section.size, batch, declared=section.communication == "declared"
         )
         proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
-    return resolved, CallGuard(model, sharding, resolved, section.size, proven)
+    guard = CallGuard(model, sharding, resolved, section.size, proven)
+    return resolved, guard, left_whole
 
 
 def _stage_modules(

@@ -15,11 +15,13 @@ from ._cuts import cuts
 from ._example import example_of, small_example
 from ._fakes import ObservationError
 from ._foreseen import draw_marks
-from ._groups import groups_of, groups_of_cuts, shared_groups
+from ._groups import attention_groups, groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._rehearsal import RehearsalError
-from ._sharding_plan import generalize, matching
-from ._tiny_twin import has_large_blocks, plan_of_twin, tiny_twin
+from ._sharding_plan import generalize, matching, resolve
+from ._tensor_parallel import complete_placements
+from ._threads import in_fresh_thread
+from ._tiny_twin import is_large, plan_of_twin, tiny_twin
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -76,9 +78,8 @@ def propose_sharding(
         the plan was proven for.
 
     Raises:
-        ValueError: If ``size`` does not divide the number of attention heads, the policy
-            is unknown or does not fit the model, or activations cannot be cut along the
-            sequence.
+        ValueError: If the policy is unknown or does not fit the model, or activations cannot be
+            cut along the sequence.
     """
     if policy not in ("auto", "megatron", "huggingface", "fsdp-only"):
         raise ValueError(
@@ -87,53 +88,84 @@ def propose_sharding(
         )
     if size == 1 or policy == "fsdp-only":
         return ShardingProposal(plan={}, left_whole={})
+    # Without the modes of the caller: devices, autocast, gradients.
+    return in_fresh_thread(
+        lambda: _propose(model, policy, size, sequence=sequence, example_batch=example_batch)
+    )
+
+
+def _propose(
+    model: nn.Module, policy: str, size: int, *, sequence: bool, example_batch: Any
+) -> ShardingProposal:
     batch = example_of(model) if example_batch is None else example_batch
-    _check_heads(model, size, may_share=policy == "auto" and batch is not None)
     if batch is None and sequence:
         raise ValueError(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
-    if has_large_blocks(model):
-        twin = tiny_twin(model, size)
-        if twin is not None:
-            found = propose_sharding(twin, policy, size, sequence=sequence)
-            return replace(found, plan=plan_of_twin(found.plan, twin, model))
+    if is_large(model):
+        found = _of_smaller(model, policy, size, sequence=sequence)
+        if found is not None:
+            return found
     batch = small_example(batch)
     proposal = _proposed(model, policy, size, batch, sequence=sequence)
     draws = draw_marks(model, batch, proposal.plan, size)
     return replace(proposal, plan={**proposal.plan, **draws})
 
 
+def _of_smaller(
+    model: nn.Module, policy: str, size: int, *, sequence: bool
+) -> ShardingProposal | None:
+    """Return what a scaled-down model gets, None if there is none or its plan does not fit."""
+    smaller = tiny_twin(model, size)
+    if smaller is None:
+        return None
+    found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
+    plan = plan_of_twin(found.plan, smaller, model)
+    try:
+        complete_placements(resolve(plan, model), model, size)
+    except ValueError:
+        return None  # lengths that divide in the scaled-down model only
+    return replace(found, plan=plan)
+
+
 def _proposed(
     model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
+    why: dict[str, str] = {}
     if policy == "auto" and batch is not None:
         try:
-            trace = infer_axes(model, batch)
-            proposed = cuts(model, batch, size, trace=trace)
-            groups, rest = groups_of_cuts(model, proposed.chosen)
-            groups = [*_with_shared_heads(model, batch, size, trace), *groups]
-            arranged = arrange(model, groups, size, batch, sequence=sequence)
-        except (ObservationError, RehearsalError):
+            return _by_axes(model, size, batch, sequence=sequence)
+        except (ObservationError, RehearsalError) as error:
             # A forward that needs values; the layers may be recognised all the same.
-            pass
-        else:
-            plan = {**rest, **arranged.plan}
-            # An axis of a parameter that is cut along another one is no loss.
-            rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in plan}
-            return replace(arranged, plan=plan, left_whole={**rejected, **arranged.left_whole})
-    plan = _recognised(model, policy, size)
+            why[type(model).__name__] = f"only layers of known kinds are cut: {error}"
+    plan, undivided = _recognised(model, policy, size)
+    whole = {**why, **undivided}
     if batch is None:
-        return ShardingProposal(plan=plan, left_whole={})
-    groups, rest = groups_of(model, plan)
+        return ShardingProposal(plan=plan, left_whole=whole)
+    attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
+    groups = [*attention, *groups_of(model, plan)]
     try:
         arranged = arrange(model, groups, size, batch, sequence=sequence)
-    except RehearsalError:
+    except RehearsalError as error:
         if sequence:
             raise
-        return ShardingProposal(plan=plan, left_whole={})
-    return replace(arranged, plan={**rest, **arranged.plan})
+        whole[f"{type(model).__name__} as a whole"] = f"not compared with one device: {error}"
+        return ShardingProposal(plan=plan, left_whole=whole)
+    return replace(arranged, left_whole={**whole, **others, **arranged.left_whole})
+
+
+def _by_axes(model: nn.Module, size: int, batch: Any, *, sequence: bool) -> ShardingProposal:
+    trace = infer_axes(model, batch)
+    proposed = cuts(model, batch, size, trace=trace)
+    attention, whole = attention_groups(model, size)
+    shared = _with_shared_heads(model, batch, size, trace)
+    groups = [*attention, *shared, *groups_of_cuts(model, proposed.chosen)]
+    arranged = arrange(model, groups, size, batch, sequence=sequence)
+    # An axis of a parameter that is cut along another one is no loss.
+    cut = arranged.plan
+    rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
+    return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
@@ -148,9 +180,12 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
     return []
 
 
-def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
-    """Return the plan for the layers that transformers names, or that pair up."""
-    _check_heads(model, size, may_share=False)
+def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the plan for the layers that transformers names, or that pair up.
+
+    Returns:
+        The plan; and the attention layers that it would have, did their heads divide, and why.
+    """
     plan: dict[str, str] = {}
     if policy != "megatron":
         plan |= _huggingface(model, size)
@@ -161,22 +196,26 @@ def _recognised(model: nn.Module, policy: str, size: int) -> dict[str, str]:
             )
     if policy != "huggingface":
         plan |= _paired_linears(model, size, covered=plan)
-    return plan
+    why = _undivided_heads(model, size)
+    whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
+    return {p: text for p, text in plan.items() if p not in whole}, whole
 
 
-def _check_heads(model: nn.Module, size: int, *, may_share: bool) -> None:
+def _is_attention(pattern: str) -> bool:
+    return "attn" in pattern.lower() or "attention" in pattern.lower()
+
+
+def _undivided_heads(model: nn.Module, size: int) -> str:
+    """Return why attention cannot be cut by heads, empty if it can."""
     for fqn, module in model.named_modules():
         config = getattr(module, "config", None)
         for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
             for owner in (config, module):
                 count = getattr(owner, name, None)
-                # Ranks may share key-value heads.
-                shared = may_share and name == "num_key_value_heads"
-                if isinstance(count, int) and count % size and not (shared and count < size):
-                    raise ValueError(
-                        f"expected tensor_parallel.size to divide {name} ({count}) of "
-                        f"{fqn or type(model).__name__}, got {size}"
-                    )
+                if isinstance(count, int) and count % size:
+                    where = fqn or type(model).__name__
+                    return f"{name} ({count}) of {where} is not divisible by {size}"
+    return ""
 
 
 def _huggingface(model: nn.Module, size: int) -> dict[str, str]:

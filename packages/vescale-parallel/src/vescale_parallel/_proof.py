@@ -1,57 +1,45 @@
-"""Prove a sharding plan by running it: every kind of block, whole and on all ranks.
+"""Prove a sharding plan by running it: every kind of block, and the model, whole and on all ranks.
 
 The ranks are threads, each with its own part of the parameters and the very hooks that will
-run. In float64 and on random weights, what the block returns and every gradient must agree
-with the whole block's. Nothing about operators is assumed.
+run. In float64 and on random weights, what a block returns, what the model returns and every
+gradient must agree with those of one device. Nothing about operators is assumed.
+
+[Note: regions that are run] Blocks first, one of each kind, since what differs is found there by
+name. Then the model from its first input to its last output, with all that lies outside of blocks;
+of a long stack equal blocks in the middle pass on what they get. What is cut and was in neither
+run, or had no part in any gradient, is named in ``unproven``.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import Placement, Replicate
 
-from ._copies import copied_without_hooks
-from ._rehearsal import (
-    Call,
-    RehearsalError,
-    copied_object,
-    cut_parameters,
-    placement_between,
-    rank_part,
-    rehearse_part,
-    rehearse_whole,
+from ._compared_runs import (
+    Contradiction as Contradiction,
+    Findings,
+    How,
+    Sharded,
+    compare,
+    region_of_call,
 )
+from ._hook_readers import read_by_hooks
+from ._whole_region import passed_over, whole_region
+from ._own_tables import checked_tables
+from ._rehearsal import Call, RehearsalError, placement_between, rehearse_part, rehearse_whole
 from ._sharding_plan import Resolved, generalize
 from ._structure import block_stacks
-from ._tensor_parallel import install, stack_of
 from ._torch_private import pytree
-from ._tp_boundaries import Boundary
-from ._tp_ranks import Meeting, ThreadRanks
 
-# Larger blocks are not run: two copies of their weights in float64 take a GiB.
+# Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.
 MAX_NUMEL = 2**26
-
-
-class Contradiction(ValueError):
-    """A plan changes what a module computes.
-
-    Attributes:
-        fqn: The module.
-        why: What differs.
-    """
-
-    def __init__(self, fqn: str, why: str) -> None:
-        super().__init__(f"{fqn or 'the model'}: {why}")
-        self.fqn, self.why = fqn, why
+# How many sets of weights a model whose forward depends on values is run on.
+_DRAWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +47,33 @@ class Proof:
     """What running a plan showed.
 
     Attributes:
-        partial_grads: Whole parameters of which ranks' gradients are addends.
+        partial_grads: Whole parameters of which ranks hold partial gradients.
         whole_grads: Whole parameters of which every rank has the whole gradient, and not zero.
         proven: Blocks that were run, one of each kind, the model itself being ``""``.
         too_large: Blocks that only fit in shape, being too large to run.
+        unproven: Cut parameters outside of all that was run, and why.
     """
 
     partial_grads: frozenset[str]
     whole_grads: frozenset[str]
     proven: tuple[str, ...]
     too_large: tuple[str, ...]
+    unproven: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(eq=False)
-class _Found:
-    partial: set[str] = field(default_factory=set[str])
-    whole: set[str] = field(default_factory=set[str])
+class _Blocks:
+    """The blocks of a model, and which of them were run.
+
+    Attributes:
+        kinds: Of every block, what makes it equal to another under the plan.
+        proven: Blocks that were run.
+        compared: Blocks that were run, or are equal to one that was.
+    """
+
+    kinds: dict[str, object] = field(default_factory=dict[str, object])
     proven: list[str] = field(default_factory=list[str])
+    compared: list[str] = field(default_factory=list[str])
     too_large: list[str] = field(default_factory=list[str])
 
 
@@ -96,43 +94,33 @@ def prove(
         resolved: The plan.
         placements: Of every cut parameter.
         size: Tensor-parallel ranks.
-        whole: What :func:`blocks_of_whole` gave for the model and batch, to save the time.
+        whole: What :func:`blocks_of_whole` gave for the model and batch, to save the time; empty
+            for a forward that needs values, which is run as one region then, more than once.
 
     Raises:
-        Contradiction: If a block's results or gradients differ, or shapes do not fit.
-        RehearsalError: If the whole model cannot be run without values.
+        Contradiction: If the results or gradients of a block or the model differ, or shapes do
+            not fit.
+        RehearsalError: If the model cannot be run, with values or without.
     """
     whole = blocks_of_whole(model, batch) if whole is None else whole
-    blocks = list(whole)
-    try:
-        part = rehearse_part(model, batch, blocks, resolved, placements, size)
-    except RehearsalError as error:
-        raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
-    found = _Found()
-    kinds: dict[object, str] = {}
-    for fqn in blocks:
-        if fqn not in whole or fqn not in part:
-            continue
-        module = model.get_submodule(fqn)
-        how = _match(fqn, whole[fqn], part[fqn], size)
-        kind = (
-            *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
-            _said(resolved, placements, fqn),
-            _scalars(module),
-        )
-        if kinds.setdefault(kind, fqn) != fqn:
-            found.partial |= _renamed(found.partial, kinds[kind], fqn)
-            found.whole |= _renamed(found.whole, kinds[kind], fqn)
-        elif sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
-            found.too_large.append(fqn)
-        else:
-            _prove_block(module, fqn, whole[fqn], how, resolved, placements, size, found)
-            found.proven.append(fqn)
+    sharded = Sharded(resolved, placements, size)
+    part: Mapping[str, Call] = {}
+    if whole:
+        try:
+            part = rehearse_part(model, batch, list(whole), resolved, placements, size)
+        except RehearsalError as error:
+            raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
+    found = Findings()
+    blocks = _prove_blocks(model, whole, part, sharded, found)
+    unproven = _prove_rest(model, batch, whole, blocks, sharded, found)
+    hooked = read_by_hooks(model)
+    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharded) if fqn in hooked}
     return Proof(
         partial_grads=frozenset(found.partial),
         whole_grads=frozenset(found.whole),
-        proven=tuple(found.proven),
-        too_large=tuple(found.too_large),
+        proven=tuple(blocks.proven),
+        too_large=tuple(blocks.too_large),
+        unproven=unproven,
     )
 
 
@@ -146,14 +134,113 @@ def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, Call]:
     return rehearse_whole(model, batch, blocks)
 
 
+def _prove_blocks(
+    model: nn.Module,
+    whole: Mapping[str, Call],
+    part: Mapping[str, Call],
+    sharded: Sharded,
+    found: Findings,
+) -> _Blocks:
+    blocks = _Blocks()
+    firsts: dict[object, str] = {}
+    for fqn in whole:
+        if fqn not in part:
+            continue
+        module = model.get_submodule(fqn)
+        how = _match(fqn, whole[fqn], part[fqn], sharded.size)
+        said = _said(sharded, fqn)
+        kind = blocks.kinds[fqn] = (
+            *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
+            *(said, _scalars(module)),
+        )
+        first = firsts.setdefault(kind, fqn)
+        if not fqn or (not said and _is_whole(how)):
+            continue
+        if _numel(module) > MAX_NUMEL:
+            if first == fqn:
+                blocks.too_large.append(fqn)
+            continue
+        blocks.compared.append(fqn)
+        if first != fqn:
+            found.partial |= _renamed(found.partial, first, fqn)
+            found.whole |= _renamed(found.whole, first, fqn)
+            found.reached |= _renamed(found.reached, first, fqn)
+            continue
+        make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
+        compare(make, sharded, found)
+        blocks.proven.append(fqn)
+    return blocks
+
+
+def _prove_rest(
+    model: nn.Module,
+    batch: Any,
+    whole: Mapping[str, Call],
+    blocks: _Blocks,
+    sharded: Sharded,
+    found: Findings,
+) -> dict[str, str]:
+    """Run the model itself; return what is cut and was not compared, and why."""
+    if blocks.too_large:
+        return {}
+    calls = {fqn: call for fqn, call in whole.items() if fqn}
+    over = passed_over(model, calls, blocks.kinds)
+    skipped = [fqn for fqns in over.values() for fqn in fqns]
+    numel = _numel(model) - sum(_numel(model.get_submodule(fqn)) for fqn in skipped)
+    if numel > MAX_NUMEL:
+        why = f"{type(model).__name__} is too large to be run whole"
+        return _not_compared(model, batch, blocks, sharded, why)
+    try:
+        # Values may decide what is run.
+        for seed in range(1 if whole else _DRAWS):
+            compare(lambda: whole_region(model, batch, over), sharded, found, seed=seed)
+    except RehearsalError as error:
+        if not blocks.proven:
+            raise
+        return _not_compared(
+            model, batch, blocks, sharded, f"the model was not run whole: {error}"
+        )
+    blocks.proven.append("")
+    return _not_reached(model, sharded, found)
+
+
+def _not_compared(
+    model: nn.Module, batch: Any, blocks: _Blocks, sharded: Sharded, why: str
+) -> dict[str, str]:
+    """Return what is cut outside of the blocks that were run, but for tables run apart."""
+    inside = tuple(f"{fqn}." for fqn in blocks.compared)
+    outside = [fqn for fqn in _cut(sharded) if not fqn.startswith(inside)]
+    apart = checked_tables(model, batch, sharded, _cut(sharded), inside)
+    return {fqn: why_not for fqn in [*outside, *apart] if (why_not := apart.get(fqn, why))}
+
+
+def _not_reached(model: nn.Module, sharded: Sharded, found: Findings) -> dict[str, str]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(named[fqn]) for fqn in found.reached}
+    patterns = {generalize(fqn) for fqn, p in named.items() if id(p) in ids}
+    why = "no result of the example depends on it"
+    return {fqn: why for fqn in _cut(sharded) if generalize(fqn) not in patterns}
+
+
+def _cut(sharded: Sharded) -> list[str]:
+    """Return the parameters of which ranks hold, or use, parts."""
+    shared = [f"{fqn}.weight" for fqn in sharded.resolved.shared]
+    cut = [fqn for fqn, each in sharded.placements.items() if each != Replicate()]
+    return [*cut, *shared]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def _renamed(names: set[str], old: str, new: str) -> set[str]:
     return {new + name.removeprefix(old) for name in names if name.startswith(f"{old}.")}
 
 
-def _said(resolved: Resolved, placements: Mapping[str, Placement], fqn: str) -> object:
+def _said(sharded: Sharded, fqn: str) -> tuple[object, ...]:
     """Return what a plan says of a block, by names within it."""
     found: list[tuple[str, ...]] = []
-    for field_name, said in {**vars(resolved), "placements": placements}.items():
+    for field_name, said in {**vars(sharded.resolved), "placements": sharded.placements}.items():
         pairs = said.items() if isinstance(said, Mapping) else ((key, True) for key in said)
         for key, value in pairs:
             owner, rest = key if isinstance(key, tuple) else (key, "")
@@ -184,15 +271,12 @@ def _shapes_of(call: Call) -> str:
     return repr([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
 
 
-@dataclass(frozen=True)
-class _How:
-    """How the leaves of a call's inputs and output lie over the ranks."""
-
-    inputs: tuple[Placement | None, ...]
-    output: tuple[Placement | None, ...]
+def _is_whole(how: How) -> bool:
+    placements = (*how.inputs, *(how.output or ()))
+    return all(each is None or each == Replicate() for each in placements)
 
 
-def _match(fqn: str, whole: Call, part: Call, size: int) -> _How:
+def _match(fqn: str, whole: Call, part: Call, size: int) -> How:
     def placements(ours: Any, theirs: Any, what: str) -> tuple[Placement | None, ...]:
         found: list[Placement | None] = []
         pairs = (pytree.tree_leaves(ours), pytree.tree_leaves(theirs))
@@ -211,272 +295,7 @@ def _match(fqn: str, whole: Call, part: Call, size: int) -> _How:
             found.append(placement)
         return tuple(found)
 
-    return _How(
+    return How(
         placements((whole.args, dict(whole.kwargs)), (part.args, dict(part.kwargs)), "an input"),
         placements(whole.output, part.output, "an output"),
     )
-
-
-def _prove_block(
-    module: nn.Module,
-    fqn: str,
-    call: Call,
-    how: _How,
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
-    found: _Found,
-) -> None:
-    """Note which gradients are addends; raise if anything differs."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        whole = random_copy(module)
-        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
-        inputs = [_random_input(leaf) for leaf in leaves]
-        given = _Given(inputs, spec, [])
-        try:
-            expected = _run(whole, given)
-        except Exception as error:
-            raise RehearsalError(fqn, error) from error
-        cotangents = [torch.randn_like(out) for out in expected.outputs]
-        expected = _run(whole, _Given(inputs, spec, cotangents))
-        lengths = _sequence_lengths(leaves, expected.shapes, how)
-
-        def on_rank(rank: int, meeting: Meeting) -> _Results:
-            local = copy.deepcopy(whole)
-            cut_parameters(local, placements, size, rank, fqn)
-            boundary = Boundary(ThreadRanks(meeting, rank))
-            boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
-            install(local, resolved, placements, boundary, prefix=fqn)
-            mine = [_part(x, p, size, rank) for x, p in zip(inputs, how.inputs, strict=True)]
-            kept = [p for p, out in zip(how.output, expected.floats, strict=True) if out]
-            parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
-            return _run(local, _Given(mine, spec, parts))
-
-        try:
-            runs = run_in_threads(size, on_rank)
-        except Exception as error:
-            raise Contradiction(
-                fqn, f"a rank's part raises {type(error).__name__}: {error}"
-            ) from error
-    _compare_results(fqn, expected, runs, how, size)
-    _compare_gradients(fqn, expected, runs, placements, found)
-
-
-def _sequence_lengths(leaves: Sequence[Any], outputs: Sequence[Any], how: _How) -> int:
-    """Return the length of the sequence that activations at the border are cut along, or 0."""
-    for leaf, placement in zip(leaves, how.inputs, strict=True):
-        if isinstance(placement, Shard) and leaf.is_floating_point() and placement.dim == 1:
-            return leaf.shape[placement.dim]
-    return 0
-
-
-@dataclass(frozen=True)
-class _Given:
-    inputs: list[Any]
-    spec: Any
-    cotangents: list[Tensor]
-
-
-@dataclass(frozen=True)
-class _Results:
-    """One forward and backward: outputs and gradients.
-
-    Attributes:
-        floats: For every leaf of the output, whether it is one of ``outputs``.
-    """
-
-    outputs: list[Tensor]
-    floats: list[bool]
-    shapes: list[Any]
-    input_grads: list[Tensor | None]
-    grads: dict[str, Tensor]
-
-
-def _run(module: nn.Module, given: _Given) -> _Results:
-    inputs = [
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-        for x in given.inputs
-    ]
-    module.zero_grad()
-    args, kwargs = pytree.tree_unflatten(
-        [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
-    )
-    # Caches and the like hold nothing that was computed without values.
-    with torch.enable_grad(), InDouble():
-        output = module(*args, **kwargs)
-    leaves = pytree.tree_leaves(output)
-    floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]
-    outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
-    if given.cotangents:
-        with InDouble():
-            torch.autograd.backward(outputs, given.cotangents)
-    return _Results(
-        [x.detach() for x in outputs],
-        floats,
-        [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves],
-        [x.grad if isinstance(x, Tensor) else None for x in inputs],
-        {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in module.named_parameters()
-        },
-    )
-
-
-def _compare_results(
-    fqn: str, expected: _Results, runs: Sequence[_Results], how: _How, size: int
-) -> None:
-    kept = [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
-    for rank, run in enumerate(runs):
-        if run.floats != expected.floats:
-            raise Contradiction(fqn, "a rank's part returns something else")
-        for out, whole, placement in zip(run.outputs, expected.outputs, kept, strict=True):
-            if not _close(out, _part(whole, placement, size, rank), whole):
-                raise Contradiction(fqn, "what it returns differs")
-        for grad, whole, placement in zip(
-            run.input_grads, expected.input_grads, how.inputs, strict=True
-        ):
-            if not _same_gradient(grad, whole, placement, size, rank):
-                raise Contradiction(fqn, "the gradient of an input differs")
-
-
-def _compare_gradients(
-    fqn: str,
-    expected: _Results,
-    runs: Sequence[_Results],
-    placements: Mapping[str, Placement],
-    found: _Found,
-) -> None:
-    size = len(runs)
-    for name, whole in expected.grads.items():
-        full = f"{fqn}.{name}".strip(".")
-        placement = placements.get(full, Replicate())
-        grads = [run.grads[name] for run in runs]
-        parts = [_part(whole, placement, size, rank) for rank in range(size)]
-        if all(_close(grad, part, whole) for grad, part in zip(grads, parts, strict=True)):
-            if placement == Replicate() and bool(whole.any()):
-                found.whole.add(full)
-        elif placement == Replicate() and _close(torch.stack(grads).sum(0), whole, whole):
-            found.partial.add(full)
-        else:
-            raise Contradiction(fqn, f"the gradient of {full!r} differs")
-
-
-def _same_gradient(
-    grad: Tensor | None, whole: Tensor | None, placement: Placement | None, size: int, rank: int
-) -> bool:
-    """Return whether a rank has its part of an input's gradient; none is zero."""
-    if whole is None:
-        return grad is None or not grad.any()
-    part = _part(whole, placement, size, rank)
-    return _close(torch.zeros_like(part) if grad is None else grad, part, whole)
-
-
-def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    if found.shape != expected.shape:
-        return False
-    largest = float(scale.abs().max()) if scale.numel() else 0.0
-    return torch.allclose(
-        found.double(), expected.double(), rtol=1e-9, atol=1e-10 * (largest + 1e-3)
-    )
-
-
-def _part(x: Any, placement: Placement | None, size: int, rank: int) -> Any:
-    if not isinstance(x, Tensor) or placement is None or placement == Replicate():
-        return x
-    part = rank_part(x.detach(), placement, size, rank)
-    return part.requires_grad_(x.requires_grad)
-
-
-def run_in_threads(size: int, on_rank: Callable[[int, Meeting], Any]) -> list[Any]:
-    """Call a function on every rank, each in a thread of its own.
-
-    Raises:
-        Exception: Whatever the first rank that failed raised.
-    """
-    meeting = Meeting(size)
-    results: list[Any] = [None] * size
-    errors: list[Exception] = []
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = on_rank(rank, meeting)
-        # Handed to the caller below.
-        except Exception as error:
-            errors.append(error)
-            meeting.give_up()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-    if errors:
-        raise (real or errors)[0]
-    return results
-
-
-def random_copy(module: nn.Module) -> nn.Module:
-    """Copy a module with random float64 parameters, whatever its tensors are made of."""
-
-    def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
-        fan = max(parameter.shape[-1:] or (1,))
-        data = torch.randn(parameter.shape, dtype=torch.float64) / max(fan, 1) ** 0.5
-        return nn.Parameter(data, parameter.requires_grad)
-
-    def same_buffer(buffer: Tensor) -> Tensor:
-        if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
-            real = buffer.detach().cpu().clone()
-            return real.double() if real.is_floating_point() else real
-        if buffer.is_floating_point():
-            return torch.rand(buffer.shape, dtype=torch.float64)
-        return torch.zeros(buffer.shape, dtype=buffer.dtype)
-
-    return copied_without_hooks(module, random_parameter, same_buffer).eval()
-
-
-def _random_input(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.is_floating_point():
-        values = torch.randn(leaf.shape, dtype=torch.float64)
-        return values.requires_grad_(leaf.requires_grad)
-    if type(leaf) is Tensor:
-        return leaf.clone()
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
-
-
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class InDouble(TorchFunctionMode):
-    """Has code that asks for float32 compute in float64, so that sums can be compared."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            func = Tensor.double
-        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            return _grouped_mm(*args, **(kwargs or {}))
-        kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_double, args), **kwargs)
-
-
-def _grouped_mm(
-    rows_TK: Tensor, weights_EKN: Tensor, offs: Tensor | None = None, **_: Any
-) -> Tensor:
-    """Multiply groups of rows each with a matrix of its own; torch's has no float64."""
-    assert offs is not None
-    assert weights_EKN.dim() == 3
-    ends = offs.tolist()
-    starts = [0, *ends[:-1]]
-    parts = [rows_TK[a:b] @ w for a, b, w in zip(starts, ends, weights_EKN, strict=True)]
-    left = rows_TK.new_zeros(len(rows_TK) - ends[-1], weights_EKN.shape[-1])
-    return torch.cat([*parts, left])
-
-
-def _double(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value

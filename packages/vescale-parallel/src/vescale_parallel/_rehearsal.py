@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import local_boxes
 
+from ._copies import drop_hooks
 from ._fakes import all_integer, bind, fake_output, skeleton, stand_ins
 from ._noted_draws import DrawNotes, NotedDraw
 from ._sharding_plan import Resolved
@@ -23,6 +24,7 @@ from ._tensor_parallel import install
 from ._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from ._tp_boundaries import Boundary
 from ._tp_ranks import FakeRanks, part_sizes
+from ._untouched import untouched_generators
 
 
 class RehearsalError(ValueError):
@@ -98,6 +100,24 @@ def rehearse_draws(
     return tuple(notes.draws)
 
 
+def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
+    """Return the modules in whose own forward each parameter, tied names included, is read.
+
+    Raises:
+        RehearsalError: If the forward needs values.
+    """
+    found: dict[int, set[str]] = {}
+    named: dict[str, int] = {}
+
+    def prepare(copied: nn.Module) -> None:
+        named.update((n, id(p)) for n, p in copied.named_parameters(remove_duplicate=False))
+        kept.append(copied)
+
+    kept: list[nn.Module] = []  # or identities would be used again
+    _rehearse(model, batch, (), prepare, found)
+    return {fqn: found.get(identity, set()) for fqn, identity in named.items()}
+
+
 def cut_parameters(
     module: nn.Module,
     placements: Mapping[str, Placement],
@@ -138,19 +158,22 @@ def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | Non
 
 
 def _rehearse(
-    model: nn.Module, batch: Any, watched: Collection[str], prepare: Callable[[nn.Module], None]
+    model: nn.Module,
+    batch: Any,
+    watched: Collection[str],
+    prepare: Callable[[nn.Module], None],
+    readers: dict[int, set[str]] | None = None,
 ) -> dict[str, Call]:
     if isinstance(batch, Mapping):
         batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
-    for module in copied.modules():
-        _drop_hooks(module)
-    mode = _FloatsAreFake(fake_mode)
+    drop_hooks(copied)
     with fake_mode:
         prepare(copied)
     calls: dict[str, Call] = {}
     inside: list[str] = []
+    mode = _FloatsAreFake(fake_mode, inside, readers)
     for first, others in _repeated(copied):
         _repeat(copied, first, others)
     for fqn, module in copied.named_modules():
@@ -158,7 +181,7 @@ def _rehearse(
     # A forward may change objects that it is given, caches for example.
     args, kwargs = bind(copied, snapshot(stand_ins(batch, fake_mode)))
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _quiet(), mode:
+        with untouched_generators(), torch.enable_grad(), _quiet(), mode:
             copied(*args, **kwargs)
     # Arbitrary user code: whatever it raises means that it cannot be rehearsed.
     except Exception as error:
@@ -208,11 +231,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        vars(module)[name].clear()
 
 
 def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call] | None) -> None:
@@ -270,15 +288,24 @@ def copied_object(thing: Any) -> Any:
 class _FloatsAreFake(TorchDispatchMode):
     """Runs operators on fake tensors, and for real if all they see and give is integer."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        inside: Sequence[str] = (),
+        readers: dict[int, set[str]] | None = None,
+    ) -> None:
         super().__init__()
-        self._fake_mode = fake_mode
+        self._fake_mode, self._inside, self._readers = fake_mode, inside, readers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if self._readers is not None:
+            where = self._inside[-1] if self._inside else ""
+            for each in inputs:
+                self._readers.setdefault(id(each), set()).add(where)
         if all_integer(inputs, kwargs, func, args):
             return func(*args, **kwargs)
         return fake_output(func, args, kwargs, self._fake_mode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 
+from ._attention_heads import Borders, attend_by_heads, check_attention, cut_attention
 from ._linear_kinds import LinearKind, linear_kind
 from ._sharding_plan import Move, Resolved
 from ._torch_private import pytree
@@ -40,6 +41,7 @@ def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict
     placements = dict(resolved.parameters)
     _check_moves(resolved, model)
     _check_shared(resolved, model, size)
+    check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
     for fqn, placement in resolved.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
             continue
@@ -145,11 +147,15 @@ def install(
         for fqn, module in model.named_modules(remove_duplicate=False)
     }
     size = boundary.ranks.size
+    attention = cut_attention(modules, placements)
+    for fqn, module in attention.items():
+        attend_by_heads(module, boundary, _attention_borders(fqn, resolved))
+    _keep_from_nesting(modules, attention)
     for (fqn, attribute), parts in sorted(resolved.attributes.items()):
         if fqn in modules:
             _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
     for (fqn, argument), arrives in resolved.entered.items():
-        if fqn in modules:
+        if fqn in modules and fqn not in attention:
             _enter(modules[fqn], argument, _dim(arrives), stack_of(fqn), boundary)
     for (fqn, argument), move in resolved.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
@@ -162,6 +168,8 @@ def install(
         kind = linear_kind(modules[owner])
         if kind is None or not isinstance(placement, Shard | InterleavedShard):
             continue
+        if owner.rpartition(".")[0] in attention:
+            continue  # whose forward reads the weight
         if placement.dim == kind.out_dim:
             in_region = any(f"{owner}.".startswith(f"{region}.") for region in regions)
             _column_wise(modules[owner], owner, kind, boundary, enters=not in_region)
@@ -179,11 +187,39 @@ def install(
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
             _vocabulary_parallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+        elif fqn in attention:
+            continue
         elif linear_kind(module) is None and resolved.left.get(fqn, Partial()) != Partial():
             _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in resolved.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_out(modules[fqn], move, stack_of(fqn), boundary)
+
+
+def _attention_borders(fqn: str, resolved: Resolved) -> Borders:
+    def arrives(argument: str) -> int | None:
+        named = resolved.entered.get((fqn, argument))
+        return _dim(named if named is not None else resolved.entered.get((fqn, "")))
+
+    return Borders(
+        query=arrives("query"),
+        key=arrives("key"),
+        value=arrives("value"),
+        output=_dim(resolved.left.get(fqn)),
+        stack=stack_of(fqn),
+    )
+
+
+def _keep_from_nesting(
+    modules: Mapping[str, nn.Module], attention: Mapping[str, nn.Module]
+) -> None:
+    """Have encoders of torch that hold cut attention pass on plain tensors in evaluation, too."""
+    for fqn, module in modules.items():
+        below = f"{fqn}." if fqn else ""
+        if isinstance(module, nn.TransformerEncoder) and any(
+            a.startswith(below) for a in attention
+        ):
+            module.use_nested_tensor = False
 
 
 def stack_of(fqn: str) -> str:

@@ -30,10 +30,15 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "deco
 _FEW_LAYERS = 4
 
 
-def has_large_blocks(model: nn.Module) -> bool:
-    """Return whether blocks are too large to be run for a proof."""
-    firsts = (model.get_submodule(stack[0]) for stack in block_stacks(model))
-    return any(sum(p.numel() for p in block.parameters()) > MAX_NUMEL for block in firsts)
+def is_large(model: nn.Module) -> bool:
+    """Return whether a block, or the model with few of its blocks, is too large to be run."""
+    total = sum(p.numel() for p in model.parameters())
+    for stack in block_stacks(model):
+        numels = [sum(p.numel() for p in model.get_submodule(fqn).parameters()) for fqn in stack]
+        if max(numels) > MAX_NUMEL:
+            return True
+        total -= sum(numels[2:-1])
+    return total > MAX_NUMEL
 
 
 def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._copies import drop_hooks
 from vescale_parallel._fakes import (
     ObservationError,
     all_integer,
@@ -22,6 +23,7 @@ from vescale_parallel._fakes import (
 )
 from vescale_parallel._flops import flops_of
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from vescale_parallel._untouched import untouched_generators
 
 from . import (
     _attention,
@@ -68,6 +70,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
         batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
     run = _Run(fake_mode, copied)
     args, kwargs = bind(copied, stand_ins(batch, fake_mode))
     run.forward(args, kwargs)
@@ -88,7 +91,7 @@ class _Run:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of a block
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _Mode(self):
+            with untouched_generators(), torch.no_grad(), _Mode(self):
                 output = self.model(*args, **kwargs)
         except Exception as error:
             raise ObservationError(
