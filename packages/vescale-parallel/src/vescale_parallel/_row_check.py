@@ -233,8 +233,8 @@ def _is_number(output: Any) -> bool:
 
 
 def _is_loss(output: Tensor) -> bool:
-    # Equal for these rows, if it is (nan, for example), does not mean equal for others.
-    return output.dim() == 0 and output.requires_grad
+    # Equal for these rows, if it is (nan, an accuracy of 0), does not mean equal for others.
+    return output.dim() == 0 and output.is_floating_point()
 
 
 def _description(output: Tensor) -> str:
