@@ -24,11 +24,19 @@ from ._torch_private import pytree
 
 @dataclass
 class Call:
-    """What a module was called with, and, of one that was run, returned."""
+    """What a module was called with, and, of one that was run, returned.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What it returned.
+        are_means: Of the output's leaves, whether they are means that ranks may average.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
+    are_means: tuple[bool, ...] = ()
 
     @property
     def inputs(self) -> list[Any]:
@@ -112,7 +120,10 @@ class Script:
     def _scripted(self, x: Any, whole: Any, means: MeanTracker) -> Any:
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
             return x
-        if means.is_mean(x) or is_part(x, whole, self.part):
+        if means.is_mean(x):
+            # Of all rows, so that what is wrong inside is not found again outside.
+            return means.note(whole.clone().requires_grad_(x.requires_grad))
+        if is_part(x, whole, self.part):
             return x
         if x.shape == whole.shape:
             return whole.clone().requires_grad_(x.requires_grad)
@@ -188,6 +199,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
                 return None
             if script is not None:
                 output = script.output(len(run.calls) - 1, output, run.means)
+            leaves = pytree.tree_leaves(output)
+            run.calls[-1][1].are_means = tuple(map(run.means.is_mean, leaves))
             run.calls[-1][1].output = _copied(output)
             return output
 
