@@ -162,6 +162,7 @@ def run_module(
             for each in (seeded(), torch.enable_grad(), *modes):
                 stack.enter_context(each)
             run.call.output = subject(*run.call.args, **run.call.kwargs)
+            run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
     except OtherCallsError:
         raise
     # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
