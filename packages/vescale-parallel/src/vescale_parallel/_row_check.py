@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ._chance import WithoutChance
-from ._proof import InDouble
-from ._row_borders import Border, RowMeetings, Rows, part_of_rows, structure
+from ._random_copies import InDouble
+from ._row_borders import Border, MeanOfParts, RowMeetings, Rows, part_of_rows, structure
 from ._row_parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
 from ._row_runs import Call, OtherCallsError, Run, Script, run_module, seeded
 
@@ -99,7 +99,11 @@ class _Found:
         at = fqn, structure((whole.args, whole.kwargs))
         inputs, is_clear = _where(whole.inputs, parts[0].inputs)
         outputs, is_row_wise = _where(whole.outputs, parts[0].outputs)
-        border = Border(inputs, outputs)
+        are_means = parts[0].are_means
+        if len(are_means) != len(outputs):
+            are_means = (False,) * len(outputs)
+        pairs = zip(outputs, are_means, strict=True)
+        border = Border(inputs, tuple(MeanOfParts() if mean else rows for rows, mean in pairs))
         if not is_clear or self.borders.setdefault(at, border) != border:
             self.unclear.add(at)
         if not is_row_wise:
@@ -233,8 +237,8 @@ def _is_number(output: Any) -> bool:
 
 
 def _is_loss(output: Tensor) -> bool:
-    # Equal for these rows, if it is (nan, for example), does not mean equal for others.
-    return output.dim() == 0 and output.requires_grad
+    # Equal for these rows, if it is (nan, an accuracy of 0), does not mean equal for others.
+    return output.dim() == 0 and output.is_floating_point()
 
 
 def _description(output: Tensor) -> str:

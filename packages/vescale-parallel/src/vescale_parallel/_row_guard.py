@@ -14,8 +14,8 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import common_length
-from ._fresh_thread import in_fresh_thread
-from ._proof import MAX_NUMEL, random_copy
+from ._proof import MAX_NUMEL
+from ._random_copies import random_copy
 from ._row_borders import (
     NOWHERE,
     RowMeetings,
@@ -27,6 +27,7 @@ from ._row_borders import (
 from ._row_check import Given, GradientsDifferError, RowCheckError, row_meetings
 from ._row_parts import NUM_ROWS
 from ._row_runs import seeded
+from ._threads import in_fresh_thread
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line

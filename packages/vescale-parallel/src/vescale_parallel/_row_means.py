@@ -44,6 +44,11 @@ class MeanTracker(TorchFunctionMode):
         self._token_means = token_means
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
 
+    def note(self, mean: Tensor) -> Tensor:
+        """Take a scalar for such a one."""
+        self._known[id(mean)] = mean
+        return mean
+
     def is_mean(self, value: object) -> bool:
         """Whether a value is such a scalar."""
         return id(value) in self._known
@@ -59,7 +64,7 @@ class MeanTracker(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dim() == 0 and result.is_floating_point():
             name = getattr(func, "__name__", "")
             if self._is_new_mean(result) or self._is_linear(name, args, kwargs or {}):
-                self._known[id(result)] = result
+                self.note(result)
         return result
 
     def _is_new_mean(self, result: Tensor) -> bool:

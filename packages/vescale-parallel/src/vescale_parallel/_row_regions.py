@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor, is_sharded
 
-from ._row_borders import NOWHERE, Border, RowMeetings, Rows
+from ._row_borders import NOWHERE, Border, MeanOfParts, RowMeetings, Rows
 from ._sharded_logits import LiftPlain, is_on
 from ._torch_private import current_function_mode, pytree
 
@@ -256,7 +256,7 @@ class _Border:
         """Whether any tensor of a tree is."""
         return any(map(self._is_whole, pytree.tree_leaves(tree)))
 
-    def to_rows(self, tree: Any, rows: Sequence[Rows | None]) -> Any:
+    def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
         """Return this rank's parts as tensors of the whole batch."""
         leaves, spec = pytree.tree_flatten(tree)
         found = rows if len(rows) == len(leaves) else [None] * len(leaves)
@@ -266,7 +266,9 @@ class _Border:
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def to_parts(self, tree: Any, rows: Sequence[Rows | None], *, is_model: bool = False) -> Any:
+    def to_parts(
+        self, tree: Any, rows: Sequence[Rows | MeanOfParts | None], *, is_model: bool = False
+    ) -> Any:
         """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
 
         Args:
@@ -290,9 +292,11 @@ class _Border:
     def _is_whole(self, x: object) -> TypeGuard[DTensor]:
         return is_on(x, self._mesh)
 
-    def _whole(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+    def _whole(self, tensor: Tensor, rows: Rows | MeanOfParts | None) -> Tensor:
         if self._is_whole(tensor):
             return tensor
+        if isinstance(rows, MeanOfParts):
+            return self._mean(tensor)
         over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
         shape, local = list(tensor.shape), tensor
         if is_on(tensor, self._tp_mesh):
@@ -312,7 +316,17 @@ class _Border:
             grad_placements=(Partial() if rows is None else placement,) * self._num_axes + over_tp,
         )
 
-    def _part(self, tensor: DTensor, rows: Rows | None, *, is_model: bool) -> Tensor:
+    def _mean(self, number: Tensor) -> DTensor:
+        """Return the mean over the ranks that share the batch."""
+        over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
+        # Of the mean each rank's number is a part, but it has one device's gradient here.
+        local = _ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
+        placements = (Partial(),) * self._num_axes + over_tp
+        return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
+
+    def _part(self, tensor: DTensor, rows: Rows | MeanOfParts | None, *, is_model: bool) -> Tensor:
+        if isinstance(rows, MeanOfParts):
+            rows = None
         over_tp = tensor.placements[self._num_axes :]
         is_cut_over_tp = any(map(is_sharded, over_tp))
         if not is_cut_over_tp:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ._chance import WithoutChance
 from ._loss import TokenMeans
-from ._proof import InDouble
+from ._random_copies import InDouble, sharing_copy
 from ._row_borders import part_of_rows
 from ._row_means import MeanTracker
 from ._row_parts import NUM_PARTS, NUM_ROWS, is_part, rows_in, same_value
@@ -24,11 +23,19 @@ from ._torch_private import pytree
 
 @dataclass
 class Call:
-    """What a module was called with, and, of one that was run, returned."""
+    """What a module was called with, and, of one that was run, returned.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What it returned.
+        are_means: Of the output's leaves, whether they are means that ranks may average.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
+    are_means: tuple[bool, ...] = ()
 
     @property
     def inputs(self) -> list[Any]:
@@ -112,7 +119,10 @@ class Script:
     def _scripted(self, x: Any, whole: Any, means: MeanTracker) -> Any:
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
             return x
-        if means.is_mean(x) or is_part(x, whole, self.part):
+        if means.is_mean(x):
+            # Of all rows, so that what is wrong inside is not found again outside.
+            return means.note(whole.clone().requires_grad_(x.requires_grad))
+        if is_part(x, whole, self.part):
             return x
         if x.shape == whole.shape:
             return whole.clone().requires_grad_(x.requires_grad)
@@ -132,7 +142,7 @@ def run_module(
     script: Script | None = None,
 ) -> Run:
     """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part."""
-    subject = copy.deepcopy(module)
+    subject = sharing_copy(module)
     is_whole = num_of_parts == NUM_PARTS
 
     def count(index: int, counted: Tensor) -> Tensor:
@@ -151,6 +161,7 @@ def run_module(
             for each in (seeded(), torch.enable_grad(), *modes):
                 stack.enter_context(each)
             run.call.output = subject(*run.call.args, **run.call.kwargs)
+            run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
     except OtherCallsError:
         raise
     # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
@@ -188,6 +199,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
                 return None
             if script is not None:
                 output = script.output(len(run.calls) - 1, output, run.means)
+            leaves = pytree.tree_leaves(output)
+            run.calls[-1][1].are_means = tuple(map(run.means.is_mean, leaves))
             run.calls[-1][1].output = _copied(output)
             return output
 
