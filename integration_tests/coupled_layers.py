@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-ROWS_ALONE = "rows do not meet"
 
 
 def _image_batch(rows: int, generator: torch.Generator) -> Batch:
@@ -265,7 +264,7 @@ def _siglip() -> nn.Module:
 
 
 def _mixture(name: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     sizes = {
         **_TOWER, "vocab_size": 40, "num_key_value_heads": 2, "num_experts_per_tok": 2,
@@ -276,7 +275,7 @@ def _mixture(name: str) -> nn.Module:
         "mixtral": {"num_local_experts": 4},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
     }[name]
-    return Calls(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **own)))
+    return Calls(AutoModelForCausalLM.from_config(_config(name, **sizes, **own)))
 
 
 def _mixtral() -> nn.Module:
@@ -288,42 +287,47 @@ def _qwen3_moe() -> nn.Module:
 
 
 def _wav2vec2() -> nn.Module:
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+    from transformers import AutoModelForCTC
 
-    config: Any = Wav2Vec2Config(
-        **_TOWER, vocab_size=8, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(4, 2),
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, 
-        mask_time_prob=0.3, mask_time_length=2, ctc_zero_infinity=True, ctc_loss_reduction="mean",
-        hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
-        layerdrop=0.0, activation_dropout=0.0,
-    )  # fmt: skip
-    return Calls(Wav2Vec2ForCTC(config))
+    sizes = {
+        **_TOWER, "vocab_size": 8, "conv_dim": (8, 8), "conv_stride": (4, 2),
+        "conv_kernel": (4, 2), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+        "mask_time_prob": 0.3, "mask_time_length": 2, "ctc_zero_infinity": True,
+        "ctc_loss_reduction": "mean", "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "feat_proj_dropout": 0.0, "final_dropout": 0.0, "activation_dropout": 0.0,
+        "layerdrop": 0.0,
+    }  # fmt: skip
+    return Calls(AutoModelForCTC.from_config(_config("wav2vec2", **sizes)))
 
 
 def _whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
+    from transformers import AutoModelForSpeechSeq2Seq
 
-    config = WhisperConfig(
-        vocab_size=40, num_mel_bins=8, encoder_layers=2, decoder_layers=2, d_model=16,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
-        decoder_ffn_dim=24, max_source_positions=12, max_target_positions=8, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0, use_cache=False,
-        suppress_tokens=[], begin_suppress_tokens=[],
-    )  # fmt: skip
-    return Calls(WhisperForConditionalGeneration(config))
+    sizes = {
+        "vocab_size": 40, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2,
+        "d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 12,
+        "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1, "dropout": 0.0, "use_cache": False, "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+    }  # fmt: skip
+    return Calls(AutoModelForSpeechSeq2Seq.from_config(_config("whisper", **sizes)))
 
 
 def _resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
+    from transformers import AutoModelForImageClassification
 
-    config: Any = ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=5,  # pyright: ignore[reportCallIssue]: of all configurations
-    )
-    return Calls(ResNetForImageClassification(config))
+    sizes = {
+        "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+        "num_labels": 5,
+    }  # fmt: skip
+    return Calls(AutoModelForImageClassification.from_config(_config("resnet", **sizes)))
+
+
+def _config(name: str, **sizes: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(name, **sizes)
 
 
 def _named(batch: Callable[[int, torch.Generator], Batch], **names: str) -> Any:

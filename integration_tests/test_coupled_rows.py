@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,30 @@ PLANS: dict[str, tuple[int, int, Constraints]] = {
     "pp": (2, 8, {PP: 2, PARTS: 2}),
 }
 
+# Every one with some plan by day.
+DATA = ("dp", "zero2", "dp-3-rows", "zero3", "zero1")
+BY_DAY = {
+    *((name, DATA[index % len(DATA)]) for index, name in enumerate((*LOSSES, *MODELS))),
+    *(("tasks", plan) for plan in PLANS),
+    *(("ppo", plan) for plan in ("tp", "tp-dp", "pp")),
+    *(("batch_norm_1d", plan) for plan in ("tp", "tp-dp")),
+}
+OF_HOURS = {"siglip", "mixtral", "wav2vec2", "whisper", "translator", "translator_dropout"}
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return names and plans, those that are not for every day marked."""
+    return [
+        pytest.param(name, plan, id=f"{name}-{plan}", marks=marks(name, plan))
+        for name in names
+        for plan in PLANS
+    ]
+
+
+def marks(name: str, plan: str) -> pytest.MarkDecorator:
+    by_day = (name, plan) in BY_DAY and name not in OF_HOURS
+    return pytest.mark.slow if by_day else pytest.mark.nightly
+
 
 @pytest.fixture
 def worlds(world2: World, world4: World) -> dict[int, World]:
@@ -36,9 +62,7 @@ def of_loss(name: str, rows: int) -> Trial:
     return Trial(build=partial(Net, name), batches=partial(coupled_losses.batches, rows))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "plan"), cases(LOSSES))
 def test_a_loss_over_the_batch_is_one_devices(
     worlds: dict[int, World], name: str, plan: str
 ) -> None:
@@ -59,9 +83,7 @@ def of_model(name: str, rows: int) -> Trial:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "plan"), cases(MODELS))
 def test_a_layer_over_the_batch_is_one_devices(
     worlds: dict[int, World], name: str, plan: str
 ) -> None:
