@@ -99,7 +99,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
+    """What came of it, what of that to keep the same when a case is made smaller, and the rest."""
+
     verdict: Verdict
+    kind: str = ""
     detail: str = ""
 
 
@@ -150,6 +153,7 @@ def _run(trial: Trial, constraints: Constraints | None, record: Record, phase: l
     numpy.random.seed(7)
     for step, batch in enumerate(given):
         phase[0] = f"step {step}"
+        model.step = step  # for control flow that depends on it
         loss = _loss(trial, model, batch)
         record.losses.append(loss.item())
         loss.backward()
@@ -210,9 +214,16 @@ def _failure(error: Exception, phase: str) -> Failure:
     )
 
 
-def judge(worlds: Mapping[int, World], trial: Trial, ranks: int, plan: Constraints) -> Judgement:
-    """Compare a plan with one device, on every rank."""
-    return compare(one_device(trial), attempts(worlds[ranks], trial, plan), plan)
+def judge(
+    worlds: Mapping[int, World],
+    trial: Trial,
+    ranks: int,
+    plan: Constraints,
+    *,
+    under: Trial | None = None,
+) -> Judgement:
+    """Compare a plan with one device, on every rank; ``under`` is what the ranks do instead."""
+    return compare(one_device(trial), attempts(worlds[ranks], under or trial, plan))
 
 
 def one_device(trial: Trial) -> Record:
@@ -255,42 +266,46 @@ def on_rank(directory: str, trial: Trial, constraints: Constraints) -> Record:
 def compare(
     expected: Record,
     found: list[Record] | RankError,
-    plan: Constraints,
     *,
     relative: float = 1e-12,
+    state: bool = True,
 ) -> Judgement:
     """Say what came of a trial, from one device's record and the ranks'."""
     if isinstance(found, RankError):
-        hangs = any("no answer after" in text for text in found.errors.values())
-        return Judgement(verdict="HANG" if hangs else "CRASH", detail=str(found))
+        verdict = "HANG" if "no answer after" in str(found) else "CRASH"
+        return Judgement(verdict=verdict, kind=verdict, detail=str(found))
     failures = [record.failure for record in found if record.failure is not None]
     if failures:
         return _of_failures(failures, len(found), expected.names)
     for rank, record in enumerate(found):
-        for what in differences(expected, record, relative):
+        for what in differences(expected, record, relative, state=state):
             warned = {text for each in found for text in each.warnings} - {*expected.warnings}
-            detail = f"rank {rank}: {what}; warnings: {warned}"
-            return Judgement(verdict="warned" if warned else "WRONG", detail=detail)
-    return Judgement(verdict="equal")
+            verdict = "warned" if warned else "WRONG"
+            detail = f"rank {rank}: {what}" + (f"; warnings: {warned}" if warned else "")
+            return Judgement(verdict=verdict, kind=verdict, detail=detail)
+    return Judgement(verdict="equal", kind="equal")
 
 
 def _of_failures(failures: list[Failure], ranks: int, names: list[str]) -> Judgement:
     own = [failure for failure in failures if not failure.is_of_peer]
     first = (own or failures)[0]
     said = f"{first.phase}: {first.kind}: {first.message}"
+    shape = re.sub(r"[0-9]+|'[^']*'", "", first.message)[:40]
+    verdict, detail = "CRASH", f"{said}\n{first.trace}"
     if len(failures) < ranks:
-        return Judgement(verdict="CRASH", detail=f"only some ranks failed; {said}\n{first.trace}")
-    if own and all(failure.is_refusal for failure in own):
-        quoted = re.findall(r"[A-Za-z_][\w.]*", first.message)
-        if {*quoted} & {*names} or any(key in first.message for key in (*_PLAN_KEYS, "aten.")):
-            return Judgement(verdict="refused", detail=said)
-        return Judgement(verdict="CRASH", detail=f"names nothing; {said}\n{first.trace}")
-    if any("imed out" in failure.message for failure in own):
-        return Judgement(verdict="HANG", detail=f"{said}\n{first.trace}")
-    return Judgement(verdict="CRASH", detail=f"{said}\n{first.trace}")
+        detail = f"only some ranks failed; {detail}"
+    elif own and all(failure.is_refusal for failure in own):
+        words = {*re.findall(r"[A-Za-z_][\w.]*", first.message)}
+        if words & {*names} or any(key in first.message for key in (*_PLAN_KEYS, "aten.")):
+            verdict, detail = "refused", said
+        else:
+            detail = f"names nothing; {detail}"
+    elif any("imed out" in failure.message for failure in own):
+        verdict = "HANG"
+    return Judgement(verdict=verdict, kind=f"{verdict} {first.kind} {shape}", detail=detail)
 
 
-def differences(expected: Record, found: Record, relative: float) -> Iterator[str]:
+def differences(expected: Record, found: Record, relative: float, *, state: bool) -> Iterator[str]:
     """Yield what differs, in the order in which it came about."""
     for step, pair in enumerate(zip(expected.losses, found.losses, strict=True)):
         if not math.isclose(*pair, rel_tol=relative) and not all(map(math.isnan, pair)):
@@ -303,7 +318,7 @@ def differences(expected: Record, found: Record, relative: float) -> Iterator[st
     one, other = expected.evaluation, found.evaluation
     if one is not None and not (other is not None and math.isclose(one, other, rel_tol=relative)):
         yield f"evaluation: {other!r}, one device {one!r}"
-    if not torch.equal(expected.state, found.state):
+    if state and not torch.equal(expected.state, found.state):
         yield "state of the generator"
 
 

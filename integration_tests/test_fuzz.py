@@ -1,0 +1,70 @@
+"""Random modules under random plans are right, refused or warned of; see ``fuzz``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from vescale_testing import World
+
+from .fuzz import DEFAULTS, drawn, judged, read, search, shrunk, told
+from .judge import BAD, judge
+from .test_coupled_rows import of_loss
+
+# ``nox -s nightly`` begins elsewhere every night.
+FIRST = int(os.environ.get("VESCALE_FUZZ_FIRST", "1000"))
+CASES, CHUNK = 2000, 50
+# What the search has found, made small.
+FOUND: list[str] = []
+
+
+@pytest.fixture
+def worlds(world2: World, world4: World) -> dict[int, World]:
+    return {2: world2, 4: world4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_module_is_right_or_refused(worlds: dict[int, World], seed: int) -> None:
+    spec = drawn(seed)
+    judgement = judged(worlds, spec)
+    assert judgement.verdict not in BAD, f"{told(spec)}\n{judgement.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", FOUND)
+def test_what_was_found_stays_mended(worlds: dict[int, World], line: str) -> None:
+    judgement = judged(worlds, read(line))
+    assert judgement.verdict not in BAD, judgement.detail
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(FIRST, FIRST + CASES, CHUNK))
+def test_many_random_modules_are_right_or_refused(worlds: dict[int, World], first: int) -> None:
+    failed = search(worlds, range(first, first + CHUNK), seconds=240)
+    report = [
+        f"seed {seed}: {judgement.verdict} {told(spec)}\n{judgement.detail}"
+        for seed, spec, judgement in failed
+    ]
+    assert not report, "\n\n".join(report)
+
+
+def test_a_seed_and_its_line_are_one_case() -> None:
+    for seed in range(20):
+        assert read(told(drawn(seed))) == drawn(seed)
+
+
+def test_a_case_is_made_as_small_as_its_outcome_allows() -> None:
+    large = {**DEFAULTS, "tp": 2, "dp": 2, "zero": 3, "blocks": "conv+gated+mlp", "bias": False}
+    small = shrunk(large, lambda spec: spec["dp"] == 2 and "gated" in spec["blocks"])
+    assert {k: v for k, v in small.items() if v != DEFAULTS[k]} == {"dp": 2, "blocks": "gated"}
+
+
+@pytest.mark.slow
+def test_the_judge_sees_what_is_wrong(worlds: dict[int, World]) -> None:
+    """A plan for other rows than one device's: the judge must not be blind."""
+    trial, other = of_loss("mean", 8), of_loss("mean", 6)
+    assert judge(worlds, trial, 2, {"data_parallel.size": 2}).verdict == "equal"
+    judgement = judge(worlds, trial, 2, {"data_parallel.size": 2}, under=other)
+    assert judgement.verdict == "WRONG"
