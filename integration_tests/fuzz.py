@@ -238,6 +238,7 @@ def search(
     *,
     seconds: float,
     avoid: Mapping[str, list[Any]] | None = None,
+    shrinks: bool = True,
 ) -> list[tuple[int, Spec, Judgement]]:
     """Judge cases until the time is over; return those that failed, made small."""
     failed: list[tuple[int, Spec, Judgement]] = []
