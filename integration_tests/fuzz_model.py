@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -359,7 +360,8 @@ class Network(nn.Module):
             self.second_head = nn.Linear(width, 3)
         if spec["unused"]:
             self.unused = nn.Linear(3, 5)
-        if spec["counter"]:
+        self.calls = 0
+        if spec["counter"] == "buffer":
             self.register_buffer("count", torch.zeros((), dtype=torch.long))
         if spec["closure"]:
             first = self.blocks[0]
@@ -396,10 +398,8 @@ class Network(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         x = self._embedded(batch[self.reads])
-        if self.spec["counter"]:
-            self.count += 1
-            x = x * (1 + 0.1 * self.count.to(x.dtype))
-        first, extra = x, x.new_zeros(())
+        x = self._with_state_of_its_own(x)
+        first, extra = x, torch.zeros(())
         rows, layout = len(x), self.spec["layout"]
         if layout == "folded":
             x = x.flatten(0, 1)
@@ -423,6 +423,16 @@ class Network(nn.Module):
         if self.spec["long_skip"]:
             x = x + first
         return self._loss(self.norm(x), extra, batch)
+
+    def _with_state_of_its_own(self, x: Tensor) -> Tensor:
+        """Scale by what every call of one device changes once."""
+        if self.spec["counter"] == "buffer":
+            self.count += 1
+            x = x * (1 + 0.1 * self.count.to(x.dtype))
+        elif self.spec["counter"] == "attribute":
+            self.calls += 1
+            x = x * (1 + 0.1 * self.calls)
+        return x * float(numpy.random.rand()) if self.spec["numpy"] else x
 
     def _with_a_weight_of_a_block(self, x: Tensor) -> Tensor:
         for parameter in self.blocks[0].parameters():
@@ -448,7 +458,8 @@ class Network(nn.Module):
 
     def _loss(self, x: Tensor, extra: Tensor, batch: Batch) -> Tensor | dict[str, Tensor]:
         z = self.head(x)
-        loss = LOSSES[self.spec["loss"]](z, batch) + extra
+        loss = LOSSES[self.spec["loss"]](z, batch)
+        loss = loss + extra if self.spec["auxiliary"] else loss
         if not self.spec["second_head"]:
             return loss
         return loss + 0.3 * self.second_head(x.mean(1)).tanh().square().mean()
