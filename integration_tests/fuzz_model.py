@@ -358,8 +358,10 @@ class Network(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=spec["bias"])
         if spec["second_head"]:
             self.second_head = nn.Linear(width, 3)
-        if spec["unused"]:
+        if spec["unused"] == "module":
             self.unused = nn.Linear(3, 5)
+        elif spec["unused"] == "parameter":
+            self.unused_scale = nn.Parameter(torch.ones(3))
         self.calls = 0
         if spec["counter"] == "buffer":
             self.register_buffer("count", torch.zeros((), dtype=torch.long))

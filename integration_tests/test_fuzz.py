@@ -28,6 +28,10 @@ FOUND = [
     '{"numpy": true, "loader": false, "tp": 2}',
     # Code between blocks sees a part of the sequence.
     '{"auxiliary": true, "tp": 2, "sequence": true}',
+    # A block under two names.
+    '{"blocks": "mlp+mlp+mlp", "tie": "blocks", "tp": 2}',
+    # A parameter of the model itself, on all stages, that nothing uses.
+    '{"unused": "parameter", "pp": 2, "optimizer": "adamw"}',
     # Errors that name nothing, or are not vescale's.
     '{"reparametrized": "weight", "tp": 2, "policy": "megatron"}',
     '{"tie": "blocks", "loader": false, "tp": 2}',
