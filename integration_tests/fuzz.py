@@ -21,7 +21,8 @@ from typing import Any
 from vescale_testing import World
 
 from . import fuzz_model
-from .fuzz_model import LAYERS, LOSSES, NORMS, POINTWISE, STEMS
+from .fuzz_layers import LAYERS, NORMS, POINTWISE
+from .fuzz_model import LOSSES, STEMS
 from .judge import BAD, Judgement, Trial, attempts, compare, one_device
 from .plans import COPIES, DP, PARTS, PP, SCHEDULE, SEQUENCE, TP, VIRTUAL, ZERO, Constraints
 
