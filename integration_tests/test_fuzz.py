@@ -22,6 +22,12 @@ FOUND = [
     # Buffers that forward changes, when forward runs again in backward.
     '{"norm": "batch", "tp": 2, "recompute": "full"}',
     '{"reparametrized": "spectral", "tp": 2, "recompute": "full"}',
+    # Statistics of a part of the sequence.
+    '{"norm": "batch", "tp": 2, "sequence": true}',
+    # Dropout inside of what the model itself runs again in backward.
+    '{"dropout": 0.5, "checkpoint": true, "loader": false, "dp": 2}',
+    # The block that cuts the sequence is left out.
+    '{"skips_by_step": true, "tp": 2, "sequence": true}',
     # Buffers of stages that a rank does not run.
     '{"norm": "batch", "pp": 2}',
     # A proof within the first call draws from numpy, too.
