@@ -28,6 +28,7 @@ FOUND = [
     '{"dropout": 0.5, "checkpoint": true, "loader": false, "dp": 2}',
     # The block that cuts the sequence is left out.
     '{"skips_by_step": true, "tp": 2, "sequence": true}',
+    '{"skips_by_step": true, "loss": "last_token", "tp": 2, "sequence": true}',
     # Buffers of stages that a rank does not run.
     '{"norm": "batch", "pp": 2}',
     # A proof within the first call draws from numpy, too.
