@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,7 +173,10 @@ def nightly(session: nox.Session) -> None:
     """Run the tests that take minutes, of all packages."""
     install_everything(session, "rich", "matplotlib")
     pytest = ("pytest", *ON_ALL_PROCESSORS)
-    session.run(*pytest, "-m", "nightly", "packages", "integration_tests", *session.posargs)
+    # Random cases that no earlier night has seen; a failure prints its seed and its case.
+    first = str(2000 * (int(time.time()) // 86400 % 100000))
+    tests = ("-m", "nightly", "packages", "integration_tests")
+    session.run(*pytest, *tests, *session.posargs, env={"VESCALE_FUZZ_FIRST": first})
     rules = [str(path) for path in LOCAL["vescale-dtensor"].glob("tests/test_rules_*.py")]
     session.run(*pytest, *rules, env={"VESCALE_RULE_CASES": "24"})
 
