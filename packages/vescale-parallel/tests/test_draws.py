@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from vescale_parallel._draw_cuts import (
 )
 from vescale_parallel._draw_forms import DrawForms
 from vescale_parallel._draws import WHOLE, Cut, Draws, KnownDraws, Place, Scope
+from vescale_parallel._recompute import recompute
 from vescale_parallel._row_borders import num_rows_of
 from vescale_parallel._row_guard import RowGuard
 from vescale_parallel._sharding_plan import resolve
@@ -182,6 +184,32 @@ def test_a_module_that_runs_again_in_backward_draws_the_same_again() -> None:
         assert linear.weight.grad is not None
         grads.append(linear.weight.grad)
     assert torch.equal(grads[0], grads[1])
+
+
+def test_a_block_that_runs_again_draws_as_in_its_own_call() -> None:
+    block, linear = nn.Sequential(nn.Dropout(0.4)), nn.Linear(6, 6)
+    scopes = iter(
+        [{"0": Scope(cuts=[Cut(rows=0)], parts={})}, {"0": Scope(cuts=[None], parts={})}]
+    )
+    draws = Draws(
+        place(2, 1, 1),
+        {},
+        lambda *_: KnownDraws(scopes=next(scopes), otherwise=dict),
+    )
+    draws.install(block)
+    recompute(block, draws.as_now)
+    x = torch.randn(2, 6)
+    torch.manual_seed(3)
+    with draws.of_call(block, (x,), {}, 2):
+        result = block(linear(x))
+    with warnings.catch_warnings(), draws.of_call(block, (x,), {}, 3):
+        warnings.simplefilter("ignore")
+        block(linear(x))
+    result.sum().backward()
+    torch.manual_seed(3)
+    mask = F.dropout(torch.ones(4, 6), 0.4)[2:]
+    assert linear.bias.grad is not None
+    torch.testing.assert_close(linear.bias.grad, mask.sum(0))
 
 
 def test_a_module_within_another_draws_by_its_own_scope() -> None:
@@ -482,3 +510,38 @@ def test_rows_are_found_after_statistics_of_the_batch() -> None:
     model, x = FoldedAndNormalized(), torch.randn(4, 5, 6)
     known = forms_of(model).known(model, (x,), {}, 4)
     assert known.scopes == {"": Scope(cuts=[Cut(rows=0, inner=True)], parts={})}
+
+
+def test_a_call_that_cannot_be_run_to_see_goes_by_an_example() -> None:
+    class Stubborn(nn.Module):
+        def forward(self, x: Tensor, check: object = None) -> Tensor:
+            if isinstance(check, list) and len(check) < 9:
+                raise ValueError("too few")
+            return F.dropout(x.T, 0.3).T
+
+    x, model = torch.randn(4, 4), Stubborn()
+    check = [torch.zeros(1)] * 9
+    assert forms_of(model).known(model, (x, check[:8]), {}, 4).scopes is None
+    known = forms_of(model, (torch.zeros(2, 3),)).known(model, (x, check[:8]), {}, 4)
+    assert known.otherwise() == {"": Scope(cuts=[Cut(rows=1)], parts={})}
+
+
+def test_rows_between_two_other_things_are_not_guessed() -> None:
+    def folded(x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (2, 3)).permute(1, 0, 2, 3)  # (time, rows, 2, 3)
+        return F.dropout(x.reshape(-1, 3), 0.3).view_as(x)
+
+    class Between(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unflatten(1, (5, 1)).permute(1, 0, 2, 3)
+            return folded(x.squeeze(2).transpose(0, 1))
+
+    model, x = Between(), torch.randn(4, 5, 6)
+    assert forms_of(model).known(model, (x,), {}, 4).scopes == {
+        "": Scope(cuts=[None], parts={}, is_region=True)
+    }
+
+
+def test_a_model_that_draws_nothing_is_not_watched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    assert forms_of(model).known(model, (torch.zeros(2, 4),), {}, 2).scopes == {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._draws import is_draw
+from ._draw_operators import is_draw
 from ._torch_private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from vescale_dtensor.random import Fill, RandomOperator
 
 from ._chance import without_chance
 from ._draw_cuts import Draw, Given
-from ._draws import draw_with, is_draw
+from ._draw_operators import draw_with, is_draw
 from ._noted_draws import DrawNotes, NotedDraw
 from ._proof import InDouble
 from ._row_borders import Rows, rows_dim
@@ -201,7 +201,7 @@ class _OneDraw(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs: dict[str, Any] = kwargs or {}
+        kwargs = kwargs or {}
         if not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
         return self._trial.run(self._notes.note(func, args), func, args, kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._draws import drawn_shape, is_draw
+from ._draw_operators import drawn_shape, is_draw
 from ._torch_private import TorchDispatchMode
 
 
