@@ -128,8 +128,8 @@ def two_lists_of_blocks() -> None:
     vescale.parallelize(make_plan(TWO["pp-1f1b"]), T5ForConditionalGeneration(config))
 
 
-def batch_norm(constraints: Constraints) -> None:
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)]
+def batch_norm(constraints: Constraints, kind: Callable[[int], nn.Module]) -> None:
+    layers = [nn.Sequential(nn.Linear(8, 8), kind(8)) for _ in range(4)]
     vescale.parallelize(make_plan(constraints), nn.Sequential(*layers))
 
 
@@ -148,8 +148,12 @@ MODELS: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     "planned_heads": (uneven_heads_of_the_planner, (), r"head"),
     "constraint": (unknown_constraint, (), r"unknown constraint .*'pipeline_parallel.size'"),
     "t5": (two_lists_of_blocks, (), r"one list of blocks, T5ForConditionalGeneration has 2"),
-    "batch_norm_dp": (batch_norm, ({DP: 2},), r"'0.1' normalizes over the batch"),
-    "batch_norm_pp": (batch_norm, ({PP: 2, PARTS: 2},), r"'0.1' normalizes over the batch"),
+    "sync_batch_norm": (batch_norm, ({DP: 2}, nn.SyncBatchNorm), r"'0.1' is a SyncBatchNorm"),
+    "batch_norm_pp": (
+        batch_norm,
+        ({PP: 2, PARTS: 2}, nn.BatchNorm1d),
+        r"'0.1' normalizes over the batch",
+    ),
     "twice": (twice, (), r"HandWritten is parallelized already"),
 }
 

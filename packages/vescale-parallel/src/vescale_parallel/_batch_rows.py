@@ -43,6 +43,11 @@ class BatchRows:
         self._groups, self._num_parts = groups, num_parts
         self.meetings, self.is_checked = NOWHERE, True
 
+    def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
+        """Be ready for rows that meet in modules whose forward is wrapped after this."""
+        if self._regions is not None:
+            self._regions.prepare(model, fqns)
+
     @contextmanager
     def of_call(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -83,8 +88,8 @@ class BatchRows:
             names = ", ".join(repr(fqn or "the model") for fqn in self.meetings.regions)
             raise ValueError(
                 f"rows of the batch meet in {names}, so all data-parallel ranks need batches of "
-                f"the same shapes, and they have others; this rank has {shapes}. Pad to one length "
-                "on all ranks and drop a last batch that does not divide"
+                f"the same shapes, and they have others; this rank has {shapes}. Pad to one "
+                "length on all ranks and drop a last batch that does not divide"
             )
 
 
@@ -106,7 +111,7 @@ def _refusal(meetings: RowMeetings, num_parts: int) -> str:
     found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in meetings.regions.items())
     return (
         f"rows of the batch meet ({found}), but a pipeline runs it in {num_parts} parts one after "
-        "the other. Use pipeline_parallel.size 1, under which data-parallel ranks compute that part "
-        "over the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
-        "targets of all parts)"
+        "the other. Use pipeline_parallel.size 1, under which data-parallel ranks compute that "
+        "part over the whole batch, or a loss that is a mean over rows (F.cross_entropy counts "
+        "the targets of all parts)"
     )

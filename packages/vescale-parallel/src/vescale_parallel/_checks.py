@@ -47,8 +47,8 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]
     if plan.pipeline_parallel.size > 1 and parts > 1 and batch_norms:
         raise ValueError(
-            f"{batch_norms[0]!r} normalizes over the batch, which a pipeline runs in {parts} parts "
-            "one after the other; use pipeline_parallel.size 1, or another norm"
+            f"{batch_norms[0]!r} normalizes over the batch, which a pipeline runs in {parts} "
+            "parts one after the other; use pipeline_parallel.size 1, or another norm"
         )
     synced = [fqn for fqn, bases in names.items() if "SyncBatchNorm" in bases]
     if plan.data_parallel.size > 1 and synced:

@@ -34,8 +34,9 @@ from ._fresh_thread import in_fresh_thread
 from ._proof import InDouble
 from ._rehearsal import RehearsalError
 from ._row_borders import Rows, rows_dim
-from ._row_check import NUM_ROWS, RowCheckError
+from ._row_check import RowCheckError
 from ._row_guard import RowGuard, plain, some_rows, within
+from ._row_parts import NUM_ROWS
 from ._sharding_plan import generalize
 from ._torch_private import pytree
 

@@ -26,7 +26,7 @@ from ._draw_operators import draw_with, is_draw
 from ._noted_draws import DrawNotes, NotedDraw
 from ._proof import InDouble
 from ._row_borders import Rows, rows_dim
-from ._row_check import seeded
+from ._row_runs import seeded
 from ._sharding_plan import generalize
 from ._torch_private import TorchDispatchMode, pytree
 

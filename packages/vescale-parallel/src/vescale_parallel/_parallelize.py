@@ -125,7 +125,10 @@ def _carry_out(
     num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
     mesh = build_mesh(plan)
     exchange = exchange_over(data_groups(mesh))
-    row_guard = RowGuard(model, exchange) if num_parts > 1 else None
+    row_guard = None
+    if num_parts > 1:
+        # What a pipeline returns besides its loss is nothing.
+        row_guard = RowGuard(model, exchange, losses_only=stages is not None)
     forms = None
     if mesh.size() > 1 and stages is None:
         cut = TensorParallelism(resolved, tp, plan.tensor_parallel.size)
@@ -291,6 +294,7 @@ def _make_engine(
     block_units = [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
     if plan.recompute == "full":
         keep_no_caches(model)
+        rows.prepare(model, blocks)
         for fqn in blocks:
             recompute(model.get_submodule(fqn), draws.as_now)
     pipelined = stages is not None

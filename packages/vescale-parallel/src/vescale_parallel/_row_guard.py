@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from ._row_borders import (
     row_counts,
     row_dim,
 )
-from ._row_check import NUM_ROWS, Given, RowCheckError, row_meetings, seeded
+from ._row_check import Given, GradientsDifferError, RowCheckError, row_meetings
+from ._row_parts import NUM_ROWS
+from ._row_runs import seeded
 from ._tiny_twin import tiny_twin
 from ._torch_private import pytree
 from ._user_line import warn_at_user_line
@@ -41,14 +43,21 @@ class RowGuard:
     Args:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
+        losses_only: Whether numbers that have no gradient do not matter.
 
     Attributes:
         whole: A copy of the model without values; None if it cannot be copied.
         latest: The form of the latest call; None before the first one.
     """
 
-    def __init__(self, model: nn.Module, exchange: Callable[[Any], list[Any]]) -> None:
-        self._exchange = exchange
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Callable[[Any], list[Any]],
+        *,
+        losses_only: bool = False,
+    ) -> None:
+        self._exchange, self._losses_only = exchange, losses_only
         self._forms = CallForms(model)
         self.whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
@@ -86,18 +95,21 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        found, why = NOWHERE, ""
+        found, why, is_wrong = NOWHERE, "", False
         try:
             found = in_fresh_thread(lambda: self._check(model, given))
         except RowCheckError as error:
-            why = str(error)
-        ranks = self._exchange((key[0], found, why))
-        forms = {form for form, _, _ in ranks}
+            why, is_wrong = str(error), isinstance(error, GradientsDifferError)
+        ranks = self._exchange((key[0], found, why, is_wrong))
+        forms = {form for form, *_ in ranks}
         if len(forms) > 1:
             raise ValueError(
                 f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
             )
-        doubts = [each for _, _, each in ranks if each]
+        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
+        if refusals:
+            raise ValueError(f"{refusals[0]}; use data_parallel.size 1 and one micro-batch")
+        doubts = [each for _, _, each, _ in ranks if each]
         if doubts:
             self._unchecked.add(key)
         if doubts and torch.is_grad_enabled():
@@ -105,26 +117,32 @@ class RowGuard:
                 "it could not be checked whether rows of the batch meet in this call, which "
                 f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
             )
-        return joined([each for _, each, _ in ranks])
+        return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given) -> RowMeetings:
         subject, is_scaled_down = self.subject(model)
+        counts = row_counts(*given)
+        if not counts:
+            raise RowCheckError("no tensor is given that has rows")
+        firsts = {x.shape[0] for x in pytree.tree_leaves(given) if _has_dims(x)}
+        if len(firsts) > 1:
+            shared = [_sharing(given, count) for count in counts]
+            counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
+        else:
+            counts = [*firsts]
         found: list[RowMeetings] = []
         errors: list[RowCheckError] = []
-        counts = row_counts(*given)
-        shared = [_sharing(given, count) for count in counts]
-        likeliest = [c for c, n in zip(counts, shared, strict=True) if n >= shared[0]]
-        for num_rows in likeliest[:_MOST_GUESSES]:
+        for num_rows in counts[:_MOST_GUESSES]:
             try:
                 found.append(self._meetings_of(subject, given, num_rows, is_scaled_down))
             except RowCheckError as error:
                 errors.append(error)
                 continue
-            # With time for rows, steps meet; with rows for rows they mostly do not.
+            # Steps of time, taken for rows, meet; rows mostly do not.
             if not found[-1].regions:
                 return found[-1]
         if not found:
-            raise errors[0] if errors else RowCheckError("no tensor is given that has rows")
+            raise errors[0]
         return found[0]
 
     def _meetings_of(
@@ -137,7 +155,7 @@ class RowGuard:
                 inside = within(subject)
                 whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
             try:
-                found = row_meetings(subject, whole, halves)
+                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
             except RowCheckError as error:
                 errors.append(error)
                 continue
@@ -163,7 +181,7 @@ class RowGuard:
         live = dict(model.named_modules())
         for fqn, module in subject.named_modules():
             module.training = live[fqn].training
-            for name, buffer in live[fqn]._buffers.items():
+            for name, buffer in live[fqn].named_buffers(recurse=False):
                 if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
                     module._buffers[name] = _in_double(buffer)
         for parameter in subject.parameters():
@@ -204,6 +222,10 @@ def within(model: nn.Module) -> Any:
         return torch.where(x >= limit, x % limit, x) if is_index else x
 
     return inside
+
+
+def _has_dims(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dim() > 0
 
 
 def _sharing(given: Given, count: int) -> int:

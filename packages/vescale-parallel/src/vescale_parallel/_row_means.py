@@ -15,10 +15,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
-_SCALE = {"mul", "mul_", "div", "div_", "true_divide", "__mul__", "__rmul__", "__imul__"}
-_SCALE |= {"__truediv__", "__itruediv__"}
-_KEEP = {"neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"}
-_KEEP |= {"view", "reshape", "squeeze", "contiguous"}
+_SCALE = {
+    *("mul", "mul_", "div", "div_", "true_divide", "__mul__", "__rmul__", "__imul__"),
+    *("__truediv__", "__itruediv__"),
+}
+_KEEP = {
+    *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
+    *("view", "reshape", "squeeze", "contiguous"),
+}
 
 # Backward nodes of means over all elements, and of losses with such a reduction.
 _MEANS = ("Mean",)

@@ -8,15 +8,16 @@ the bulk of the work stays as it is. Parameters and other plain tensors that mee
 are the same on all ranks.
 
 [Note: gradients at the border] The engine averages parameters' gradients over the R data-parallel
-ranks. So among plain tensors the gradient of a rank's rows is R times one device's, and one device's
-gradient of what all ranks hold is the mean of theirs. Among distributed tensors gradients are one
-device's. Hence the factors below.
+ranks. So among plain tensors the gradient of a rank's rows is R times one device's, and the mean
+over ranks of the gradients of what all of them hold is one device's. Among distributed tensors
+gradients are one device's. Hence the factors below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -56,33 +57,46 @@ class RowRegions:
         self._border = _Border(mesh, tp_mesh, with_tp)
         self._lift = lift
         self._mode = _WithRows(self._border)
-        self._watched: set[str] = set()
-        # Whether a region's own code runs; modules that it left to run on parts, innermost last.
+        self._wrapped: set[str] = set()
+        self._hooked: set[str] = set()
+        # Whether a region's own code runs, and the modules that it left to run on parts,
+        # innermost last, with whether it runs again behind them.
         self._is_inside = False
-        self._left: list[tuple[nn.Module, Border]] = []
+        self._left: list[tuple[nn.Module, Border, bool]] = []
         self.meetings = NOWHERE
 
     @contextmanager
     def of_call(self, meetings: RowMeetings, num_rows: int) -> Iterator[None]:
-        """Let rows meet in a call of the model, which has ``num_rows`` on this rank."""
+        """Let rows meet in a call of the model, which has ``num_rows`` on this rank.
+
+        And in what backward runs again of it, so what is known stays until the next call.
+        """
         self.meetings, self._border.num_rows = meetings, num_rows
         try:
             yield
         finally:
-            self.meetings, self._is_inside = NOWHERE, False
+            self._is_inside = False
             self._left.clear()
+
+    def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
+        """Have modules, should rows meet in them, do it within what wraps them afterwards."""
+        for fqn in fqns:
+            if fqn not in self._wrapped:
+                self._wrapped.add(fqn)
+                module = model.get_submodule(fqn)
+                module.forward = self._meeting(module, module.forward, fqn)
 
     def watch(self, model: nn.Module, meetings: RowMeetings) -> None:
         """Have the modules of a model let rows meet where a check has found that they do."""
-        for fqn in meetings.names([name for name, _ in model.named_modules()]):
-            if fqn in self._watched:
+        names = meetings.names([name for name, _ in model.named_modules()])
+        self.prepare(model, names)
+        for fqn in names:
+            if fqn in self._hooked:
                 continue
-            self._watched.add(fqn)
+            self._hooked.add(fqn)
             module = model.get_submodule(fqn)
-            module.forward = self._meeting(module, module.forward, fqn)
-            module.register_forward_pre_hook(
-                functools.partial(self._leave, fqn), prepend=True, with_kwargs=True
-            )
+            leave = functools.partial(self._leave, fqn)
+            module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
 
     def _meeting(
@@ -92,10 +106,11 @@ class RowRegions:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.meetings.is_region(fqn):
                 return forward(*args, **kwargs)
-            if self._is_inside:
-                output = forward(*args, **kwargs)
-                _settle_buffers(module)
-                return output
+            if self._is_inside or self._border.is_any_whole((args, kwargs)):
+                with contextlib.nullcontext() if self._is_inside else self._inside():
+                    output = forward(*args, **kwargs)
+                    _settle_buffers(module)
+                    return output
             border = self.meetings.border(fqn, (args, kwargs))
             if border is None:
                 raise ValueError(
@@ -126,24 +141,25 @@ class RowRegions:
 
     def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module that a region calls: give it this rank's part, if that is right."""
-        if not self._is_inside or self.meetings.is_region(fqn):
-            return None
-        border = self.meetings.border(fqn, (args, kwargs))
-        if border is None:
+        # Not inside, but on the whole batch, is what checkpoint runs again in backward.
+        is_called_so = self._is_inside or self._border.is_any_whole((args, kwargs))
+        border = self.meetings.border(fqn, (args, kwargs)) if is_called_so else None
+        if border is None or self.meetings.is_region(fqn):
             return None
         given = self._border.to_parts((args, kwargs), border.inputs)
-        self._mode.pause()
+        if self._is_inside:
+            self._mode.pause()
+        self._left.append((module, border, self._is_inside))
         self._is_inside = False
-        self._left.append((module, border))
         return given
 
     def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Behind such a module: go on with the whole batch."""
         if not self._left or self._left[-1][0] is not module or self._is_inside:
             return None
-        _, border = self._left.pop()
-        self._is_inside = True
-        self._mode.resume()
+        _, border, self._is_inside = self._left.pop()
+        if self._is_inside:
+            self._mode.resume()
         # A module that raised has no output.
         return None if output is None else self._border.to_rows(output, border.outputs)
 
@@ -181,13 +197,13 @@ class _WithRows(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tuple(args), dict(kwargs or {})
+        args, named = tuple(args), dict(kwargs or {})
         if self.is_paused:
-            return func(*args, **kwargs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            return func(*args, **named)
+        tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
         if not tensors:
             # Made from nothing (an index, zeros to add to): what ranks make is the same.
-            made = func(*args, **kwargs)
+            made = func(*args, **named)
             return self._border.replicated(made) if type(made) is Tensor else made
         if len(tensors) > 1 and any(map(self._border.is_inside, tensors)):
             if _writes_to_first(func) and _loses_gradient(tensors):
@@ -196,8 +212,8 @@ class _WithRows(TorchFunctionMode):
                     "is made of all rows of the batch, which would lose its gradient; make the "
                     "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
                 )
-            args, kwargs = pytree.tree_map_only(Tensor, self._border.replicated, (args, kwargs))
-        return func(*args, **kwargs)
+            args, named = pytree.tree_map_only(Tensor, self._border.replicated, (args, named))
+        return func(*args, **named)
 
 
 def _writes_to_first(func: Callable[..., Any]) -> bool:
@@ -235,6 +251,10 @@ class _Border:
     def is_inside(self, tensor: Tensor) -> bool:
         """Whether a tensor is distributed over the ranks that share the batch."""
         return is_on(tensor, self._mesh)
+
+    def is_any_whole(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is."""
+        return any(map(self._is_whole, pytree.tree_leaves(tree)))
 
     def to_rows(self, tree: Any, rows: Sequence[Rows | None]) -> Any:
         """Return this rank's parts as tensors of the whole batch."""
@@ -336,6 +356,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 def _settle_buffers(module: nn.Module) -> None:
     """Keep what a region has assigned to a buffer as the plain tensor that it was."""
-    for name, buffer in module._buffers.items():
+    for name, buffer in module.named_buffers(recurse=False):
         if isinstance(buffer, DTensor):
-            module._buffers[name] = buffer.detach().full_tensor()
+            with torch.no_grad():
+                module._buffers[name] = buffer.full_tensor()

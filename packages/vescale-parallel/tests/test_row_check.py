@@ -1,0 +1,264 @@
+"""Where rows of a batch meet is found by running a model on all rows and on halves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vescale_parallel._row_borders import RowMeetings, Rows, num_rows_of
+from vescale_parallel._row_guard import RowGuard, some_rows
+
+
+def meetings(model: nn.Module, *args: Any, **kwargs: Any) -> RowMeetings:
+    guard = RowGuard(model, lambda mine: [mine])
+    found, is_checked = guard.meetings(model, args, kwargs)
+    assert is_checked
+    return found
+
+
+class Tokens(nn.Module):
+    """A model of tokens whose loss is given as a function of log probabilities."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 11)
+        self.loss = loss
+
+    def forward(self, ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.loss(self.head(x), targets, mask)
+
+
+def tokens() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (3, 5), generator=generator)
+    return ids, ids.roll(1, -1), torch.ones(3, 5, dtype=torch.bool)
+
+
+def token_mean(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return 2 * F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def mean_of_all(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return logits.logsumexp(-1).mean() + 0.1 * logits.square().mean()
+
+
+def total(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return logits.logsumexp(-1).sum()
+
+
+def chosen(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return -logits.log_softmax(-1)[..., 0][mask].mean()
+
+
+def quotient_of_means(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return (logits[..., 0] * mask).mean() / mask.double().mean()
+
+
+def product_of_means(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return logits.square().mean() * F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def divided_by_rows(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(targets)
+
+
+def largest(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return logits.max()
+
+
+@pytest.mark.parametrize("loss", [token_mean, mean_of_all])
+def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
+    assert not meetings(Tokens(loss), *tokens()).regions
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [total, chosen, quotient_of_means, product_of_means, divided_by_rows, largest],
+    ids=lambda loss: loss.__name__,
+)
+def test_rows_meet_in_other_losses_and_nowhere_else(loss: Any) -> None:
+    found = meetings(Tokens(loss), *tokens())
+    assert [*found.regions] == [""]
+    assert {fqn for fqn, _ in found.borders} == {"", "embed", "blocks.0", "blocks.1", "head"}
+
+
+def test_rows_meet_in_batch_norm_while_training_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert [*meetings(model, torch.randn(6, 4)).regions] == ["1"]
+    assert not meetings(model.eval(), torch.randn(6, 4)).regions
+
+
+class Router(nn.Module):
+    """Keeps a loss over all rows for the model to add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.gate(x).softmax(-1)
+        self.balance = p.mean(0).square().sum()
+        return x * p[:, :1]
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Router(), Router()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Any] = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(layer.balance)
+        return x.square().mean() + torch.stack(kept).sum()
+
+
+def test_a_loss_kept_by_a_layer_makes_the_layer_meet_too() -> None:
+    assert {*meetings(Routed(), torch.randn(4, 4)).regions} == {
+        *("", "layers", "layers.0", "layers.1")
+    }
+
+
+class Contrast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.left(x) @ self.right(y).T
+        return {"loss": F.cross_entropy(logits, torch.arange(len(x))), "logits": logits}
+
+
+def test_what_has_rows_twice_is_returned_whole() -> None:
+    found = meetings(Contrast(), torch.randn(5, 3), torch.randn(5, 3))
+    assert [*found.regions] == [""]
+    border = found.borders["", "2d 2d"]
+    assert border.inputs == (Rows(0), Rows(0))
+    assert border.outputs == (None, None)
+
+
+class TimeOutside(nn.Module):
+    """Folds (batch, time) with the time outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = self.inner(x.transpose(0, 1).reshape(-1, 3))
+        return folded.square().sum()
+
+
+def test_rows_inside_of_a_folded_dim_are_told_from_rows_outside() -> None:
+    border = meetings(TimeOutside(), torch.randn(4, 5, 3)).borders["inner", "2d"]
+    assert border.inputs == (Rows(0, outermost=False),)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.lstm(x)[0][-1]), y)
+
+
+def test_rows_of_time_first_inputs_are_what_tensors_share() -> None:
+    x, y = torch.randn(7, 5, 3), torch.tensor([0, 1, 0, 1, 0])
+    assert num_rows_of((x, y), {}) == 5
+    assert not meetings(TimeFirst(), x, y).regions
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad - grad.mean(0)
+
+
+class MeetsInBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Hidden.apply(self.layer(x)).square()
+
+
+def test_rows_that_meet_in_backward_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gradient of 'layer.*' is not the sum over parts"):
+        meetings(MeetsInBackward(), torch.randn(4, 3))
+
+
+class NeedsRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).norm(dim=-1).topk(3).values.mean()
+
+
+def test_a_model_that_fewer_rows_do_not_fit_lets_them_meet() -> None:
+    assert [*meetings(NeedsRows(), torch.randn(4, 3)).regions] == [""]
+
+
+def test_dropout_does_not_let_rows_meet() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.AlphaDropout(0.1))
+    assert not meetings(model, torch.randn(4, 4)).regions
+
+
+def test_a_check_leaves_generators_and_the_model_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    meetings(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
+
+
+def test_masks_of_the_small_batch_are_uneven() -> None:
+    whole, *halves = some_rows(((torch.ones(2, 8, dtype=torch.bool),), {}), 2, uneven=True)
+    counts = whole[0][0].sum(1).tolist()
+    assert len({*counts}) == 4
+    assert torch.equal(torch.cat([half[0][0] for half in halves]), whole[0][0])
+
+
+def test_ranks_that_see_it_differently_agree() -> None:
+    model = Tokens(chosen)
+    ids, targets, mask = tokens()
+    theirs = RowGuard(model, lambda mine: [mine]).meetings(model, (ids, targets, mask), {})[0]
+    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs, "", False)
+    plain = Tokens(token_mean)
+    ours = RowGuard(plain, lambda mine: [mine, told])
+    assert [*ours.meetings(plain, (ids, targets, mask), {})[0].regions] == [""]
+
+
+class WithAccuracy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, y), (logits.argmax(-1) == y).double().mean()
+
+
+def test_numbers_without_gradient_matter_where_they_are_returned() -> None:
+    args = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    assert [*meetings(WithAccuracy(), *args).regions] == [""]
+    guard = RowGuard(WithAccuracy(), lambda mine: [mine], losses_only=True)
+    assert not guard.meetings(WithAccuracy(), args, {})[0].regions
