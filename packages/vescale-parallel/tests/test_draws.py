@@ -545,3 +545,15 @@ def test_rows_between_two_other_things_are_not_guessed() -> None:
 def test_a_model_that_draws_nothing_is_not_watched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
     assert forms_of(model).known(model, (torch.zeros(2, 4),), {}, 2).scopes == {}
+
+
+def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:
+    model = Folded(time_outer=True)
+    forms = forms_of(model)
+    draws = Draws(place(2, 1, 0), {}, forms.known)
+    draws.install(model)
+    with draws.of_call(model, (torch.randn(4, 1, 6),), {}, 4):
+        model(torch.randn(4, 1, 6))
+    x = torch.randn(4, 5, 6)
+    with pytest.warns(UserWarning, match="own"), draws.of_call(model, (x,), {}, 4):
+        model(x)

@@ -112,9 +112,14 @@ class DrawForms:
         noted = self._noted(model, once, twice)
         cuts = noted.cuts(self._parallelism)
         folded = [key for key, cut in cuts.items() if noted.is_folded(key, cut, _NUM_ROWS)]
+        alone = {
+            key: cut if cut is None or cut.rows is None else replace(cut, alone=True)
+            for key, cut in cuts.items()
+            if key not in folded
+        }
         if not folded:
-            return cuts
-        return cuts | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
+            return alone
+        return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
 
     def _noted(self, model: nn.Module, once: Given, twice: Given) -> Noted:
         whole = self._guard.whole

@@ -34,7 +34,7 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part
 
 from ._draw_operators import draw_with, drawn_shape, is_draw
 from ._tensor_parallel import stack_of
-from ._torch_private import TorchDispatchMode
+from ._torch_private import TorchDispatchMode, is_in_backward
 from ._tp_ranks import part_sizes
 from ._user_line import warn_at_user_line
 
@@ -51,11 +51,13 @@ class Cut:
         part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
         inner: Whether the rows are innermost in a dim that they share with something else, as
             in (time x rows); if not, they are outermost.
+        alone: Whether they shared it with nothing in the call that was run to see.
     """
 
     rows: int | None = None
     part: int | None = None
     inner: bool = False
+    alone: bool = False
 
 
 WHOLE = Cut()
@@ -221,7 +223,7 @@ class Draws:
 
     def _cut(self, shape: tuple[int, ...], scope: Scope, index: int, at: str) -> Cut | None:
         if index < len(scope.cuts):
-            return scope.cuts[index]
+            return self._if_alone(scope.cuts[index], shape)
         if scope.is_region and index not in scope.parts:
             return None
         part = scope.parts.get(index)
@@ -231,6 +233,15 @@ class Draws:
             self._warn_of_guess(shape, at)
             return Cut(rows=0, part=part)
         return None
+
+    def _if_alone(self, cut: Cut | None, shape: tuple[int, ...]) -> Cut | None:
+        """Return a cut, None if rows now share a dim in which they were seen alone."""
+        if cut is None or cut.rows is None or not cut.alone:
+            return cut
+        # A block that runs again in backward may be of an earlier call, with other rows.
+        if self._place.num_parts_of_batch == 1 or is_in_backward():
+            return cut
+        return cut if shape[cut.rows] == self._now.num_rows else None
 
     def _is_cut(self, cut: Cut) -> bool:
         by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
