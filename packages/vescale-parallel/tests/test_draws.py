@@ -557,3 +557,24 @@ def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:
     x = torch.randn(4, 5, 6)
     with pytest.warns(UserWarning, match="own"), draws.of_call(model, (x,), {}, 4):
         model(x)
+
+
+def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(6, 5, 2, dropout=0.3)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return F.mse_loss(self.rnn(x)[0].mean(-1).T, targets)  # (time, rows, ..), (rows, time)
+
+    model = Given()
+    given = (torch.randn(5, 4, 6), torch.randn(4, 5))
+    guard = RowGuard(model, lambda value: [value])
+    meetings, _ = guard.meetings(model, given, {})
+    assert not meetings.regions
+    assert meetings.num_rows(given, {}) == 4
+    alone = TensorParallelism(resolve({}, model), {}, 1)
+    forms = DrawForms(model, guard, None, alone, lambda value: [value])
+    found = forms.known(model, given, {}, 4).scopes
+    assert found == {"rnn": Scope(cuts=[Cut(rows=1, alone=True)], parts={})}
