@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import vescale
 from vescale_testing import World
 
+from . import coupled_layers
 from .families import InDouble
+from .judge import Trial, judge
 from .models import ReturnsLoss, batches
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
@@ -259,3 +261,36 @@ def test_ranks_draw_what_one_device_draws(
 def test_an_encoder_and_a_decoder_draw_what_one_device_draws(world2: World, plan: str) -> None:
     # No blocks that run again: the cast of its norms to float32 is not turned off in backward.
     check(world2, "t5", TWO[plan])
+
+
+# As many rows a rank as there are steps of time; or fewer; or more.
+NO_EXAMPLE: list[tuple[str, int, int, Constraints]] = [
+    ("time_first_dropout", 2, 10, {DP: 2}),
+    ("folded_dropout_time_outer", 2, 10, {DP: 2, ZERO: 3}),
+    ("time_first_dropout", 4, 10, {TP: 2, DP: 2}),
+    ("folded_dropout_time_outer", 4, 6, {TP: 2, DP: 2}),
+    ("folded_dropout_rows_outer", 2, 10, {DP: 2, ZERO: 2}),
+    ("lstm_dropout", 2, 10, {DP: 2, ZERO: 1}),
+    ("gru_rows_first_dropout", 2, 6, {DP: 2}),
+    ("time_first_dropout", 2, 6, {DP: 2, ZERO: 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rows", "plan"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if index < 3 else pytest.mark.nightly)
+        for index, case in enumerate(NO_EXAMPLE)
+    ],
+)
+def test_without_a_data_set_ranks_draw_what_one_device_draws(
+    world2: World, world4: World, name: str, ranks: int, rows: int, plan: Constraints
+) -> None:
+    trial = Trial(
+        build=partial(coupled_layers.build, name),
+        batches=partial(coupled_layers.batches, name, rows),
+        optimizer="adamw",
+        loader=False,
+    )
+    judgement = judge({2: world2, 4: world4}, trial, ranks, plan)
+    assert judgement.verdict == "equal", judgement.detail

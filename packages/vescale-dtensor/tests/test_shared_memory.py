@@ -108,7 +108,7 @@ def test_plain_cotangents_are_those_of_every_rank(
         (function(held), given),
         (function(held.to_local()), given),
     ):
-        (gradient,) = torch.autograd.grad(result, source, cotangent)
+        (gradient,) = torch.autograd.grad(result, source, cotangent, retain_graph=True)
         for each in _parts(gradient):
             # The sums of transforms are cut elsewhere.
             torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)

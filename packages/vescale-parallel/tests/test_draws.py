@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,8 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._draws import WHOLE, Cut, Draws, Place, Scope
-from vescale_parallel._foreseen import draw_marks, foreseen, scopes_of
+from vescale_parallel._draw_cuts import (
+    TensorParallelism,
+    cuts_of_example,
+    draw_marks,
+    scopes_of_unknown,
+)
+from vescale_parallel._draw_forms import DrawForms
+from vescale_parallel._draws import WHOLE, Cut, Draws, KnownDraws, Place, Scope
+from vescale_parallel._recompute import recompute
+from vescale_parallel._row_borders import num_rows_of
+from vescale_parallel._row_guard import RowGuard
 from vescale_parallel._sharding_plan import resolve
 from vescale_parallel._tensor_parallel import complete_placements
 
@@ -37,15 +48,19 @@ def place(num_parts: int, tp_size: int, index: int) -> Place:
     )
 
 
+def draws_of(where: Place, scopes: Mapping[str, Scope], **lengths: int) -> Draws:
+    return Draws(where, lengths, lambda *_: KnownDraws(scopes=scopes, otherwise=lambda: scopes))
+
+
 def drawn_on(
     where: Place, function: Callable[[Tensor], Any], x: Tensor, scope: Scope, **lengths: int
 ) -> tuple[Any, Tensor]:
     """Return what one rank gets, and the state of its generator afterwards."""
     module = Runs(function)
-    draws = Draws(where, lengths)
-    draws.install(module, {"": scope})
+    draws = draws_of(where, {"": scope}, **lengths)
+    draws.install(module)
     torch.manual_seed(3)
-    with draws.of_call((x,), {}, training=True):
+    with draws.of_call(module, (x,), {}, len(x)):
         result = module(x)
     return result, torch.get_rng_state()
 
@@ -156,19 +171,45 @@ def test_a_module_that_runs_again_in_backward_draws_the_same_again() -> None:
     linear = nn.Linear(6, 6)
     inner = nn.Sequential(linear, nn.Dropout(0.4), nn.Tanh())
     x = torch.randn(2, 6)
-    draws = Draws(place(2, 1, 1), {})
-    draws.install(inner, {"1": Scope(cuts=[Cut(rows=0)], parts={})})
+    draws = draws_of(place(2, 1, 1), {"1": Scope(cuts=[Cut(rows=0)], parts={})})
+    draws.install(inner)
     grads: list[Tensor] = []
     for run in (inner, lambda x: checkpoint(inner, x, use_reentrant=False)):
         torch.manual_seed(3)
         inner.zero_grad()
-        with draws.of_call((x,), {}, training=True):
+        with draws.of_call(inner, (x,), {}, 2):
             result = run(x)
         torch.rand(5)  # moves on what a second draw would continue from
         result.square().sum().backward()
         assert linear.weight.grad is not None
         grads.append(linear.weight.grad)
     assert torch.equal(grads[0], grads[1])
+
+
+def test_a_block_that_runs_again_draws_as_in_its_own_call() -> None:
+    block, linear = nn.Sequential(nn.Dropout(0.4)), nn.Linear(6, 6)
+    scopes = iter(
+        [{"0": Scope(cuts=[Cut(rows=0)], parts={})}, {"0": Scope(cuts=[None], parts={})}]
+    )
+    draws = Draws(
+        place(2, 1, 1),
+        {},
+        lambda *_: KnownDraws(scopes=next(scopes), otherwise=dict),
+    )
+    draws.install(block)
+    recompute(block, draws.as_now)
+    x = torch.randn(2, 6)
+    torch.manual_seed(3)
+    with draws.of_call(block, (x,), {}, 2):
+        result = block(linear(x))
+    with warnings.catch_warnings(), draws.of_call(block, (x,), {}, 3):
+        warnings.simplefilter("ignore")
+        block(linear(x))
+    result.sum().backward()
+    torch.manual_seed(3)
+    mask = F.dropout(torch.ones(4, 6), 0.4)[2:]
+    assert linear.bias.grad is not None
+    torch.testing.assert_close(linear.bias.grad, mask.sum(0))
 
 
 def test_a_module_within_another_draws_by_its_own_scope() -> None:
@@ -185,12 +226,13 @@ def test_a_module_within_another_draws_by_its_own_scope() -> None:
     whole = outer(x)
     for rank in range(2):
         outer = Outer()
-        draws = Draws(place(2, 1, rank), {})
         rows = Cut(rows=0)
         scopes = {"": Scope(cuts=[rows, rows], parts={}), "inner": Scope(cuts=[rows], parts={})}
-        draws.install(outer, scopes)
+        draws = draws_of(place(2, 1, rank), scopes)
+        draws.install(outer)
         torch.manual_seed(3)
-        assert torch.equal(outer(x.chunk(2)[rank]), whole.chunk(2)[rank])
+        with draws.of_call(outer, (x,), {}, 2):
+            assert torch.equal(outer(x.chunk(2)[rank]), whole.chunk(2)[rank])
 
 
 def test_a_draw_of_unknown_cut_is_named_and_its_ranks_draw_apart() -> None:
@@ -227,9 +269,10 @@ def test_without_a_forecast_the_rows_of_the_batch_are_recognised() -> None:
     torch.manual_seed(3)
     whole = F.dropout(x, 0.5)
     for rank in range(2):
-        found, _ = drawn_on(
-            place(2, 1, rank), lambda x: F.dropout(x, 0.5), x.chunk(2)[rank], Scope(parts={})
-        )
+        with pytest.warns(UserWarning, match="taken to be the first"):
+            found, _ = drawn_on(
+                place(2, 1, rank), lambda x: F.dropout(x, 0.5), x.chunk(2)[rank], Scope(parts={})
+            )
         assert torch.equal(found, whole.chunk(2)[rank])
 
 
@@ -241,19 +284,21 @@ def test_without_a_forecast_a_region_has_a_stream_of_its_own() -> None:
 
 def test_draws_that_begin_later_are_noticed() -> None:
     module = nn.Dropout(0.0)
-    draws = Draws(place(2, 1, 0), {}, watches=False)
-    draws.install(module, {"": Scope(parts={})})
+    known = KnownDraws(scopes=None, otherwise=lambda: {"": Scope(parts={})})
+    draws = Draws(place(2, 1, 0), {}, lambda *_: known)
+    draws.install(module)
     x = torch.ones(2, 64)
-    with draws.of_call((x,), {}, training=True):
+    with draws.of_call(module, (x,), {}, 2):
         module(x)
     module.p = 0.5
     noticed = pytest.warns(UserWarning, match="drew random numbers")
-    with noticed, draws.of_call((x,), {}, training=True):
+    with noticed, draws.of_call(module, (x,), {}, 2):
         module(x)
     torch.manual_seed(3)
     whole = F.dropout(torch.ones(4, 64), 0.5)
     torch.manual_seed(3)
-    with draws.of_call((x,), {}, training=True):
+    guessed = pytest.warns(UserWarning, match="taken to be the first")
+    with guessed, draws.of_call(module, (x,), {}, 2):
         assert torch.equal(module(x), whole[:2])
 
 
@@ -318,31 +363,31 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
         "blocks.*.<random:1>": "Shard(2)",
     }
     resolved = resolve(plan, model)
-    found = foreseen(model, batch, resolved, complete_placements(resolved, model, 2), 2)
+    parallelism = TensorParallelism(resolved, complete_placements(resolved, model, 2), 2)
+    found = cuts_of_example(model, batch, parallelism)
     assert found is not None
     for index in range(4):
-        assert found.cuts[f"blocks.{index}", 0] == WHOLE
-        assert found.cuts[f"blocks.{index}", 1] == Cut(rows=0, part=2)
-        assert found.cuts[f"blocks.{index}.attention", 0] == Cut(rows=0, part=1)
-        assert found.cuts[f"blocks.{index}.dropout", 0] == Cut(rows=0)
+        assert found[f"blocks.{index}", 0] == WHOLE
+        assert found[f"blocks.{index}", 1] == Cut(rows=0, part=2)
+        assert found[f"blocks.{index}.attention", 0] == Cut(rows=0, part=1)
+        assert found[f"blocks.{index}.dropout", 0] == Cut(rows=0)
     assert not model.training
 
 
 def test_a_model_without_dropout_has_no_marks_and_no_watched_draws() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    found = foreseen(model, (torch.zeros(2, 4),), resolve({}, model), {}, 2)
-    assert found is not None
-    assert not found.cuts
+    parallelism = TensorParallelism(resolve({}, model), {}, 2)
+    assert cuts_of_example(model, (torch.zeros(2, 4),), parallelism) == {}
     assert draw_marks(model, (torch.zeros(2, 4),), {}, 2) == {}
 
 
 def test_a_plan_says_what_no_example_shows() -> None:
     model = Model()
     plan = {"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"}
-    unknown = scopes_of(None, resolve(plan, model), model)
+    unknown = scopes_of_unknown(resolve(plan, model), model)
     assert unknown["blocks.2.dropout"].is_region
     plan["blocks.*.<random:1>"] = "Shard(2)"
-    known = scopes_of(None, resolve(plan, model), model)
+    known = scopes_of_unknown(resolve(plan, model), model)
     assert known["blocks.2"].parts == {1: 2}
     assert not known["blocks.2"].is_region
 
@@ -354,3 +399,182 @@ def test_a_plan_says_what_no_example_shows() -> None:
 def test_a_mark_of_a_draw_that_cannot_be_read_is_refused(pattern: str, text: str) -> None:
     with pytest.raises(ValueError, match="expected '<random:k>': 'Shard"):
         resolve({f"blocks.*.{pattern}": text}, Model())
+
+
+class Folded(nn.Module):
+    """Folds rows and time into one dim, either outermost, and drops out there."""
+
+    def __init__(self, *, time_outer: bool) -> None:
+        super().__init__()
+        self.time_outer, self.up = time_outer, nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_outer else x
+        x = F.dropout(self.up(x.reshape(-1, 6)), 0.3).unflatten(0, x.shape[:2])
+        return x.transpose(0, 1) if self.time_outer else x
+
+
+class FoldedAndNormalized(nn.Module):
+    """Draws once more where the statistics of all rows are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.norm(x.transpose(0, 1).reshape(-1, 6)))
+        return x + torch.rand_like(x)
+
+
+class TimeFirst(nn.Module):
+    """Layers that take time first, in a model that takes rows first."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.transpose(0, 1))
+        return (y[0] if isinstance(y, tuple) else y).transpose(0, 1)
+
+
+class Weights(nn.Module):
+    """Drops out attention's weights, of heads within rows of one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 3, 0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Branches(nn.Module):
+    """Decides by a value, so that it cannot be run without memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1)
+        y = F.dropout(y, 0.3) if x.sum() < 1e9 else y
+        return y.transpose(0, 1)
+
+
+class First(nn.Module):
+    """Returns the first thing that a module returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+LAYOUTS: dict[str, Callable[[], nn.Module]] = {
+    "folded_rows_outer": lambda: Folded(time_outer=False),
+    "folded_time_outer": lambda: Folded(time_outer=True),
+    "encoder_layer": lambda: TimeFirst(nn.TransformerEncoderLayer(6, 3, 8, 0.3)),
+    "lstm": lambda: TimeFirst(nn.LSTM(6, 5, 3, dropout=0.3)),
+    "lstm_rows_first": lambda: First(nn.LSTM(6, 5, 3, dropout=0.3, batch_first=True)),
+    "weights": Weights,
+    "decides_by_values": Branches,
+}
+
+
+def forms_of(model: nn.Module, example: Any = None) -> DrawForms:
+    alone = TensorParallelism(resolve({}, model), {}, 1)
+    guard = RowGuard(model, lambda value: [value])
+    return DrawForms(model, guard, example, alone, lambda value: [value])
+
+
+@pytest.mark.parametrize(("rows", "length"), [(4, 5), (6, 3), (6, 6), (2, 2)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_found_wherever_they_are(name: str, rows: int, length: int) -> None:
+    torch.manual_seed(0)
+    model, x = LAYOUTS[name]().double(), torch.randn(rows, length, 6, dtype=torch.float64)
+    torch.manual_seed(3)
+    whole, state = model(x), torch.get_rng_state()
+    forms = forms_of(model)
+    for rank in range(2):
+        copied = copy.deepcopy(model)
+        draws = Draws(place(2, 1, rank), {}, forms.known)
+        draws.install(copied)
+        mine = x.chunk(2)[rank]
+        torch.manual_seed(3)
+        with draws.of_call(copied, (mine,), {}, num_rows_of((mine,), {})):
+            found = copied(mine)
+        torch.testing.assert_close(found, whole.chunk(2)[rank], rtol=1e-12, atol=1e-12)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_are_found_after_statistics_of_the_batch() -> None:
+    model, x = FoldedAndNormalized(), torch.randn(4, 5, 6)
+    known = forms_of(model).known(model, (x,), {}, 4)
+    assert known.scopes == {"": Scope(cuts=[Cut(rows=0, inner=True)], parts={})}
+
+
+def test_a_call_that_cannot_be_run_to_see_goes_by_an_example() -> None:
+    class Stubborn(nn.Module):
+        def forward(self, x: Tensor, check: object = None) -> Tensor:
+            if isinstance(check, list) and len(check) < 9:
+                raise ValueError("too few")
+            return F.dropout(x.T, 0.3).T
+
+    x, model = torch.randn(4, 4), Stubborn()
+    check = [torch.zeros(1)] * 9
+    assert forms_of(model).known(model, (x, check[:8]), {}, 4).scopes is None
+    known = forms_of(model, (torch.zeros(2, 3),)).known(model, (x, check[:8]), {}, 4)
+    assert known.otherwise() == {"": Scope(cuts=[Cut(rows=1)], parts={})}
+
+
+def test_rows_between_two_other_things_are_not_guessed() -> None:
+    def folded(x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (2, 3)).permute(1, 0, 2, 3)  # (time, rows, 2, 3)
+        return F.dropout(x.reshape(-1, 3), 0.3).view_as(x)
+
+    class Between(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unflatten(1, (5, 1)).permute(1, 0, 2, 3)
+            return folded(x.squeeze(2).transpose(0, 1))
+
+    model, x = Between(), torch.randn(4, 5, 6)
+    assert forms_of(model).known(model, (x,), {}, 4).scopes == {
+        "": Scope(cuts=[None], parts={}, is_region=True)
+    }
+
+
+def test_a_model_that_draws_nothing_is_not_watched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    assert forms_of(model).known(model, (torch.zeros(2, 4),), {}, 2).scopes == {}
+
+
+def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:
+    model = Folded(time_outer=True)
+    forms = forms_of(model)
+    draws = Draws(place(2, 1, 0), {}, forms.known)
+    draws.install(model)
+    with draws.of_call(model, (torch.randn(4, 1, 6),), {}, 4):
+        model(torch.randn(4, 1, 6))
+    x = torch.randn(4, 5, 6)
+    with pytest.warns(UserWarning, match="own"), draws.of_call(model, (x,), {}, 4):
+        model(x)
+
+
+def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(6, 5, 2, dropout=0.3)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return F.mse_loss(self.rnn(x)[0].mean(-1).T, targets)  # (time, rows, ..), (rows, time)
+
+    model = Given()
+    given = (torch.randn(5, 4, 6), torch.randn(4, 5))
+    guard = RowGuard(model, lambda value: [value])
+    meetings, _ = guard.meetings(model, given, {})
+    assert not meetings.regions
+    assert meetings.num_rows(given, {}) == 4
+    alone = TensorParallelism(resolve({}, model), {}, 1)
+    forms = DrawForms(model, guard, None, alone, lambda value: [value])
+    found = forms.known(model, given, {}, 4).scopes
+    assert found == {"rnn": Scope(cuts=[Cut(rows=1, alone=True)], parts={})}

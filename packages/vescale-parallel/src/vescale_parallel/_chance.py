@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._draws import is_draw
+from ._draw_operators import is_draw
 from ._torch_private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
@@ -25,15 +25,20 @@ class WithoutChance(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
-        if func is aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        names = [argument.name for argument in func._schema.arguments]
-        if "dropout_p" in names:
-            given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
-            return func(**given)
-        if func is aten.randperm.default:
-            return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64)
-        return pytree.tree_map_only(Tensor, _constant, func(*args, **kwargs))
+        return without_chance(func, args, kwargs)
+
+
+def without_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return constants in place of what an operator would draw."""
+    if func is aten.native_dropout.default:
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" in names:
+        given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
+        return func(**given)
+    if func is aten.randperm.default:
+        return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64)
+    return pytree.tree_map_only(Tensor, _constant, func(*args, **kwargs))
 
 
 def _constant(drawn: Tensor) -> Tensor:

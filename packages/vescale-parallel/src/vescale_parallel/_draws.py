@@ -6,10 +6,10 @@ is drawn in part, by :mod:`vescale_dtensor.random`, which leaves the generator a
 been drawn; any other is the same on every rank as it is. The mode sits below autograd, so that
 it sees what dropout and attention are made of, and gradients are torch's own.
 
-Which dims are cut is known from running the model without memory, see
-:mod:`vescale_parallel._foreseen`. The mode begins and ends with the forward of the very module
-that draws: other modules pay nothing, and one that is run again in backward, because its
-activations were not kept, draws the same again.
+Which dims are cut is found out for every new form of call before it runs, see
+:mod:`vescale_parallel._draw_forms`. The mode begins and ends with the forward of the very module
+that draws: other modules pay a look into a table, and one that is run again in backward, because
+its activations were not kept, draws the same again.
 
 What cannot be drawn in part (kernels that make their own random numbers, dims that nothing is
 known about) is drawn from a stream of this rank's own: right in distribution, but not what one
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import DTensor, LocalBox, local_boxes
-from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
+from vescale_dtensor.random import RandomOperator, Window, draw_part
 
-from ._row_borders import num_rows_of
+from ._draw_operators import draw_with, drawn_shape, is_draw
 from ._tensor_parallel import stack_of
-from ._torch_private import TorchDispatchMode
+from ._torch_private import TorchDispatchMode, is_in_backward
 from ._tp_ranks import part_sizes
 from ._user_line import warn_at_user_line
 
@@ -47,12 +47,17 @@ class Cut:
     """Which dims of a drawn tensor ranks hold parts of.
 
     Attributes:
-        rows: Dim that the batch is along, outermost; None if the tensor has no batch.
+        rows: Dim that the batch is along; None if the tensor has no batch.
         part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
+        inner: Whether the rows are innermost in a dim that they share with something else, as
+            in (time x rows); if not, they are outermost.
+        alone: Whether they shared it with nothing in the call that was run to see.
     """
 
     rows: int | None = None
     part: int | None = None
+    inner: bool = False
+    alone: bool = False
 
 
 WHOLE = Cut()
@@ -84,54 +89,100 @@ class Place:
     tp_rank: int
 
 
+@dataclass(kw_only=True)
+class KnownDraws:
+    """What is known of the draws of one form of call.
+
+    Attributes:
+        scopes: By the module that draws, none if the call draws nothing; None if not known, up
+            to a call that drew nothing.
+        otherwise: Returns what to go by where it is not known, or turned out otherwise.
+    """
+
+    scopes: Mapping[str, Scope] | None
+    otherwise: Callable[[], Mapping[str, Scope]]
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The call that runs: its modules that may draw, and how many rows this rank has."""
+
+    scopes: Mapping[str, Scope]
+    num_rows: int
+
+
 class Draws:
     """Draws for one rank of a parallelized model.
 
     Args:
         place: Where this rank is.
         lengths: How long the cut sequence of each stack of blocks is, kept up to date.
-        watches: Whether the modules watch for draws from the beginning. If not, or once a
-            call in training mode drew nothing, they do from the first call on in which the
-            generator moved all the same.
+        known: Returns what is known of a call: of a model, with positional and keyword
+            arguments, and so many rows. None if ranks draw alike.
 
     Attributes:
         is_drawing: Whether a draw is being made; what it is made of counts for no module.
     """
 
-    def __init__(self, place: Place, lengths: Mapping[str, int], *, watches: bool = True) -> None:
-        self._place, self._lengths, self._watches = place, lengths, watches
-        self._num_rows = 0
-        self.is_drawing = self._has_drawn = False
+    def __init__(
+        self,
+        place: Place,
+        lengths: Mapping[str, int],
+        known: Callable[[nn.Module, Sequence[Any], Mapping[str, Any], int], KnownDraws]
+        | None = None,
+    ) -> None:
+        self._place, self._lengths, self._known = place, lengths, known
+        self._now = _Now({}, 0)
+        self.is_drawing = self._has_drawn = self._begins_late = False
         self._warned: set[str] = set()
 
-    def install(self, model: nn.Module, scopes: Mapping[str, Scope]) -> None:
+    def install(self, model: nn.Module) -> None:
         """Have modules draw in parts while their forward runs, in place."""
-        for fqn, scope in scopes.items():
-            module = model.get_submodule(fqn)
-            module.forward = self._drawing(module.forward, fqn, scope)
+        for fqn, module in model.named_modules():
+            module.forward = self._drawing(module.forward, fqn)
 
     @contextlib.contextmanager
     def of_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
     ) -> Iterator[None]:
-        """Draw for a call of the model."""
-        self._num_rows = num_rows_of(args, kwargs)
-        before = None if self._watches or not training else generator_state()
+        """Draw for a call of the model, with so many rows of the batch on this rank."""
+        if self._known is None:
+            yield
+            return
+        known = self._known(model, args, kwargs, num_rows)
+        scopes = known.scopes
+        if scopes is None or self._begins_late:
+            scopes = known.otherwise()
+        self._now, self._has_drawn = _Now(scopes, num_rows), False
+        before = generator_state() if not scopes and model.training else None
         yield
-        if training and not self._has_drawn:
-            self._watches = False
+        if known.scopes is None and not self._has_drawn:
+            known.scopes = {}
         if before is not None and generator_state() != before:
-            self._watches = True
+            self._begins_late = True
             warn_at_user_line(
                 "forward drew random numbers that it did not draw before, or when it was run "
-                "without memory; data-parallel ranks drew the same for their different rows in "
-                "this call, and will draw what one device draws from the next on",
+                "to see; data-parallel ranks drew the same for their different rows in this "
+                "call, and will draw what one device draws from the next on",
             )
 
-    def _drawing(self, forward: Callable[..., Any], fqn: str, scope: Scope) -> Callable[..., Any]:
+    def as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return what has modules that run again later draw as they do in this call."""
+        return functools.partial(self._as_in, self._now)
+
+    @contextlib.contextmanager
+    def _as_in(self, call: _Now) -> Iterator[None]:
+        held, self._now = self._now, call
+        try:
+            yield
+        finally:
+            self._now = held
+
+    def _drawing(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._watches:
+            scope = self._now.scopes.get(fqn)
+            if scope is None:
                 return forward(*args, **kwargs)
             with _Drawing(self, fqn, scope):
                 return forward(*args, **kwargs)
@@ -157,7 +208,7 @@ class Draws:
             if any(isinstance(arg, DTensor) for arg in args):
                 # In a region: a tensor of the whole batch draws what one device draws.
                 return func(*args, **kwargs)
-            cut = self._cut(drawn_shape(args), scope, index)
+            cut = self._cut(drawn_shape(args), scope, index, mark(fqn, index))
             if cut is not None and not self._is_cut(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -170,17 +221,27 @@ class Draws:
         finally:
             self.is_drawing = False
 
-    def _cut(self, shape: tuple[int, ...], scope: Scope, index: int) -> Cut | None:
+    def _cut(self, shape: tuple[int, ...], scope: Scope, index: int, at: str) -> Cut | None:
         if index < len(scope.cuts):
-            return scope.cuts[index]
+            return self._if_alone(scope.cuts[index], shape)
         if scope.is_region and index not in scope.parts:
             return None
         part = scope.parts.get(index)
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
             return Cut(part=part)
-        if shape[0] == self._num_rows:
+        if shape[0] == self._now.num_rows:
+            self._warn_of_guess(shape, at)
             return Cut(rows=0, part=part)
         return None
+
+    def _if_alone(self, cut: Cut | None, shape: tuple[int, ...]) -> Cut | None:
+        """Return a cut, None if rows now share a dim in which they were seen alone."""
+        if cut is None or cut.rows is None or not cut.alone:
+            return cut
+        # A block that runs again in backward may be of an earlier call, with other rows.
+        if self._place.num_parts_of_batch == 1 or is_in_backward():
+            return cut
+        return cut if shape[cut.rows] == self._now.num_rows else None
 
     def _is_cut(self, cut: Cut) -> bool:
         by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
@@ -194,19 +255,13 @@ class Draws:
         cut: Cut,
         stack: str,
     ) -> Any:
-        like = args[0] if isinstance(args[0], Tensor) else _empty(args, kwargs)
-        how = random_operator(func, args, device_type=like.device.type)
-        if how is None and func is torch.ops.aten.native_dropout.default:
+        if func is torch.ops.aten.native_dropout.default and args[0].device.type != "cpu":
             return self._dropout_of_whole(args, cut, stack)
-        if how is None or not _is_element_wise(args):
-            raise NotImplementedError(f"{func} does not draw element by element")
-        is_inplace = func._schema.name.endswith("_")
-        out = _result(like, how, kwargs, is_inplace=is_inplace)
-        self._fill(how, out, cut, kwargs.get("generator"), stack)
-        if how.finish is None:
-            return like.copy_(out) if is_inplace and out is not like else out
-        result = how.finish(out, args)
-        return like.copy_(result) if is_inplace else result
+
+        def fill(how: RandomOperator, out: Tensor) -> None:
+            self._fill(how, out, cut, kwargs.get("generator"), stack)
+
+        return draw_with(fill, func, args, kwargs)
 
     def _fill(
         self, how: RandomOperator, out: Tensor, cut: Cut, generator: Any, stack: str
@@ -238,12 +293,8 @@ class Draws:
     ) -> tuple[Tensor, tuple[int, ...], tuple[LocalBox, ...]]:
         """Return a view of this rank's part, the shape of the whole, and where in it that is."""
         rows, part = cut.rows, cut.part
-        if rows is not None and rows == part:
-            # Rows of what is cut in each of them: (batch * heads, ...).
-            if not self._num_rows or out.shape[rows] % self._num_rows:
-                raise NotImplementedError("a dim is no multiple of the rows of the batch")
-            out = out.unflatten(rows, (self._num_rows, -1))
-            part = rows + 1
+        if rows is not None and (cut.inner or rows == part):
+            out, rows, part = self._apart(out, rows, part, inner=cut.inner)
         place = self._place
         shape = list(out.shape)
         if rows is not None:
@@ -257,6 +308,20 @@ class Draws:
             (_placement(rows), _placement(part)),
         )
         return out, tuple(shape), tuple(boxes)
+
+    def _apart(
+        self, out: Tensor, rows: int, part: int | None, *, inner: bool
+    ) -> tuple[Tensor, int, int | None]:
+        """View a dim that rows share with something else as two; return where what is then."""
+        num_rows = self._now.num_rows
+        if not num_rows or out.shape[rows] % num_rows:
+            raise NotImplementedError("a dim is no multiple of the rows of the batch")
+        if not inner:
+            # Rows of what is cut in each of them: (batch * heads, ...).
+            return out.unflatten(rows, (num_rows, -1)), rows, rows + 1
+        if part is not None and part > rows:
+            part += 1
+        return out.unflatten(rows, (-1, num_rows)), rows + 1, part
 
     def _whole_length(self, shape: Sequence[int], dim: int, stack: str) -> int:
         """Return how long a dim is that tensor-parallel ranks have parts of."""
@@ -296,6 +361,16 @@ class Draws:
             f"can say how they are cut: '{at}': 'Shard(d)'",
         )
 
+    def _warn_of_guess(self, shape: tuple[int, ...], at: str) -> None:
+        if at in self._warned:
+            return
+        self._warned.add(at)
+        warn_at_user_line(
+            f"it could not be found out along which dim the rows of the batch are in the random "
+            f"numbers of shape {shape} that are drawn at {at!r}; taken to be the first, which is "
+            "as long as the batch. If it is another, they are not those of one device",
+        )
+
 
 def _seed(seed: int) -> None:
     """Seed the generators that were forked: torch.manual_seed would seed all devices."""
@@ -333,46 +408,6 @@ def generator_state() -> tuple[bytes, ...]:
 def mark(fqn: str, index: int) -> str:
     """Return the name that a sharding plan has for a draw of a module."""
     return f"{fqn}.<random:{index}>".lstrip(".")
-
-
-def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator is about to draw random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    if "dropout_p" in given or "scaled_dot_product" in func._schema.name:
-        return bool(given.get("dropout_p", 0.0))
-    return given.get("train", given.get("training", True)) is not False
-
-
-def drawn_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the shape of what an operator draws: of its first tensor, or what it is to make."""
-    if isinstance(args[0], Tensor):
-        return tuple(args[0].shape)
-    sizes = next((arg for arg in args if isinstance(arg, list | tuple)), ())
-    return tuple(sizes)
-
-
-def _empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    given = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
-    return torch.empty(drawn_shape(args), **given)
-
-
-def _result(
-    like: Tensor, how: RandomOperator, kwargs: Mapping[str, Any], *, is_inplace: bool
-) -> Tensor:
-    """Return where to draw, as torch lays it out."""
-    dtype: torch.dtype = how.dtype or kwargs.get("dtype") or like.dtype
-    if is_inplace and how.finish is None and dtype == like.dtype:
-        return like
-    layout = kwargs.get("memory_format") or torch.preserve_format
-    return torch.empty_like(like, dtype=dtype, memory_format=layout)
-
-
-def _is_element_wise(args: tuple[Any, ...]) -> bool:
-    """Whether all tensors among the arguments have the shape of what is drawn."""
-    shapes = {tuple(arg.shape) for arg in args if isinstance(arg, Tensor)}
-    return len(shapes) <= 1
 
 
 def _placement(dim: int | None) -> Placement:

@@ -153,7 +153,8 @@ class Engine:
                 with self._proven(args, kwargs), self._declared(), rows:
                     if self.pipeline is not None:
                         return self._call_pipeline(self.pipeline, forward, args, kwargs)
-                    with self._draws.of_call(args, kwargs, training=model.training):
+                    num_rows = self._rows.meetings.num_rows(args, kwargs)
+                    with self._draws.of_call(model, args, kwargs, num_rows):
                         return self._call_directly(forward, args, kwargs)
             finally:
                 self.is_running = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._draws import drawn_shape, is_draw
+from ._draw_operators import drawn_shape, is_draw
 from ._torch_private import TorchDispatchMode
 
 
@@ -34,7 +34,7 @@ class NotedDraw:
 
 
 class DrawNotes:
-    """Notes the draws of a model that runs without memory.
+    """Notes the draws of a model that runs to see.
 
     Attributes:
         draws: In order.
@@ -46,10 +46,14 @@ class DrawNotes:
         self._num_calls: dict[str, int] = {}
         self._num_draws: dict[tuple[str, int], int] = {}
 
+    def follow(self, model: nn.Module) -> None:
+        """Keep in mind from now on which module is running."""
+        for fqn, module in model.named_modules():
+            self._follow(fqn, module)
+
     def watch(self, model: nn.Module) -> None:
         """Note from now on."""
-        for fqn, module in model.named_modules():
-            self._watch(fqn, module)
+        self.follow(model)
         forward = model.forward
 
         @functools.wraps(forward)
@@ -65,14 +69,15 @@ class DrawNotes:
         for other in others:
             self.draws += [replace(d, fqn=other + d.fqn.removeprefix(first)) for d in below]
 
-    def note(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Add a draw."""
+    def note(self, func: Any, args: tuple[Any, ...]) -> NotedDraw:
+        """Add a draw, and return it."""
         fqn, call = self._running[-1]
         index = self._num_draws.get((fqn, call), 0)
         self._num_draws[fqn, call] = index + 1
         self.draws.append(NotedDraw(fqn, call, index, str(func), drawn_shape(args)))
+        return self.draws[-1]
 
-    def _watch(self, fqn: str, module: nn.Module) -> None:
+    def _follow(self, fqn: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any) -> None:
             call = self._num_calls.get(fqn, 0)
             self._num_calls[fqn] = call + 1

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 from torch.optim import Optimizer
 
 from vescale_dtensor import announced_failures
@@ -19,12 +18,13 @@ from ._call_form import CallForms, proven_forms
 from ._checked_plan import checked_plan
 from ._checks import check_arguments, check_supported
 from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
+from ._draw_cuts import TensorParallelism
+from ._draw_forms import DrawForms
 from ._draws import Draws, Place
 from ._engine import Engine, ParallelModule, namespace_of
 from ._example import example_from, example_of
 from ._explain import Sharding, said_whole
 from ._fakes import bind
-from ._foreseen import Foreseen, foreseen, scopes_of
 from ._guard import CallGuard
 from ._loader import ParallelLoader
 from ._mesh import (
@@ -124,14 +124,17 @@ def _carry_out(
     resolved, guard, left_whole = _resolve_sharding(plan, model, batch)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)
-    drawn = _foreseen_draws(plan, model, batch, resolved, tp)
     num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
     mesh = build_mesh(plan)
+    exchange = exchange_over(data_groups(mesh))
     row_guard = None
     if num_parts > 1:
         # What a pipeline returns besides its loss is nothing.
-        exchange = exchange_over(data_groups(mesh))
         row_guard = RowGuard(model, exchange, losses_only=stages is not None)
+    forms = None
+    if mesh.size() > 1 and stages is None:
+        cut = TensorParallelism(resolved, tp, plan.tensor_parallel.size)
+        forms = DrawForms(model, row_guard or RowGuard(model, exchange), batch, cut, exchange)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:
@@ -151,9 +154,9 @@ def _carry_out(
         )
         install(model, resolved, tp, boundary, keep_cut=keep_cut)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
-    draws = Draws(_place(mesh), lengths, watches=drawn is None or bool(drawn.cuts))
-    if mesh.size() > 1 and stages is None:
-        draws.install(model, scopes_of(drawn, resolved, model))
+    draws = Draws(_place(mesh), lengths, None if forms is None else forms.known)
+    if forms is not None:
+        draws.install(model)
     for slot in slots:
         slot.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, num_parts, pipelined=stages is not None)
@@ -187,20 +190,6 @@ def _train_parts(
     if loader is not None:
         parts.append(loader)
     return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def _foreseen_draws(
-    plan: ParallelPlan,
-    model: nn.Module,
-    batch: Any,
-    resolved: Resolved,
-    placements: dict[str, Placement],
-) -> Foreseen | None:
-    """Return what the model draws, nothing where it does not matter."""
-    alone = plan.tensor_parallel.size == plan.data_parallel.size == 1
-    if alone or plan.pipeline_parallel.size > 1:
-        return Foreseen(cuts={})
-    return foreseen(model, batch, resolved, placements, plan.tensor_parallel.size)
 
 
 def _batch_rows(
@@ -316,7 +305,7 @@ def _make_engine(
         keep_no_caches(model)
         rows.prepare(model, blocks)
         for fqn in blocks:
-            recompute(model.get_submodule(fqn))
+            recompute(model.get_submodule(fqn), draws.as_now)
     pipelined = stages is not None
     engine = Engine(
         plan,

@@ -12,9 +12,9 @@ from ._arrange import Group, ShardingProposal, arrange
 from ._axes import Trace, infer_axes
 from ._certify import certified_region
 from ._cuts import cuts
+from ._draw_cuts import draw_marks
 from ._example import example_of, small_example
 from ._fakes import ObservationError
-from ._foreseen import draw_marks
 from ._groups import attention_groups, groups_of, groups_of_cuts, shared_groups
 from ._linear_kinds import features, linear_kind
 from ._rehearsal import RehearsalError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,27 +14,37 @@ from torch.utils.checkpoint import checkpoint
 
 from ._rehearsal import snapshot
 
+Around = Callable[[], AbstractContextManager[None]]
 
-def recompute(block: nn.Module) -> None:
+
+def recompute(block: nn.Module, as_now: Callable[[], Around]) -> None:
     """Have a block run its forward again in backward, in place.
 
     The second run is called with what the first one was: objects that a forward changes, as it
     does a cache of keys and values, are copied before, their tensors not.
+
+    Args:
+        block: The block.
+        as_now: Called in the first run; returns what makes the context of the second one.
     """
-    block.forward = functools.partial(_run, block.forward)
+    block.forward = functools.partial(_run, block.forward, as_now)
 
 
-def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(
+    forward: Callable[..., Any], as_now: Callable[[], Around], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     before = snapshot((args, kwargs))
-    ran: list[None] = []
+    ran: list[Around] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if ran:
-            args, kwargs = snapshot(before)
-        ran.append(None)
-        return forward(*args, **kwargs)
+        if not ran:
+            ran.append(as_now())
+            return forward(*args, **kwargs)
+        args, kwargs = snapshot(before)
+        with ran[0]():
+            return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

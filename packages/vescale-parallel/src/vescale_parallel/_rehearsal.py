@@ -50,7 +50,7 @@ def rehearse_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> di
     Raises:
         RehearsalError: If the forward needs values.
     """
-    return _rehearse(model, batch, watched, lambda _: None)
+    return _rehearse(model, bind(model, opened(batch)), watched, lambda _: None)
 
 
 def rehearse_part(
@@ -71,17 +71,27 @@ def rehearse_part(
         cut_parameters(copied, placements, size, 0)
         install(copied, resolved, placements, Boundary(FakeRanks(size)))
 
-    return _rehearse(model, batch, watched, cut)
+    return _rehearse(model, bind(model, opened(batch)), watched, cut)
 
 
 def rehearse_draws(
     model: nn.Module,
-    batch: Any,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
     resolved: Resolved,
     placements: dict[str, Placement],
     size: int,
+    *,
+    training: bool = False,
 ) -> tuple[NotedDraw, ...]:
-    """Return what random numbers a forward in training mode draws on the first of some ranks.
+    """Return what random numbers a forward draws on the first of some ranks.
+
+    Args:
+        model: Whole.
+        given: Positional and keyword arguments.
+        resolved: The plan.
+        placements: Of every cut parameter.
+        size: How many ranks.
+        training: Whether to run all of it in training mode.
 
     Raises:
         RehearsalError: If the forward needs values, or shapes do not fit each other.
@@ -92,9 +102,9 @@ def rehearse_draws(
         if size > 1:
             cut_parameters(copied, placements, size, 0)
             install(copied, resolved, placements, Boundary(FakeRanks(size)))
-        notes.watch(copied.train())
+        notes.watch(copied.train() if training else copied)
 
-    _rehearse(model, batch, (), prepare)
+    _rehearse(model, given, (), prepare)
     for first, others in _repeated(model):
         notes.repeat(first, others)
     return tuple(notes.draws)
@@ -114,7 +124,7 @@ def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
         kept.append(copied)
 
     kept: list[nn.Module] = []  # or identities would be used again
-    _rehearse(model, batch, (), prepare, found)
+    _rehearse(model, bind(model, opened(batch)), (), prepare, found)
     return {fqn: found.get(identity, set()) for fqn, identity in named.items()}
 
 
@@ -157,15 +167,18 @@ def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | Non
     return Shard(dim) if fits and len(different) == 1 else None
 
 
+def opened(batch: Any) -> Any:
+    """Return a batch that pytree opens: not every mapping is one for it."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
 def _rehearse(
     model: nn.Module,
-    batch: Any,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
     watched: Collection[str],
     prepare: Callable[[nn.Module], None],
     readers: dict[int, set[str]] | None = None,
 ) -> dict[str, Call]:
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
     drop_hooks(copied)
@@ -179,7 +192,7 @@ def _rehearse(
     for fqn, module in copied.named_modules():
         _watch(fqn, module, inside, calls if fqn in watched else None)
     # A forward may change objects that it is given, caches for example.
-    args, kwargs = bind(copied, snapshot(stand_ins(batch, fake_mode)))
+    args, kwargs = snapshot(stand_ins(given, fake_mode))
     try:
         with untouched_generators(), torch.enable_grad(), _quiet(), mode:
             copied(*args, **kwargs)

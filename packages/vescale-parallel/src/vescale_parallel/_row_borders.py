@@ -62,6 +62,7 @@ class RowMeetings:
             rows do not meet: by name and by what they are called with.
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
+        given: Where the rows are in what the model is given; None if it was not looked at.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -69,13 +70,13 @@ class RowMeetings:
         default_factory=dict[tuple[str, str], Border]
     )
     of_patterns: bool = False
+    given: tuple[Rows | None, ...] | None = None
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
-        border = self.border("", (tuple(args), dict(kwargs)))
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        if border is not None and len(border.inputs) == len(leaves):
-            for leaf, rows in zip(leaves, border.inputs, strict=True):
+        if self.given is not None and len(self.given) == len(leaves):
+            for leaf, rows in zip(leaves, self.given, strict=True):
                 if rows is not None and isinstance(leaf, Tensor):
                     return leaf.shape[rows.dim]
         return num_rows_of(args, kwargs)
@@ -90,6 +91,7 @@ class RowMeetings:
             regions={generalize(fqn): why for fqn, why in self.regions.items()},
             borders={(generalize(fqn), form): b for (fqn, form), b in self.borders.items()},
             of_patterns=True,
+            given=self.given,
         )
 
     def reason(self, fqn: str) -> str:
@@ -124,7 +126,13 @@ def joined(found: Sequence[RowMeetings]) -> RowMeetings:
         for at, border in borders.items()
         if all(each.borders.get(at, border) == border for each in found)
     }
-    return RowMeetings(regions, clear, any(each.of_patterns for each in found))
+    given = {each.given for each in found}
+    return RowMeetings(
+        regions,
+        clear,
+        any(each.of_patterns for each in found),
+        given.pop() if len(given) == 1 else None,
+    )
 
 
 def structure(tree: Any) -> str:

@@ -59,7 +59,8 @@ def row_meetings(
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
-    return RowMeetings(regions=found.regions, borders=found.useful_borders())
+    given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
+    return RowMeetings(regions=found.regions, borders=found.useful_borders(), given=given)
 
 
 @dataclass

@@ -45,6 +45,10 @@ class RowGuard:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
         losses_only: Whether numbers that have no gradient do not matter.
+
+    Attributes:
+        whole: A copy of the model without values; None if it cannot be copied.
+        latest: The form of the latest call; None before the first one.
     """
 
     def __init__(
@@ -56,9 +60,10 @@ class RowGuard:
     ) -> None:
         self._exchange, self._losses_only = exchange, losses_only
         self._forms = CallForms(model)
-        self._whole = _copy_without_values(model)
+        self.whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
         self._unchecked: set[tuple[str, int]] = set()
+        self.latest: tuple[str, int] | None = None
 
     def meetings(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -71,14 +76,15 @@ class RowGuard:
         Raises:
             ValueError: If ranks are called in different forms.
         """
-        key = self._key(model, args, kwargs)
+        key = self.latest = self.key(model, args, kwargs)
         if key not in self._known:
             self._known[key] = self._find(key, model, args, kwargs)
         return self._known[key], key not in self._unchecked
 
-    def _key(
+    def key(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, int]:
+        """Return what tells the forms of call apart."""
         training = hash(tuple(module.training for module in model.modules()))
         return self._forms.form(args, kwargs), training
 
@@ -89,7 +95,7 @@ class RowGuard:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
-        given = pytree.tree_map_only(Tensor, _plain, (tuple(args), dict(kwargs)))
+        given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         found, why, is_wrong = NOWHERE, "", False
         try:
             found = in_fresh_thread(lambda: self._check(model, given))
@@ -115,7 +121,7 @@ class RowGuard:
         return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given) -> RowMeetings:
-        subject, is_scaled_down = self._subject(model)
+        subject, is_scaled_down = self.subject(model)
         counts = row_counts(*given)
         if not counts:
             raise RowCheckError("no tensor is given that has rows")
@@ -147,8 +153,8 @@ class RowGuard:
         for uneven in (True, False):
             whole, *halves = some_rows(given, num_rows, uneven=uneven)
             if is_scaled_down:
-                within = _within(subject)
-                whole, *halves = pytree.tree_map_only(Tensor, within, [whole, *halves])
+                inside = within(subject)
+                whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
             try:
                 found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
             except RowCheckError as error:
@@ -157,9 +163,9 @@ class RowGuard:
             return found.as_patterns() if is_scaled_down else found
         raise errors[-1]
 
-    def _subject(self, model: nn.Module) -> tuple[nn.Module, bool]:
+    def subject(self, model: nn.Module) -> tuple[nn.Module, bool]:
         """Return what to run: the model with random values, or a scaled-down one."""
-        whole = self._whole
+        whole = self.whole
         if whole is None:
             raise RowCheckError(f"{type(model).__name__} cannot be copied")
         numel = sum(p.numel() for p in whole.parameters())
@@ -196,7 +202,7 @@ def _copy_without_values(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.detach()
@@ -207,16 +213,16 @@ def _in_double(tensor: Tensor) -> Tensor:
     return real.double() if real.is_floating_point() else real
 
 
-def _within(model: nn.Module) -> Any:
+def within(model: nn.Module) -> Any:
     """Return what brings token ids into a smaller vocabulary."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     limit = max(tables, default=0)
 
-    def within(x: Tensor) -> Tensor:
+    def inside(x: Tensor) -> Tensor:
         is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
         return torch.where(x >= limit, x % limit, x) if is_index else x
 
-    return within
+    return inside
 
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:

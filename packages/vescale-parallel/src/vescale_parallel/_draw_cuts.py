@@ -16,73 +16,134 @@ from torch.distributed.tensor import Placement, Shard
 
 from ._draws import WHOLE, Cut, Scope, mark
 from ._example import small_example
-from ._fakes import ObservationError
+from ._fakes import ObservationError, bind
 from ._noted_draws import NotedDraw
-from ._rehearsal import RehearsalError, placement_between, rehearse_draws
+from ._rehearsal import RehearsalError, opened, placement_between, rehearse_draws
 from ._sharding_plan import Resolved, generalize, generalize_first, matching, resolve
 from ._structure import block_stacks
 from ._tensor_parallel import complete_placements
 from ._torch_private import pytree
 
+# The FQN of a module, and the number of the draw within a call of it.
+Draw = tuple[str, int]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
 _NOTHING_IS_CUT = resolve({}, nn.Module())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Foreseen:
-    """The draws of a model.
+@dataclass(frozen=True)
+class TensorParallelism:
+    """What a sharding plan makes of a model.
 
     Attributes:
-        cuts: (module FQN, number of the draw within a call) to which dims are cut; None if
-            calls differ, or it could not be told.
+        resolved: The plan; what it says of draws goes before what is found.
+        placements: Of every cut parameter.
+        size: Ranks.
     """
 
-    cuts: Mapping[tuple[str, int], Cut | None]
+    resolved: Resolved
+    placements: dict[str, Placement]
+    size: int
 
 
-def foreseen(
-    model: nn.Module, batch: Any, resolved: Resolved, placements: dict[str, Placement], size: int
-) -> Foreseen | None:
-    """Return what random numbers a model draws in training, None if it has to be run to tell.
+def cuts_of_example(
+    model: nn.Module, batch: Any, parallelism: TensorParallelism
+) -> Mapping[Draw, Cut | None] | None:
+    """Return how what a model draws in training is cut, None if an example does not show it.
 
     Args:
         model: Whole.
         batch: An example; None if there is none.
-        resolved: The plan; what it says of draws goes before what is found.
-        placements: Of every cut parameter.
-        size: Tensor-parallel ranks.
+        parallelism: What tensor-parallel ranks compute.
     """
     if batch is None:
         return None
     batch = small_example(batch)
     doubled = _doubled(batch)
     try:
-        once = rehearse_draws(model, batch, _NOTHING_IS_CUT, {}, 1)
-        if not once:
-            return Foreseen(cuts={})
+        once = bind(model, opened(batch))
         if doubled is None:
-            return None
-        twice = rehearse_draws(model, doubled, _NOTHING_IS_CUT, {}, 1)
-        part = once
-        if size > 1:
-            part = rehearse_draws(model, batch, resolved, placements, size)
+            draws = rehearse_draws(model, once, _NOTHING_IS_CUT, {}, 1, training=True)
+            return None if draws else {}
+        twice = bind(model, opened(doubled))
+        noted = drawn_by_shape(model, once, twice, parallelism, training=True)
     except (RehearsalError, ObservationError):
         return None
-    cuts: dict[tuple[str, int], Cut | None] = {}
-    for key, found in _compared(once, twice, part, size).items():
-        said = resolved.draws.get(key)
-        if said is not None:
-            found = Cut(rows=0 if found is None else found.rows, part=said.dim)
-        cuts[key] = found
-    return Foreseen(cuts=cuts)
+    return noted.cuts(parallelism)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The draws of a model, of some rows, of twice as many, and of a tensor-parallel rank."""
+
+    once: Sequence[NotedDraw]
+    twice: Sequence[NotedDraw]
+    part: Sequence[NotedDraw]
+
+    def cuts(self, parallelism: TensorParallelism) -> dict[Draw, Cut | None]:
+        """Return which dims are cut by (module FQN, number of the draw within a call).
+
+        None if calls differ, or it could not be told.
+        """
+        cuts: dict[Draw, Cut | None] = {}
+        for key, found in _compared(self.once, self.twice, self.part, parallelism.size).items():
+            said = parallelism.resolved.draws.get(key)
+            if said is not None:
+                found = Cut(rows=0 if found is None else found.rows, part=said.dim)
+            cuts[key] = found
+        return cuts
+
+    def is_folded(self, draw: Draw, cut: Cut | None, num_rows: int) -> bool:
+        """Whether rows share their dim with something else, of ``num_rows`` rows."""
+        if cut is None or cut.rows is None:
+            return False
+        return any(
+            each.shape[cut.rows] != num_rows
+            for each in self.once
+            if (each.fqn, each.index) == draw
+        )
+
+
+def drawn_by_shape(
+    model: nn.Module,
+    once: Given,
+    twice: Given,
+    parallelism: TensorParallelism,
+    *,
+    training: bool = False,
+) -> Noted:
+    """Return what a model draws, seen without memory.
+
+    Args:
+        model: Whole.
+        once: Positional and keyword arguments.
+        twice: The same with every row twice.
+        parallelism: What tensor-parallel ranks compute.
+        training: Whether to run all of it in training mode.
+
+    Raises:
+        RehearsalError: If its forward needs values.
+        ObservationError: If it cannot be copied.
+    """
+    few = rehearse_draws(model, once, _NOTHING_IS_CUT, {}, 1, training=training)
+    if not few:
+        return Noted((), (), ())
+    many = rehearse_draws(model, twice, _NOTHING_IS_CUT, {}, 1, training=training)
+    part = few
+    if parallelism.size > 1:
+        resolved, placements = parallelism.resolved, parallelism.placements
+        size = parallelism.size
+        part = rehearse_draws(model, once, resolved, placements, size, training=training)
+    return Noted(few, many, part)
 
 
 def draw_marks(model: nn.Module, batch: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Return the marks of draws that a plan cuts over tensor-parallel ranks."""
     resolved = resolve(plan, model)
     placements = complete_placements(resolved, model, size)
-    found = foreseen(model, batch, resolved, placements, size)
+    found = cuts_of_example(model, batch, TensorParallelism(resolved, placements, size))
     cut: dict[tuple[int, int], set[str]] = {}
-    for (fqn, index), each in ({} if found is None else found.cuts).items():
+    for (fqn, index), each in (found or {}).items():
         if each is not None and each.part is not None:
             cut.setdefault((index, each.part), set()).add(fqn)
     names = [fqn for fqn, _ in model.named_modules()]
@@ -95,12 +156,10 @@ def draw_marks(model: nn.Module, batch: Any, plan: Mapping[str, str], size: int)
     return marks
 
 
-def scopes_of(found: Foreseen | None, resolved: Resolved, model: nn.Module) -> dict[str, Scope]:
-    """Return the modules that draw, or may draw, and what is known of it."""
-    if found is None or not found.cuts:
-        return _unforeseen(resolved, model)
+def scopes_of(found: Mapping[Draw, Cut | None]) -> dict[str, Scope]:
+    """Return the modules that draw, and what is known of it."""
     by_module: dict[str, list[Cut | None]] = {}
-    for (fqn, _), cut in sorted(found.cuts.items(), key=lambda item: item[0]):
+    for (fqn, _), cut in sorted(found.items(), key=lambda item: item[0]):
         by_module.setdefault(fqn, []).append(cut)
     return {
         fqn: Scope(
@@ -112,7 +171,7 @@ def scopes_of(found: Foreseen | None, resolved: Resolved, model: nn.Module) -> d
     }
 
 
-def _unforeseen(resolved: Resolved, model: nn.Module) -> dict[str, Scope]:
+def scopes_of_unknown(resolved: Resolved, model: nn.Module) -> dict[str, Scope]:
     """Watch the whole model, block by block since these may be run again on their own."""
     scopes = {"": Scope(parts={})}
     scopes |= {fqn: Scope(parts={}) for stack in block_stacks(model) for fqn in stack}
