@@ -91,7 +91,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_copy_that_differs_in_what_is_written_is_named_and_nothing_saved(
-    world4: World, tmp_path: Path, case: Any
+    world4: World, tmp_path: Path, case: tuple[str, str, int, Any]
 ) -> None:
     messages = world4.run(message_with_a_difference, str(tmp_path / "ckpt"), *case)
     assert len(set(messages)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ def test_a_system_may_lack_what_only_linux_has(
         monkeypatch.delattr(os, name)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     monkeypatch.setattr(_scratch, "_kept", [])
-    state = {"a": torch.randn(3 << 20), "b": torch.randn(700, 900).t(), "n": 5}
-    target = {"a": torch.zeros(3 << 20), "b": torch.zeros(900, 700), "n": 0}
+    state: dict[str, Any] = {"a": torch.randn(3 << 20), "b": torch.randn(700, 900).t(), "n": 5}
+    target: dict[str, Any] = {"a": torch.zeros(3 << 20), "b": torch.zeros(900, 700), "n": 0}
     vescale_ckpt.save(tmp_path / "step-1", state)
     vescale_ckpt.save(tmp_path / "step-1", state)
     for verify_first in (False, True):

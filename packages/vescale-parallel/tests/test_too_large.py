@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from vescale_parallel import _proof, _tiny_twin, propose_sharding
 from vescale_parallel._checked_plan import checked_plan
-from vescale_parallel._whole_region import passed_over
 from vescale_parallel._proof import blocks_of_whole
 from vescale_parallel._sharding_plan import resolve
+from vescale_parallel._whole_region import passed_over
 
 from . import odd_models as odd
 from .one_device import check_against_one_device

@@ -30,14 +30,14 @@ from ._draw_cuts import (
 from ._draw_order import draws_with_values, order_of_rows, twice_over
 from ._draws import Cut, KnownDraws, Scope
 from ._fakes import ObservationError
-from ._fresh_thread import in_fresh_thread
-from ._proof import InDouble
+from ._random_copies import InDouble
 from ._rehearsal import RehearsalError
 from ._row_borders import Rows, rows_dim
 from ._row_check import RowCheckError
 from ._row_guard import RowGuard, plain, some_rows, within
 from ._row_parts import NUM_ROWS
 from ._sharding_plan import generalize
+from ._threads import in_fresh_thread
 from ._torch_private import pytree
 
 _NUM_ROWS = NUM_ROWS // 2  # of the smaller one of two batches

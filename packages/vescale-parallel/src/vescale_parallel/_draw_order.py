@@ -24,7 +24,7 @@ from ._chance import without_chance
 from ._draw_cuts import Draw, Given
 from ._draw_operators import draw_with, is_draw
 from ._noted_draws import DrawNotes, NotedDraw
-from ._proof import InDouble
+from ._random_copies import InDouble
 from ._row_borders import Rows, rows_dim
 from ._row_runs import seeded
 from ._sharding_plan import generalize

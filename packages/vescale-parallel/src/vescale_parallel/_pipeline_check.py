@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._copies import copied_without_hooks
 from ._fakes import ObservationError, bind
-from ._pipeline import is_loss
+from ._loss_of_output import is_loss
 from ._plan import ParallelPlan
 from ._stage_map import StageMap, stage_map
 from ._stages import StageDone, StageRun, Staging, stage_module

@@ -29,12 +29,12 @@ from ._compared_runs import (
     region_of_call,
 )
 from ._hook_readers import read_by_hooks
-from ._whole_region import passed_over, whole_region
 from ._own_tables import checked_tables
 from ._rehearsal import Call, RehearsalError, placement_between, rehearse_part, rehearse_whole
 from ._sharding_plan import Resolved, generalize
 from ._structure import block_stacks
 from ._torch_private import pytree
+from ._whole_region import passed_over, whole_region
 
 # Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.
 MAX_NUMEL = 2**26
