@@ -54,6 +54,8 @@ class DrawForms:
         example: A batch; None if there is none.
         parallelism: What tensor-parallel ranks compute.
         exchange: Returns what every rank that shares a batch has for a value.
+        has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
+            and what an example shows, or a plan says, is enough.
     """
 
     def __init__(
@@ -63,11 +65,18 @@ class DrawForms:
         example: Any,
         parallelism: TensorParallelism,
         exchange: Callable[[Any], list[Any]],
+        *,
+        has_parts: bool = True,
     ) -> None:
         self._guard, self._example = guard, example
         self._parallelism, self._exchange = parallelism, exchange
         self._unknown = scopes_of_unknown(parallelism.resolved, model)
         self._known: dict[tuple[str, int], KnownDraws] = {}
+        self._shown: KnownDraws | None = None
+        if not has_parts:
+            found = cuts_of_example(model, example, parallelism)
+            scopes = None if found is None else scopes_of(found)
+            self._shown = KnownDraws(scopes=scopes, otherwise=lambda: self._unknown)
 
     def known(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
@@ -77,6 +86,8 @@ class DrawForms:
         Every rank that shares the batch must call this: in a form of call that is new they tell
         each other what they found, since it may depend on values.
         """
+        if self._shown is not None:
+            return self._shown
         # Whoever looked where rows meet has just told the form.
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:

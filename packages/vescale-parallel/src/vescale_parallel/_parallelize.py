@@ -134,7 +134,9 @@ def _carry_out(
     forms = None
     if mesh.size() > 1 and stages is None:
         cut = TensorParallelism(resolved, tp, plan.tensor_parallel.size)
-        forms = DrawForms(model, row_guard or RowGuard(model, exchange), batch, cut, exchange)
+        looks = row_guard or RowGuard(model, exchange)
+        has_parts = plan.data_parallel.size > 1
+        forms = DrawForms(model, looks, batch, cut, exchange, has_parts=has_parts)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     staging = Staging()
     if stages is not None:
