@@ -382,9 +382,8 @@ MODELS: dict[str, Model] = {
     ),
     "time_first": Model(lambda: TimeFirst(0.0), _sequence_batch, meet=False),
     "time_first_dropout": Model(lambda: TimeFirst(0.1), _sequence_batch),
-    "time_first_given": Model(
-        lambda: TimeFirst(0.0, given="time"), _time_first_batch, meet=False, row_dim=1
-    ),
+    # Refused: nothing but the caller knows that the second dim of all tensors is the rows.
+    "time_first_given": Model(lambda: TimeFirst(0.0, given="time"), _time_first_batch, row_dim=1),
     "time_first_given_dropout": Model(
         lambda: TimeFirst(0.1, given="time"), _time_first_batch, row_dim=1
     ),

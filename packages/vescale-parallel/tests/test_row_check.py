@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel import ParallelLoader
 from vescale_parallel._row_borders import MeanOfParts, RowMeetings, Rows, num_rows_of
 from vescale_parallel._row_guard import RowGuard, some_rows
 
@@ -82,7 +83,7 @@ def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [total, chosen, quotient_of_means, product_of_means, divided_by_rows, largest],
+    [total, chosen, quotient_of_means, product_of_means, largest],
     ids=lambda loss: loss.__name__,
 )
 def test_rows_meet_in_other_losses_and_nowhere_else(loss: Any) -> None:
@@ -279,3 +280,16 @@ def test_the_loss_of_a_module_is_the_mean_over_ranks_for_what_goes_on_with_it() 
     found = meetings(SquaredLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
     assert [*found.regions] == [""]
     assert found.borders["loss", "2d 1d"].outputs == (MeanOfParts(),)
+
+
+def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> None:
+    with pytest.raises(ValueError, match=r"of length 3, they meet in .*; if the one of length 5"):
+        meetings(Tokens(divided_by_rows), *tokens())
+    guard = RowGuard(Tokens(divided_by_rows), lambda mine: [mine])
+    guard.loader = cast("ParallelLoader", _Gives())
+    assert [*guard.meetings(Tokens(divided_by_rows), tokens(), {})[0].regions] == [""]
+
+
+class _Gives:
+    def gave(self, tree: object) -> bool:
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -71,6 +72,14 @@ class ParallelLoader:
         self._rows = slice(replica * size // replicas, (replica + 1) * size // replicas)
         self._epoch = 0
         self._taken = 0
+        self._given: list[weakref.ref[Tensor]] = []
+
+    def gave(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is of the latest batch."""
+        given = [reference() for reference in self._given]
+        return any(
+            x is each for x in pytree.tree_leaves(tree) for each in given if each is not None
+        )
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -84,7 +93,10 @@ class ParallelLoader:
         for batch in DataLoader(self._dataset, batch_sampler=batches):
             # Counted before the batch is handed out: a state saved after its step is past it.
             self._taken += self._size
-            yield pytree.tree_map_only(Tensor, lambda x: x.to(self._device), batch)
+            batch = pytree.tree_map_only(Tensor, lambda x: x.to(self._device), batch)
+            tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+            self._given = [weakref.ref(x) for x in tensors]
+            yield batch
         self._epoch += 1
         self._taken = 0
 

@@ -138,6 +138,8 @@ def _carry_out(
         has_parts = plan.data_parallel.size > 1
         forms = DrawForms(model, looks, batch, cut, exchange, has_parts=has_parts)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
+    if row_guard is not None:
+        row_guard.loader = loader
     staging = Staging()
     if stages is not None:
         _stage_modules(plan, model, stages, staging)

@@ -30,11 +30,19 @@ from ._row_runs import Call, OtherCallsError, Run, Script, run_module, seeded
 
 
 class RowCheckError(ValueError):
+    """It is not known where rows of a batch meet."""
+
+
+class CannotRunError(RowCheckError):
     """A model cannot be run on some rows of its batch."""
 
 
 class GradientsDifferError(RowCheckError):
     """Rows meet in a backward pass alone, which nothing here can make right."""
+
+
+class UnclearRowsError(RowCheckError):
+    """More than one dim may be the rows, and it makes a difference."""
 
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -52,7 +60,7 @@ def row_meetings(
         losses_only: Whether numbers that have no gradient do not matter.
 
     Raises:
-        RowCheckError: If the model cannot be run.
+        CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
     found = _Found(losses_only)
@@ -123,7 +131,7 @@ def _examine(
     """Note the regions in a module, and where the rows are in this call of it."""
     whole = run_module(module, fqn, call, [], NUM_PARTS)
     if whole.error is not None:
-        raise RowCheckError(f"{fqn or 'the model'}: {whole.error}")
+        raise CannotRunError(f"{fqn or 'the model'}: {whole.error}")
     parts = [run_module(module, fqn, half, whole.counts, 1) for half in halves]
     found.add(fqn, whole.call, [run.call for run in parts])
     why = _difference(whole, parts, losses_only=found.losses_only)
@@ -290,7 +298,7 @@ def _compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
         if not equal(summed.get(name, torch.zeros_like(grad)), grad, relative=1e-6):
             raise GradientsDifferError(
                 f"the gradient of {name!r} is not the sum over parts of the batch, though "
-                "results are made row by row"
+                "results are made row by row; use data_parallel.size 1 and one micro-batch"
             )
 
 

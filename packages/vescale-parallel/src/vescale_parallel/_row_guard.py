@@ -14,6 +14,7 @@ from vescale_dtensor import DTensor
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
 from ._example import common_length
+from ._loader import ParallelLoader
 from ._proof import MAX_NUMEL
 from ._random_copies import random_copy
 from ._row_borders import (
@@ -24,7 +25,13 @@ from ._row_borders import (
     row_counts,
     row_dim,
 )
-from ._row_check import Given, GradientsDifferError, RowCheckError, row_meetings
+from ._row_check import (
+    CannotRunError,
+    Given,
+    RowCheckError,
+    UnclearRowsError,
+    row_meetings,
+)
 from ._row_parts import NUM_ROWS
 from ._row_runs import seeded
 from ._threads import in_fresh_thread
@@ -47,6 +54,7 @@ class RowGuard:
         losses_only: Whether numbers that have no gradient do not matter.
 
     Attributes:
+        loader: Gives batches whose rows are the first dim; None if the program has its own.
         whole: A copy of the model without values; None if it cannot be copied.
         latest: The form of the latest call; None before the first one.
     """
@@ -64,6 +72,7 @@ class RowGuard:
         self._known: dict[tuple[str, int], RowMeetings] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
+        self.loader: ParallelLoader | None = None
 
     def meetings(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -96,11 +105,12 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
+        is_rows_first = self.loader is not None and self.loader.gave((args, kwargs))
         found, why, is_wrong = NOWHERE, "", False
         try:
-            found = in_fresh_thread(lambda: self._check(model, given))
+            found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))
         except RowCheckError as error:
-            why, is_wrong = str(error), isinstance(error, GradientsDifferError)
+            why, is_wrong = str(error), not isinstance(error, CannotRunError)
         ranks = self._exchange((key[0], found, why, is_wrong))
         forms = {form for form, *_ in ranks}
         if len(forms) > 1:
@@ -109,7 +119,7 @@ class RowGuard:
             )
         refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
         if refusals:
-            raise ValueError(f"{refusals[0]}; use data_parallel.size 1 and one micro-batch")
+            raise ValueError(refusals[0])
         doubts = [each for _, _, each, _ in ranks if each]
         if doubts:
             self._unchecked.add(key)
@@ -120,36 +130,38 @@ class RowGuard:
             )
         return joined([each for _, each, *_ in ranks])
 
-    def _check(self, model: nn.Module, given: Given) -> RowMeetings:
+    def _check(self, model: nn.Module, given: Given, *, is_rows_first: bool) -> RowMeetings:
         subject, is_scaled_down = self.subject(model)
         counts = row_counts(*given)
         if not counts:
-            raise RowCheckError("no tensor is given that has rows")
+            raise CannotRunError("no tensor is given that has rows")
         firsts = {x.shape[0] for x in pytree.tree_leaves(given) if _has_dims(x)}
-        if len(firsts) > 1:
-            shared = [_sharing(given, count) for count in counts]
-            counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
-        else:
+        if is_rows_first and len(firsts) == 1:
             counts = [*firsts]
-        found: list[RowMeetings] = []
-        errors: list[RowCheckError] = []
+        shared = [_sharing(given, count) for count in counts]
+        counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
+        found: dict[int, RowMeetings] = {}
+        errors: list[CannotRunError] = []
         for num_rows in counts[:_MOST_GUESSES]:
             try:
-                found.append(self._meetings_of(subject, given, num_rows, is_scaled_down))
-            except RowCheckError as error:
+                found[num_rows] = self._meetings_of(subject, given, num_rows, is_scaled_down)
+            except CannotRunError as error:
                 errors.append(error)
                 continue
             # Steps of time, taken for rows, meet; rows mostly do not.
-            if not found[-1].regions:
-                return found[-1]
+            if not found[num_rows].regions:
+                break
         if not found:
             raise errors[0]
-        return found[0]
+        first, *_, last = [*found, *found]
+        if len(firsts) == 1 and last != first and not found[last].regions:
+            raise UnclearRowsError(_unclear(found[first], first, last))
+        return found[last] if not found[last].regions else found[first]
 
     def _meetings_of(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
     ) -> RowMeetings:
-        errors: list[RowCheckError] = []
+        errors: list[CannotRunError] = []
         for uneven in (True, False):
             whole, *halves = some_rows(given, num_rows, uneven=uneven)
             if is_scaled_down:
@@ -157,7 +169,7 @@ class RowGuard:
                 whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
             try:
                 found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
-            except RowCheckError as error:
+            except CannotRunError as error:
                 errors.append(error)
                 continue
             return found.as_patterns() if is_scaled_down else found
@@ -167,11 +179,11 @@ class RowGuard:
         """Return what to run: the model with random values, or a scaled-down one."""
         whole = self.whole
         if whole is None:
-            raise RowCheckError(f"{type(model).__name__} cannot be copied")
+            raise CannotRunError(f"{type(model).__name__} cannot be copied")
         numel = sum(p.numel() for p in whole.parameters())
         twin = tiny_twin(whole, 1) if numel > _MANY else None
         if twin is None and numel > MAX_NUMEL:
-            raise RowCheckError(
+            raise CannotRunError(
                 f"{type(model).__name__} has {numel} parameters, more than the {MAX_NUMEL} that "
                 "are run to see, and no configuration to make a smaller one by"
             )
@@ -188,6 +200,16 @@ class RowGuard:
         for parameter in subject.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return subject, False
+
+
+def _unclear(found: RowMeetings, first: int, other: int) -> str:
+    names = ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
+    return (
+        "it cannot be told which dim of a call's tensors the rows of the batch are: if the first, "
+        f"of length {first}, they meet in {names}; if the one of length {other}, nowhere. Give "
+        "parallelize the data set, whose batches have rows first, or call the model with tensors "
+        "that only share the rows, targets of (batch) for example"
+    )
 
 
 def _copy_without_values(model: nn.Module) -> nn.Module | None:
