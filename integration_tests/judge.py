@@ -327,6 +327,8 @@ def _tensors(
     if [*expected] != [*found]:
         yield f"{what} {sorted({*expected} ^ {*found})}: there or not, or in another order"
         return
+    floats = [x for x in expected.values() if x.is_floating_point() and x.numel()]
+    largest = max((float(x.nan_to_num().abs().max()) for x in floats), default=0.0)
     for name, one in expected.items():
         other = found[name]
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -336,8 +338,9 @@ def _tensors(
                 yield f"{what} {name}: {other}, one device {one}"
         else:
             scale = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
-            # Where the true value is zero, as of a bias that a norm cancels, rounding is left.
-            bound = relative * (scale + 1e-2)
+            # Where the true value is zero, as of a bias that a norm cancels, rounding of what
+            # cancelled is left: numbers as large as those of other tensors.
+            bound = relative * (scale + 1e-2 * max(largest, 1.0))
             if not torch.allclose(one, other, rtol=0, atol=bound, equal_nan=True):
                 off = float((one - other).abs().max())
                 yield f"{what} {name}: off by {off:.3g}, largest element {scale:.3g}"

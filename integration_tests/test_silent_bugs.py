@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -491,29 +492,59 @@ def test_a_loop_without_a_pipeline_is_right_or_refused(
 
 
 class SkipsBlocks(Plain):
-    """Leaves out a block that depends on the rows, so another one on each rank."""
+    """Leaves out a block, another one on each rank."""
+
+    skipped = 0
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        skipped = int(batch["x"][0, 0] > 0)
         x = self.embed(batch["x"])
         for index, block in enumerate(self.blocks):
-            if index != skipped:
+            if index != self.skipped_for(batch):
                 x = block(x)
         return self.head(x)
+
+    def skipped_for(self, batch: Mapping[str, Tensor]) -> int:
+        return self.skipped
+
+
+class SkipsByFirstRow(SkipsBlocks):
+    """Leaves out a block that the first row of the batch decides on: rows meet."""
+
+    def skipped_for(self, batch: Mapping[str, Tensor]) -> int:
+        return int(batch["x"][0, 0] > 0)
+
+
+def skipped_by_first_row(run: Run) -> None:
+    model, optimizer = run.start(SkipsByFirstRow())
+    for batch in rows(4):
+        model(run.part(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish(model)
 
 
 def skipped_blocks(run: Run) -> None:
     model, optimizer = run.start(SkipsBlocks())
     for batch in rows(4):
         if run.constraints is None:
-            halves = ({k: v.chunk(2)[i] for k, v in batch.items()} for i in range(2))
-            loss = torch.stack([model(half) for half in halves]).mean()
+            losses: list[Tensor] = []
+            for model.skipped in range(2):
+                half = {k: v.chunk(2)[model.skipped] for k, v in batch.items()}
+                losses.append(model(half))
+            loss = torch.stack(losses).mean()
         else:
+            model.skipped = dist.get_rank()
             loss = model(run.part(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     run.finish(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", DATA)
+def test_a_choice_by_the_first_row_is_that_of_the_whole_batch(world2: World, plan: str) -> None:
+    right_or_refused(world2, skipped_by_first_row, DATA[plan])
 
 
 @pytest.mark.slow

@@ -238,14 +238,23 @@ def test_masks_of_the_small_batch_are_uneven() -> None:
     assert torch.equal(torch.cat([half[0][0] for half in halves]), whole[0][0])
 
 
-def test_ranks_that_see_it_differently_agree() -> None:
-    model = Tokens(chosen)
+def test_ranks_that_see_rows_meet_elsewhere_agree() -> None:
+    model, other = Tokens(chosen), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    theirs = RowGuard(other, lambda mine: [mine]).meetings(other, (torch.randn(4, 4),), {})[0]
+    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs)
+    ours = RowGuard(model, lambda mine: [mine, told])
+    assert [*ours.meetings(model, tokens(), {})[0].regions] == ["", "1"]
+
+
+def test_a_rank_says_nothing_to_others_where_rows_do_not_meet() -> None:
+    guard = RowGuard(Tokens(token_mean), lambda mine: pytest.fail("a rank may be alone"))
+    assert not guard.meetings(Tokens(token_mean), tokens(), {})[0].regions
+
+
+def test_targets_that_are_all_ignored_are_made_to_count() -> None:
     ids, targets, mask = tokens()
-    theirs = RowGuard(model, lambda mine: [mine]).meetings(model, (ids, targets, mask), {})[0]
-    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs, "", False)
-    plain = Tokens(token_mean)
-    ours = RowGuard(plain, lambda mine: [mine, told])
-    assert [*ours.meetings(plain, (ids, targets, mask), {})[0].regions] == [""]
+    ignored = torch.full_like(targets, -100)
+    assert not meetings(Tokens(token_mean), ids, ignored, mask).regions
 
 
 class WithAccuracy(nn.Module):

@@ -38,6 +38,7 @@ from ._whole_region import passed_over, whole_region
 
 # Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.
 MAX_NUMEL = 2**26
+NOT_REACHED = "no result of the example depends on it"
 # How many sets of weights a model whose forward depends on values is run on.
 _DRAWS = 4
 
@@ -218,8 +219,7 @@ def _not_reached(model: nn.Module, sharded: Sharded, found: Findings) -> dict[st
     named = dict(model.named_parameters(remove_duplicate=False))
     ids = {id(named[fqn]) for fqn in found.reached}
     patterns = {generalize(fqn) for fqn, p in named.items() if id(p) in ids}
-    why = "no result of the example depends on it"
-    return {fqn: why for fqn in _cut(sharded) if generalize(fqn) not in patterns}
+    return {fqn: NOT_REACHED for fqn in _cut(sharded) if generalize(fqn) not in patterns}
 
 
 def _cut(sharded: Sharded) -> list[str]:

@@ -13,7 +13,7 @@ from vescale_dtensor import DTensor
 
 from ._call_form import CallForms
 from ._copies import copied_without_hooks
-from ._example import common_length
+from ._example import common_length, some_that_count
 from ._loader import ParallelLoader
 from ._proof import MAX_NUMEL
 from ._random_copies import random_copy
@@ -79,8 +79,8 @@ class RowGuard:
     ) -> tuple[RowMeetings, bool]:
         """Return where rows meet in a call, and whether that could be checked.
 
-        Every rank that shares the batch must call this: in a form of call that is new they tell
-        each other what they found, since it may depend on values.
+        Where rows meet every rank that shares the batch must call this: in a form of call that
+        is new they tell each other where, since it may depend on values.
 
         Raises:
             ValueError: If ranks are called in different forms.
@@ -111,24 +111,24 @@ class RowGuard:
             found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
-        ranks = self._exchange((key[0], found, why, is_wrong))
-        forms = {form for form, *_ in ranks}
+        if is_wrong:
+            raise ValueError(why)
+        if why:
+            self._unchecked.add(key)
+            if torch.is_grad_enabled():
+                warn_at_user_line(
+                    "it could not be checked whether rows of the batch meet in this call, which "
+                    f"data-parallel ranks would then compute from their own rows only: {why}"
+                )
+        if not found.regions:
+            return found  # without a word to others: a rank may run a forward pass alone
+        ranks = self._exchange((key[0], found))
+        forms = {form for form, _ in ranks}
         if len(forms) > 1:
             raise ValueError(
                 f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
             )
-        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
-        if refusals:
-            raise ValueError(refusals[0])
-        doubts = [each for _, _, each, _ in ranks if each]
-        if doubts:
-            self._unchecked.add(key)
-        if doubts and torch.is_grad_enabled():
-            warn_at_user_line(
-                "it could not be checked whether rows of the batch meet in this call, which "
-                f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
-            )
-        return joined([each for _, each, *_ in ranks])
+        return joined([each for _, each in ranks])
 
     def _check(self, model: nn.Module, given: Given, *, is_rows_first: bool) -> RowMeetings:
         subject, is_scaled_down = self.subject(model)
@@ -309,7 +309,7 @@ def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven:
             rows[i] = rows[i] * (1 + 0.1 * noise)
         elif rows[i].dim():
             rows[i] = rows[i].roll(i, -1)
-    made = torch.stack(rows)
+    made = some_that_count(torch.stack(rows))
     return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
 
 
