@@ -73,8 +73,8 @@ def loss_of(output: Any) -> Tensor:
         raise ValueError(
             "pipeline parallelism differentiates one scalar of what forward returns, its loss, "
             f"but {type(output).__name__} holds {len(scalars)} scalars, {len(differentiable)} of "
-            "them with a gradient, and none called 'loss'; return {'loss': ..., ...}, or detach "
-            "the others"
+            "them with a gradient, and none called 'loss'; return {'loss': ..., ...}, detach the "
+            "others, or use pipeline_parallel.size 1"
         )
     return candidates[0]
 
