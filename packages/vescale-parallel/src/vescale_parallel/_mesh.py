@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_dtensor import named_failures
+
 from ._plan import ParallelPlan
 from ._torch_private import set_timeout
 
@@ -102,7 +104,8 @@ def check_agreement(**described: str) -> None:
     """
     digests = {k: hashlib.sha256(v.encode()).hexdigest()[:16] for k, v in described.items()}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    with named_failures():
+        dist.all_gather_object(everyone, digests)
     for name in described:
         differing = [r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
         if differing:
