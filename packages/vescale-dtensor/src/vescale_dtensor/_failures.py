@@ -151,6 +151,7 @@ def announce_alone(error: BaseException) -> None:
 @contextlib.contextmanager
 def named_failures() -> Iterator[None]:
     """Turn a broken collective into an error that names the rank that failed."""
+    _watch_the_end()
     try:
         yield
     except RuntimeError as error:
