@@ -146,3 +146,38 @@ def test_what_an_operator_raises_on_one_rank_is_told_by_the_rank_that_waits(
     finally:
         waiting.kill()
     assert "waited: rank 1 raised IndexError: index out of range" in output, output
+
+
+_UNCAUGHT = """
+import sys
+import torch, torch.distributed as dist
+from vescale_dtensor import all_reduce
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+all_reduce(torch.ones(3), dist.group.WORLD)
+if rank == 1:
+    raise KeyError("a line of the program's own")
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_what_ends_a_program_is_noted_on_the_error_of_a_rank_in_a_collective_of_its_own(
+    tmp_path: Path,
+) -> None:
+    waiting, failing = (
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _UNCAUGHT, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        assert "KeyError" in failing.communicate(timeout=240)[0]
+        output, _ = waiting.communicate(timeout=20)
+    finally:
+        waiting.kill()
+    assert 'rank 1 raised KeyError: "a line of the program\'s own"' in output, output

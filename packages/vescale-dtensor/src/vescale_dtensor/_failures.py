@@ -6,13 +6,23 @@ breaks (a timeout, a closed connection) looks there before it raises.
 [Note: failures that are over] A program may catch an error and go on. So failures are numbered.
 A rank names the newest one that it has not named before; and a rank that has completed a
 collective since it failed takes that back, for it evidently works with the others again.
+
+[Note: where user code raises]
+What a program's own lines raise (a loss, a hook, a backward function) passes through no code of
+this package. If nobody catches it, the program ends: ``sys.excepthook`` announces it, which runs
+before the connections close that tell the other ranks. A rank that catches such an error and
+lives, but comes to no collective again, keeps the others waiting for their groups' timeout. A
+wait cannot be given up earlier: the error may be over (see above), and a collective that was
+begun and left would pair with a later one of the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,7 +60,11 @@ class PeerError(RuntimeError):
 
 @contextlib.contextmanager
 def announced_failures() -> Iterator[None]:
-    """Tell the other ranks about an exception that leaves this block."""
+    """Tell the other ranks about an exception that leaves this block.
+
+    And from now on about any that ends the program; see [Note: where user code raises].
+    """
+    _watch_the_end()
     try:
         yield
     except PeerError:
@@ -64,15 +78,61 @@ def announce(error: BaseException) -> None:
     """Write this rank's failure where waiting ranks look."""
     if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1:
         return
-    if _MARK in vars(error):
+    if _is_announced(error):
         return  # on its way out it leaves several blocks
     text = f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:2000]}"
+    text = "; ".join([text, *(note[:2000] for note in getattr(error, "__notes__", ()))])
     # The store may be gone when the whole job is going down; the error itself still rises.
     with _patient_store() as store:
         number = store.add(_COUNT, 1)
         store.set(_key(number), text)
         vars(error)[_MARK] = number
         _standing.append((dist.group.WORLD, number))
+
+
+def _is_announced(error: BaseException) -> bool:
+    return (dist.group.WORLD, vars(error).get(_MARK)) in _standing
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_hook_before: _Hook | None = None
+
+
+def _watch_the_end() -> None:
+    """Have what ends the program announced. Other hooks, torch's among them, still run."""
+    global _hook_before
+    if _hook_before is None:
+        _hook_before, sys.excepthook = sys.excepthook, _announce_uncaught
+
+
+def _announce_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    assert _hook_before is not None
+    # Whatever goes wrong here must not keep the error itself from being shown.
+    with contextlib.suppress(Exception):
+        _explain_or_announce(error)
+    _hook_before(kind, error, trace)
+
+
+def _explain_or_announce(error: BaseException) -> None:
+    causes = list(_causes(error))
+    if any(isinstance(each, PeerError) or _is_announced(each) for each in causes):
+        return  # it is known already, by the text it began with
+    if not dist.is_initialized() or is_emulated():
+        return
+    # The program's own collective broke, which does not ask for the rank that failed.
+    if any(isinstance(each, RuntimeError) for each in causes) and (text := _announced()):
+        error.add_note(f"{text}; this rank ({dist.get_rank()}) may have waited for it")
+    announce(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def announce_alone(error: BaseException) -> None:
@@ -91,6 +151,7 @@ def announce_alone(error: BaseException) -> None:
 @contextlib.contextmanager
 def named_failures() -> Iterator[None]:
     """Turn a broken collective into an error that names the rank that failed."""
+    _watch_the_end()
     try:
         yield
     except RuntimeError as error:

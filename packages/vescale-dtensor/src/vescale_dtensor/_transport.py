@@ -181,10 +181,10 @@ def _make_group(
     elif len(ranks) == dist.get_world_size():
         group = cast(dist.ProcessGroup, dist.group.WORLD)
     else:
-        group = cast(
-            dist.ProcessGroup,
-            dist.new_group(ranks, timeout=_timeout_for(mesh), use_local_synchronization=True),
-        )
+        timeout = _timeout_for(mesh)
+        with named_failures():
+            made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        group = cast(dist.ProcessGroup, made)
     return group, tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 

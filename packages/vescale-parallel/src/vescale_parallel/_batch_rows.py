@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_dtensor import all_gather
+from vescale_dtensor import all_gather, named_failures
 
 from ._row_borders import NOWHERE, RowMeetings
 from ._row_guard import RowGuard
@@ -100,7 +100,8 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
         values = [value]
         for group in groups:
             theirs: list[Any] = [None] * group.size()
-            dist.all_gather_object(theirs, values, group)
+            with named_failures():
+                dist.all_gather_object(theirs, values, group)
             values = [each for some in theirs for each in some]
         return values
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from vescale_dtensor import announced_failures
+
 from ._mesh import axis_rank, axis_size
 from ._plan import ParallelPlan
 from ._torch_private import pytree
@@ -90,7 +92,10 @@ class ParallelLoader:
         order = self._order()
         starts = range(self._taken, len(self) * self._size, self._size)
         batches = [order[start : start + self._size][self._rows] for start in starts]
-        for batch in DataLoader(self._dataset, batch_sampler=batches):
+        source = iter(DataLoader(self._dataset, batch_sampler=batches))
+        for _ in batches:
+            with announced_failures():
+                batch = next(source)
             # Counted before the batch is handed out: a state saved after its step is past it.
             self._taken += self._size
             batch = pytree.tree_map_only(Tensor, lambda x: x.to(self._device), batch)

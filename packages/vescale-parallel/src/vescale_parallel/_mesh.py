@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_dtensor import named_failures
+
 from ._plan import ParallelPlan
 from ._torch_private import set_timeout
 
@@ -54,6 +56,7 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     Every rank must call this.
     """
     axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
+    meet()
     mesh = init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for name in axes:
         set_timeout(mesh.get_group(name))
@@ -86,9 +89,19 @@ def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Return another group of the ranks along an axis. Every rank of the mesh must call this."""
     index = (mesh.mesh_dim_names or ()).index(axis)
     groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist()
+    meet()
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def meet() -> None:
+    """Wait for all ranks, or raise what one of them did. Every rank must call this.
+
+    New process groups meet by way of the store, which does not know that a rank has died: the
+    others would wait there for their timeout. What user code does on one rank comes before this.
+    """
+    check_agreement()
 
 
 def check_agreement(**described: str) -> None:
@@ -102,7 +115,8 @@ def check_agreement(**described: str) -> None:
     """
     digests = {k: hashlib.sha256(v.encode()).hexdigest()[:16] for k, v in described.items()}
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    with named_failures():
+        dist.all_gather_object(everyone, digests)
     for name in described:
         differing = [r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
         if differing:

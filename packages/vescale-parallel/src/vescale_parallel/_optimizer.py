@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vescale_dtensor import DTensor, distribute_tensor, is_sharded
+from vescale_dtensor import DTensor, announced_failures, distribute_tensor, is_sharded
 
 from ._engine import Engine, ParallelModule
 
@@ -39,8 +39,12 @@ class ParallelOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]: torch overloads it
         """Update this rank's part of every parameter. ``closure`` is refused."""
-        if closure is not None:
-            raise ValueError("step(closure) is not supported by a parallelized optimizer")
+        with announced_failures():
+            if closure is not None:
+                raise ValueError("step(closure) is not supported by a parallelized optimizer")
+            return self._vescale_step()
+
+    def _vescale_step(self) -> Any:
         engine = self._vescale_engine()
         if engine is not None:
             engine.refuse_stray_gradients()

@@ -34,6 +34,7 @@ from ._mesh import (
     build_mesh,
     check_agreement,
     data_groups,
+    meet,
     second_group,
     start_process_group,
 )
@@ -121,6 +122,7 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
+    meet()  # a data set that failed on one rank; what comes next may take long
     resolved, guard, left_whole = _resolve_sharding(plan, model, batch)
     tp = complete_placements(resolved, model, plan.tensor_parallel.size)
     stages = stage_map(plan, model)

@@ -16,7 +16,7 @@ from vescale_dtensor import named_failures
 
 from ._loss import TokenCounts, TokenMeans
 from ._loss_of_output import DTYPES, loss_of, marked_scalars, scalars_of
-from ._mesh import axis_rank
+from ._mesh import axis_rank, meet
 from ._plan import ParallelPlan
 from ._schedules import Action, actions_of, forward_actions
 from ._stages import StageDone, StageRun, Staging
@@ -346,6 +346,7 @@ def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
     mine: dist.ProcessGroup | None = None
+    meet()
     for ranks in rows.tolist():
         group = dist.new_group(ranks, timeout=group_timeout())
         if dist.get_rank() in ranks:
