@@ -232,8 +232,8 @@ def test_statistics_of_a_part_of_the_sequence_are_refused_by_name() -> None:
 
 
 def test_statistics_of_whole_activations_are_proven() -> None:
-    state = torch.get_rng_state()
-    found = propose_sharding(Model(Averaged), "auto", 2, example_batch=X)
+    model, state = Model(Averaged), torch.get_rng_state()
+    found = propose_sharding(model, "auto", 2, example_batch=X)
     assert "blocks.*.up.weight" in found.plan
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -247,7 +247,7 @@ class Shared(Model):
 
 
 def test_a_block_of_two_names_sums_once() -> None:
-    found = proposed(Shared, (X,), 2)
+    found = proposed(Shared, (X.double(),), 2)
     assert "blocks.*.up.weight" in found.plan
 
 

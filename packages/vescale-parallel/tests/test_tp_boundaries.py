@@ -157,7 +157,7 @@ class Stack(nn.Module):
         first, middle, last = self.blocks
         first.register_forward_pre_hook(lambda _, args: boundary.split(args[0], 1, "blocks"))
         middle.register_forward_hook(lambda _, args, y: boundary.enter(y, 1, "blocks")[:, :2])
-        last.register_forward_hook(lambda _, args, y: boundary.gather(y, 1, "blocks"))
+        last.register_forward_pre_hook(lambda _, args: boundary.gather(args[0], 1, "blocks"))
         boundary.watch(self, {"blocks": ("blocks.0", "blocks.2")})
 
     def forward(self, x_BSF: Tensor, called: tuple[int, ...] = (0, 1, 2)) -> Tensor:

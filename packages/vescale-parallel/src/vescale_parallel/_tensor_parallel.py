@@ -201,7 +201,7 @@ def install(
 
 
 def sequence_ends(resolved: Resolved) -> dict[str, tuple[str, str]]:
-    """Return, of every stack of blocks, the one that cuts the sequence and the one that gathers."""
+    """Return, of every stack of blocks, which one cuts the sequence and which one gathers it."""
     found: dict[str, tuple[str, str]] = {}
     lasts = {
         stack_of(fqn): fqn
