@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,3 +243,45 @@ def test_a_record_counts_for_the_sharding_plan_and_size_that_it_was_made_for() -
     for size, plan in ((4, PLAN), (2, other)):
         section = TensorParallel(size=size, sharding_plan=plan, proven_calls=(record,))
         assert proven_forms(section) == []
+
+
+class Drawing(nn.Module):
+    """Scales by a number of Python's and one of numpy's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, None, False) * (0.5 + random.random())
+        return x * float(0.5 + numpy.random.rand())
+
+
+def test_numbers_that_a_forward_draws_on_the_host_are_alike_on_all_ranks() -> None:
+    model = Drawing()
+    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    held, held_by_numpy = random.getstate(), numpy.random.get_state(legacy=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        called(guarded, (torch.ones(2, 8),), {})
+    assert random.getstate() == held
+    assert repr(numpy.random.get_state(legacy=True)) == repr(held_by_numpy)
+
+
+class WrongOutside(nn.Module):
+    """Counts features itself, outside of any block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+def test_a_plan_that_is_wrong_outside_of_blocks_is_refused_with_the_class() -> None:
+    model, plan = WrongOutside(), {"up.weight": "Shard(0)", "down.weight": "Shard(1)"}
+    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    with pytest.raises(ValueError, match="in WrongOutside itself, what it returns differs"):
+        called(guarded, (torch.ones(2, 8),), {})

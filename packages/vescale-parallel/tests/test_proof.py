@@ -15,6 +15,8 @@ from vescale_parallel._proof import Contradiction, prove
 from vescale_parallel._sharding_plan import resolve
 from vescale_parallel._tensor_parallel import complete_placements
 
+from .one_device import proposed
+
 
 class Attention(nn.Module):
     """Counts heads with an integer of its own."""
@@ -207,3 +209,51 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
     run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
     assert dry_runs == ["whole", "part"]
+
+
+X = torch.linspace(-1, 1, 2 * 4 * 8).sin().view(2, 4, 8)
+
+
+class Averaged(nn.Module):
+    """Normalizes channels, the last dim, over the batch and the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return x_BSF + self.down(self.up(self.norm(x_BSF.mT).mT).relu())
+
+
+def test_statistics_of_a_part_of_the_sequence_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel\.sequence.*'norm' normalizes"):
+        propose_sharding(Model(Averaged), "auto", 2, sequence=True, example_batch=X)
+
+
+def test_statistics_of_whole_activations_are_proven() -> None:
+    model, state = Model(Averaged), torch.get_rng_state()
+    found = propose_sharding(model, "auto", 2, example_batch=X)
+    assert "blocks.*.up.weight" in found.plan
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Shared(Model):
+    """A block under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+
+
+def test_a_block_of_two_names_sums_once() -> None:
+    found = proposed(Shared, (X.double(),), 2)
+    assert {f"blocks.{i}.attention.qkv.weight" for i in (0, 2)} <= found.plan.keys()
+
+
+def test_a_plan_that_says_different_things_of_one_module_is_refused() -> None:
+    plan = {"blocks.0.up.weight": "Shard(0)", "blocks.2.up.weight": "Shard(1)"}
+    model = Shared()
+    resolved = resolve(plan, model)
+    with pytest.raises(ValueError, match=r"'blocks\.2\.up\.weight' is 'blocks\.0\.up\.weight'"):
+        prove(model, X, resolved, complete_placements(resolved, model, 2), 2)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale_parallel._threads import run_in_threads
 from vescale_parallel._tp_boundaries import Boundary
@@ -146,3 +146,35 @@ def test_a_rank_that_fails_stops_the_others() -> None:
 
     with pytest.raises(RuntimeError, match="rank 1 gave up"):
         run_in_threads(2, fails)
+
+
+class Stack(nn.Module):
+    """Blocks of which a call may skip some; the first cuts the sequence, the last gathers it."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
+        first, middle, last = self.blocks
+        first.register_forward_pre_hook(lambda _, args: boundary.split(args[0], 1, "blocks"))
+        middle.register_forward_hook(lambda _, args, y: boundary.enter(y, 1, "blocks")[:, :2])
+        last.register_forward_pre_hook(lambda _, args: boundary.gather(args[0], 1, "blocks"))
+        boundary.watch(self, {"blocks": ("blocks.0", "blocks.2")})
+
+    def forward(self, x_BSF: Tensor, called: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for index in called:
+            x_BSF = self.blocks[index](x_BSF)
+        return x_BSF
+
+
+def test_a_call_that_skips_where_a_sequence_is_cut_or_gathered_is_refused() -> None:
+    stack, x_BSF = Stack(Boundary(FakeRanks(2))), torch.randn(2, 4, 3)
+    assert stack(x_BSF).shape == x_BSF.shape
+    assert stack(x_BSF, (0, 2)).shape == x_BSF.shape
+    # Also of half the tokens, as many as the part of the call before had.
+    for given in (x_BSF, x_BSF[:, :2]):
+        for called in ((1, 2), (2,)):
+            with pytest.raises(ValueError, match=r"'blocks\.0' should have cut in this call"):
+                stack(given, called)
+    with pytest.raises(ValueError, match=r"'blocks\.0' cut is gathered by 'blocks\.2'"):
+        stack(x_BSF, (0, 1))
+    assert stack(x_BSF).shape == x_BSF.shape

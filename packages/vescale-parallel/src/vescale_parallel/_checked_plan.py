@@ -44,7 +44,8 @@ def checked_plan(
             proof = in_fresh_thread(lambda: prove(model, small, resolved, placements, size))
         except Contradiction as error:
             raise ValueError(
-                f"tensor_parallel.sharding_plan changes what {error.fqn!r} computes: run whole "
+                "tensor_parallel.sharding_plan changes what "
+                f"{error.fqn or type(model).__name__!r} computes: run whole "
                 f"and on {size} ranks on random weights, {error.why}"
             ) from error
         except RehearsalError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from ._chance import WithoutChance
 from ._random_copies import InDouble, random_copy, sharing_copy
 from ._rehearsal import Call, RehearsalError, copied_object, cut_parameters, rank_part
 from ._sharding_plan import Resolved
@@ -19,7 +21,7 @@ from ._threads import run_in_threads
 from ._torch_private import pytree
 from ._tp_boundaries import Boundary
 from ._tp_ranks import Meeting, ThreadRanks
-from ._untouched import untouched_generators
+from ._untouched import set_generators, states_of_generators, untouched_generators
 
 
 class Contradiction(ValueError):
@@ -115,26 +117,61 @@ def compare(
         Contradiction: If anything differs.
         RehearsalError: If the whole region cannot be run.
     """
+    region = _compare_once(make, sharded, found, seed, training=False)
+    if averaging := _averaging_norms(region.module):
+        try:
+            _compare_once(make, sharded, found, seed, training=True)
+        except RehearsalError:
+            return  # in training it does not run on one device either
+        except Contradiction as error:
+            raise Contradiction(
+                error.fqn,
+                f"in training, where {averaging[0]!r} normalizes by statistics of what it gets, "
+                f"{error.why}",
+            ) from error
+
+
+def _averaging_norms(module: nn.Module) -> list[str]:
+    """Return norms that are other functions in training: their statistics are the batch's."""
+    return [
+        fqn
+        for fqn, each in module.named_modules()
+        if "_NormBase" in {base.__name__ for base in type(each).__mro__}
+        and getattr(each, "track_running_stats", False)
+    ]
+
+
+def _compare_once(
+    make: Callable[[], Region], sharded: Sharded, found: Findings, seed: int, *, training: bool
+) -> Region:
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = make()
-        base = random_copy(region.module, region.empty)
+        base = random_copy(region.module, region.empty).train(training)
+        before = states_of_generators()
         expected, cotangents = _run_whole(region, base)
         how = _completed(region.how, expected)
+        # What torch draws is looked at apart: it may be cut, too.
+        draw_alike = before.differs_outside_of_torch(states_of_generators())
+        if draw_alike:
+            set_generators(before)
         try:
-            runs = _run_ranks(region, base, sharded, expected, cotangents, how)
+            runs = _run_ranks(
+                region, base, sharded, expected, cotangents, how, draw_alike=draw_alike
+            )
         except Exception as error:
             raise Contradiction(
                 region.fqn, f"a rank's part raises {type(error).__name__}: {error}"
             ) from error
     _compare_results(region.fqn, expected, runs, how, sharded.size)
     _compare_gradients(region.fqn, expected, runs, sharded.placements, found)
+    return region
 
 
 def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]:
     whole = sharing_copy(base)
     region.prepare(whole)
-    inputs = list(region.inputs)
+    inputs, before = list(region.inputs), states_of_generators()
     try:
         first = _run(whole, _Given(inputs, region.spec, []))
     # Arbitrary user code: whatever it raises means that it cannot be compared.
@@ -144,6 +181,8 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]
         error = ValueError("its outputs on random float64 numbers are not finite")
         raise RehearsalError(region.fqn, error)
     cotangents = [torch.randn_like(out) for out in first.outputs]
+    if before.differs_outside_of_torch(states_of_generators()):
+        set_generators(before)
     # Made anew, should a module keep something between calls.
     whole = sharing_copy(base)
     region.prepare(whole)
@@ -157,6 +196,8 @@ def _run_ranks(
     expected: _Results,
     cotangents: Sequence[Tensor],
     how: How,
+    *,
+    draw_alike: bool,
 ) -> list[_Results]:
     size, fqn = sharded.size, region.fqn
     lengths = _sequence_lengths(region.inputs, how)
@@ -173,7 +214,7 @@ def _run_ranks(
         parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
         return _run(local, _Given(mine, region.spec, parts))
 
-    return run_in_threads(size, on_rank)
+    return run_in_threads(size, on_rank, draw_alike=draw_alike)
 
 
 def _completed(how: How, expected: _Results) -> How:
@@ -254,7 +295,7 @@ def _run(module: nn.Module, given: _Given) -> _Results:
         [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
     )
     # Caches and the like hold nothing that was computed without values.
-    with torch.enable_grad(), InDouble():
+    with torch.enable_grad(), InDouble(), _chance_of(module):
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
     floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]
@@ -269,6 +310,11 @@ def _run(module: nn.Module, given: _Given) -> _Results:
         [x.grad if isinstance(x, Tensor) else None for x in inputs],
         {name: p.grad for name, p in module.named_parameters()},
     )
+
+
+def _chance_of(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Take chance out of training: dropout is other numbers on every rank."""
+    return WithoutChance() if module.training else contextlib.nullcontext()
 
 
 def _compare_results(

@@ -51,7 +51,7 @@ class CallGuard:
     ) -> None:
         self._forms, self._proven, self._size = CallForms(model), set(proven), size
         self._sharding_plan, self._resolved = dict(sharding_plan), resolved
-        self._whole = _copy_without_values(model)
+        self._whole, self._class = _copy_without_values(model), type(model).__name__
         is_cut = bool(resolved.parameters or resolved.shared)
         self._needs_proof = is_cut and self._whole is not None
 
@@ -85,11 +85,14 @@ class CallGuard:
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was not proven for calls with ({form}), and is wrong for "
-                f"them: in {error.fqn!r}, {error.why}. Make a plan with such a call as "
+                f"them: in {self._told(error.fqn)}, {error.why}. Make a plan with such a call as "
                 "example_batch, and call the model in no other form"
             ) from error
         except RehearsalError as error:
             return str(error)
+
+    def _told(self, fqn: str) -> str:
+        return repr(fqn) if fqn else f"{self._class} itself"
 
     def _prove(self, named: Mapping[str, Any]) -> str | None:
         subject, resolved = self._whole, self._resolved

@@ -53,7 +53,7 @@ from ._slots import Slot
 from ._stage_map import StageMap, stage_map
 from ._stages import Staging, stage_module
 from ._structure import block_stacks, check_signature, described_values, model_signature
-from ._tensor_parallel import complete_placements, install
+from ._tensor_parallel import complete_placements, install, sequence_ends
 from ._tp_boundaries import Boundary
 from ._tp_overlap import make_beside
 from ._tp_ranks import ProcessRanks
@@ -159,6 +159,8 @@ def _carry_out(
             ProcessRanks(group), even=stages is not None, beside=beside, num_parts=parts
         )
         install(model, resolved, tp, boundary, keep_cut=keep_cut)
+        if stages is None:
+            boundary.watch(model, sequence_ends(resolved))
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
     draws = Draws(_place(mesh), lengths, None if forms is None else forms.known)
     if forms is not None:

@@ -152,6 +152,8 @@ def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Ten
     """Return a copy of what one rank holds of a tensor."""
     boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
     dim = getattr(placement, "dim", 0)
+    if not boxes:  # of few rows the last rank has none
+        return tensor.narrow(dim, 0, 0).clone()
     return torch.cat([tensor[held.box.slices] for held in boxes], dim)
 
 

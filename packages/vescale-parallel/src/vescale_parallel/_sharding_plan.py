@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 
+from ._module_names import merged, renamed_owner
+
+K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
 # What a mark can say; its opposite is said by leaving it out.
@@ -102,6 +106,39 @@ class Resolved:
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | None]
     draws: Mapping[tuple[str, int], Shard]
+
+    def renamed(self, names: Mapping[str, str]) -> Resolved:
+        """Return the same with modules of several names under one of them.
+
+        Args:
+            names: Other names of modules to the one to use.
+
+        Raises:
+            ValueError: If the plan says different things of one module.
+        """
+
+        def module(fqn: str) -> str:
+            return names.get(fqn, fqn)
+
+        def pair(key: tuple[str, K]) -> tuple[str, K]:
+            return module(key[0]), key[1]
+
+        def parameter(fqn: str) -> str:
+            return renamed_owner(fqn, names)
+
+        if not names:
+            return self
+        return Resolved(
+            merged(self.parameters, parameter),
+            merged(self.inputs, pair),
+            merged(self.outputs, module),
+            merged(self.entered, pair),
+            merged(self.left, module),
+            merged(self.grads, parameter),
+            merged(self.shared, module),
+            merged(self.attributes, pair),
+            merged(self.draws, pair),
+        )
 
 
 def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:

@@ -20,6 +20,7 @@ from vescale_dtensor import InterleavedShard
 
 from ._attention_heads import Borders, attend_by_heads, check_attention, cut_attention
 from ._linear_kinds import LinearKind, linear_kind
+from ._module_names import merged, once_each, renamed_owner
 from ._sharding_plan import Move, Resolved
 from ._torch_private import pytree
 from ._tp_boundaries import Boundary
@@ -142,10 +143,13 @@ def install(
     Raises:
         ValueError: If a divided attribute is no multiple of the number of ranks.
     """
-    modules = {
+    named = {
         f"{prefix}.{fqn}".strip("."): module
         for fqn, module in model.named_modules(remove_duplicate=False)
     }
+    modules, first_names = once_each(named)
+    resolved = resolved.renamed(first_names)
+    placements = merged(placements, lambda fqn: renamed_owner(fqn, first_names))
     size = boundary.ranks.size
     attention = cut_attention(modules, placements)
     for fqn, module in attention.items():
@@ -194,6 +198,21 @@ def install(
     for fqn, move in resolved.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_out(modules[fqn], move, stack_of(fqn), boundary)
+
+
+def sequence_ends(resolved: Resolved) -> dict[str, tuple[str, str]]:
+    """Return, of every stack of blocks, which one cuts the sequence and which one gathers it."""
+    found: dict[str, tuple[str, str]] = {}
+    lasts = {
+        stack_of(fqn): fqn
+        for fqn, move in resolved.outputs.items()
+        if move.source == Shard(1) and move.target == Replicate()
+    }
+    for (fqn, _), move in resolved.inputs.items():
+        stack = stack_of(fqn)
+        if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
+            found[stack] = (fqn, lasts[stack])
+    return found
 
 
 def _attention_borders(fqn: str, resolved: Resolved) -> Borders:

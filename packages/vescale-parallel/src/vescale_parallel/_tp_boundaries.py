@@ -11,15 +11,15 @@ gathers. These are f, g and their sequence-parallel forms of https://arxiv.org/a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._tp_overlap import Beside, sum_in_parts
-from ._tp_ranks import Ranks, own_part
+from ._tp_ranks import Ranks, own_part, part_sizes
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -62,6 +62,12 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+_ALWAYS = (
+    "call the first and the last block in every call, skip others only, or set "
+    "tensor_parallel.sequence to False"
+)
+
+
 class Boundary:
     """The conversions of one group of ranks.
 
@@ -91,6 +97,47 @@ class Boundary:
         self.lengths: dict[str, int] = {}
         self.listener: Callable[[Crossing], None] | None = None
         self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
+        self._ends: dict[str, tuple[str, str]] = {}
+        self._cut: set[str] = set()
+
+    def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
+        """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
+
+        Args:
+            model: Whose calls begin and end with whole activations.
+            ends: Of every stack of blocks, the modules that cut and that gather.
+        """
+        self._ends = dict(ends)
+
+        def begin(_: nn.Module, args: Any) -> None:
+            self._cut.clear()
+            for stack in self._ends:
+                self.lengths.pop(stack, None)
+
+        def end(_: nn.Module, args: Any, output: Any) -> None:
+            for stack in self._cut:
+                first, last = self._ends[stack]
+                raise ValueError(
+                    f"tensor_parallel.sequence: the sequence that {first!r} cut is gathered by "
+                    f"{last!r}, which was not the last of {stack!r} to be called; {_ALWAYS}"
+                )
+
+        if ends:
+            model.register_forward_pre_hook(begin, prepend=True)
+            model.register_forward_hook(end, prepend=True)
+
+    def _check_cut(self, x: Tensor, dim: int | None, stack: str) -> None:
+        """Raise if an activation is whole where this call should have cut it."""
+        if dim is None or stack not in self._ends:
+            return
+        length = self.lengths.get(stack)
+        sizes = [] if length is None else part_sizes(length, self.ranks.size)
+        if not sizes or sizes[self.ranks.rank] != x.shape[dim]:
+            first, _ = self._ends[stack]
+            raise ValueError(
+                f"tensor_parallel.sequence: a block of {stack!r} got {x.shape[dim]} tokens, "
+                f"which {first!r} should have cut in this call and did not; {_ALWAYS}"
+            )
 
     def enter(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         """Bring an activation into a region.
@@ -108,6 +155,7 @@ class Boundary:
         key = (version, torch.is_grad_enabled(), x.requires_grad, dim)
         if self._entered is not None and self._entered[0]() is x and self._entered[1] == key:
             return self._entered[2]
+        self._check_cut(x, dim, stack)
         self._tell("enter", x, dim, self._parts(dim))
         if dim is None:
             entered = _convert(x, _as_it_is, self.ranks.all_reduce)
@@ -122,7 +170,7 @@ class Boundary:
         self._tell("leave", x, dim, 1)
         if dim is None:
             return _convert(x, self.ranks.all_reduce, _as_it_is)
-        self.lengths[stack] = x.shape[dim]
+        self._note_cut(x, dim, stack)
         return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
 
     def leave_layer(
@@ -141,7 +189,7 @@ class Boundary:
             return self.leave(compute(x), dim, stack)
         self._entered = None
         if dim is not None:
-            self.lengths[stack] = x.shape[dim]
+            self._note_cut(x, dim, stack)
         total = sum_in_parts(compute, x, dim, self._num_parts, self._beside)
         self._tell("leave", total, dim, self._parts(dim))
         return total
@@ -159,14 +207,21 @@ class Boundary:
                 f"tensor_parallel.size ({size}) divides, got {length}; the nearest are "
                 f"{length // size * size} and {(length // size + 1) * size}"
             )
-        self.lengths[stack] = x.shape[dim]
+        self._note_cut(x, dim, stack)
         self._tell("split", x, dim, 1)
         return _convert(x, self._keep(dim), self._gather(dim, stack, x))
 
     def gather(self, x: Tensor, dim: int, stack: str) -> Tensor:
         """Put the parts of an activation together."""
+        self._check_cut(x, dim, stack)
+        self._cut.discard(stack)
         self._tell("gather", x, dim, self.ranks.size)
         return _convert(x, self._gather(dim, stack, x), self._keep(dim))
+
+    def _note_cut(self, x: Tensor, dim: int, stack: str) -> None:
+        self.lengths[stack] = x.shape[dim]
+        if stack in self._ends:
+            self._cut.add(stack)
 
     def _parts(self, dim: int | None) -> int:
         return 1 if dim is None else self.ranks.size

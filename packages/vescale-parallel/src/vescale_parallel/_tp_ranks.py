@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -126,27 +127,37 @@ class ThreadRanks:
         return own_part(self.all_reduce(x), dim, self)
 
 
+class Turns(Protocol):
+    """Lets one thread run at a time."""
+
+    def passed_on(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """Let the others run inside."""
+        ...
+
+
 class Meeting:
     """Where threads exchange tensors.
 
     Args:
         size: How many threads meet.
+        turns: If given, only one thread runs at a time, between what they exchange.
     """
 
     # A rank that sends less than the others would have them wait for ever.
     _TIMEOUT_SECONDS = 60
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, turns: Turns | None = None) -> None:
+        self.size, self.turns = size, turns
         self._barrier = threading.Barrier(size, timeout=self._TIMEOUT_SECONDS)
         self._given: list[Tensor | None] = [None] * size
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         """Return what all ranks gave, in rank order."""
         self._given[rank] = x
-        self._barrier.wait()
-        found = [each for each in self._given if each is not None]
-        self._barrier.wait()
+        with contextlib.nullcontext() if self.turns is None else self.turns.passed_on(rank):
+            self._barrier.wait()
+            found = [each for each in self._given if each is not None]
+            self._barrier.wait()
         return found
 
     def give_up(self) -> None:

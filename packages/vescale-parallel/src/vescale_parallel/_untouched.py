@@ -6,9 +6,50 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """Of the host's generators; None for numpy's if nothing has imported it."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+
+    def differs_outside_of_torch(self, other: States) -> bool:
+        """Whether something was drawn by Python's random or by numpy in between."""
+        return self.python != other.python or _of_numpy(self) != _of_numpy(other)
+
+
+def _of_numpy(states: States) -> object:
+    if states.numpy is None:
+        return None
+    name, key, *rest = states.numpy
+    return name, key.tobytes(), rest
+
+
+def states_of_generators() -> States:
+    """Return the states of the host's generators: torch's, Python's and numpy's."""
+    numpy: Any = sys.modules.get("numpy")
+    return States(
+        torch.default_generator.get_state(),
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def set_generators(states: States) -> None:
+    """Put back what :func:`states_of_generators` gave."""
+    torch.default_generator.set_state(states.torch)
+    random.setstate(states.python)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and states.numpy is not None:
+        numpy.random.set_state(states.numpy)
 
 
 @contextlib.contextmanager
@@ -21,16 +62,10 @@ def untouched_generators(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: What torch's generator of the CPU starts with inside; None to leave it as it is.
     """
-    generator = torch.default_generator
-    held, held_python = generator.get_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    held_numpy: Any = None if numpy is None else numpy.random.get_state()
+    held = states_of_generators()
     try:
         if seed is not None:
-            generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
         yield
     finally:
-        generator.set_state(held)
-        random.setstate(held_python)
-        if numpy is not None and held_numpy is not None:
-            numpy.random.set_state(held_numpy)
+        set_generators(held)
