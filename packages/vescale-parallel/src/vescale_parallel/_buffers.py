@@ -158,9 +158,12 @@ class BuffersBefore:
                 held = self._held[fqn]
                 found = held.module._buffers.get(held.name)
                 is_new = found is not copy
-                if changes is not None and found is not None:
-                    if is_new or _is_changed(copy, version, held.copy):
-                        changes.setdefault(fqn, []).append(Change(found, is_new))
+                if (
+                    changes is not None
+                    and found is not None
+                    and (is_new or _is_changed(copy, version, held.copy))
+                ):
+                    changes.setdefault(fqn, []).append(Change(found, is_new))
                 held.module._buffers[held.name] = present
 
     def set(self, fqn: str, change: Change) -> None:

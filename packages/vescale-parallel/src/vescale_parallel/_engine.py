@@ -21,7 +21,7 @@ from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
 from ._loss_of_output import Scalar, is_loss
 from ._mesh import axis_group, axis_rank, axis_size
-from ._outside import KnownModules, refuse_stray_gradients
+from ._outside import KnownModules, read_in, refuse_stray_gradients
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._same_inputs import SameInputs
@@ -257,8 +257,9 @@ class Engine:
     ) -> Any:
         lend(self._slots, pipeline.group_of("F"))
         train = torch.is_grad_enabled()
-        buffers = contextlib.nullcontext(forward) if self.buffers is None else self.buffers.call(forward)
-        with self._own_random_stream(), buffers as forward:
+        buffers = self.buffers
+        runs = contextlib.nullcontext(forward) if buffers is None else buffers.call(forward)
+        with self._own_random_stream(), runs as forward:
             output = pipeline.run(forward, args, kwargs, train=train)
         device = self._mesh.device_type
         if not train:
@@ -466,11 +467,13 @@ class Engine:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, DTensor) and not is_on(leaf, self._tp_mesh):
+                read = read_in(leaf, [slot for unit in self._units for slot in unit.slots])
                 raise ValueError(
-                    "forward returned a distributed tensor, because it read parameters of a block "
-                    "outside of the block's own forward, where ZeRO 2 and 3 keep them cut. Its "
-                    "plain tensors are this rank's rows, so the two do not mix. Use ZeRO 1, or "
-                    "read what you need as parameter.full_tensor()"
+                    f"forward returned a distributed tensor, because it read {read} "
+                    "outside of the forward of its block, where data_parallel.zero_stage 2 and 3 "
+                    "keep it cut. Its plain tensors are this "
+                    "rank's rows, so the two do not mix. Use data_parallel.zero_stage 1, or read "
+                    "what you need as parameter.full_tensor()"
                 )
 
     def _check_loss(self, output: Any, means: TokenMeans) -> None:

@@ -306,7 +306,7 @@ def _make_engine(
         keep_no_caches(model)
         rows.prepare(model, blocks)
         for fqn in blocks:
-            recompute(model.get_submodule(fqn), fqn, draws.as_now)
+            recompute(model.get_submodule(fqn), draws.as_now, fqn)
     pipelined = stages is not None
     engine = Engine(
         plan,

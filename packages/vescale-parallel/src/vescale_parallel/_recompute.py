@@ -18,7 +18,7 @@ from ._rehearsal import snapshot
 Around = Callable[[], AbstractContextManager[None]]
 
 
-def recompute(block: nn.Module, fqn: str, as_now: Callable[[], Around]) -> None:
+def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> None:
     """Have a block run its forward again in backward, in place.
 
     The second run is called with what the first one was: objects that a forward changes, as it
@@ -27,8 +27,8 @@ def recompute(block: nn.Module, fqn: str, as_now: Callable[[], Around]) -> None:
 
     Args:
         block: The block.
-        fqn: Its name, for errors.
         as_now: Called in the first run; returns what makes the context of the second one.
+        fqn: Its name, for errors.
     """
     block.forward = functools.partial(_run, block.forward, Buffers(block, fqn), as_now)
 

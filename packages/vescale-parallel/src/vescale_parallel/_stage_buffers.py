@@ -94,7 +94,7 @@ class StageBuffers:
         self._buffers.learn(form, {fqn for each in of_ranks for fqn in each})
 
     def _send(self, before: BuffersBefore, owners: Mapping[str, int]) -> None:
-        """Send buffers from the stages that changed them to the others, those of a dtype at once."""
+        """Send buffers from stages that changed them to the others, those of a dtype at once."""
         together: dict[tuple[int, torch.dtype], list[str]] = {}
         for fqn, owner in owners.items():
             together.setdefault((owner, before.value(fqn).dtype), []).append(fqn)
