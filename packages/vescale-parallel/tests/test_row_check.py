@@ -241,14 +241,15 @@ def test_masks_of_the_small_batch_are_uneven() -> None:
 def test_ranks_that_see_rows_meet_elsewhere_agree() -> None:
     model, other = Tokens(chosen), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     theirs = RowGuard(other, lambda mine: [mine]).meetings(other, (torch.randn(4, 4),), {})[0]
-    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs)
+    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs, "", False)
     ours = RowGuard(model, lambda mine: [mine, told])
     assert [*ours.meetings(model, tokens(), {})[0].regions] == ["", "1"]
 
 
-def test_a_rank_says_nothing_to_others_where_rows_do_not_meet() -> None:
-    guard = RowGuard(Tokens(token_mean), lambda mine: pytest.fail("a rank may be alone"))
-    assert not guard.meetings(Tokens(token_mean), tokens(), {})[0].regions
+def test_a_rank_may_evaluate_alone_where_rows_do_not_meet() -> None:
+    guard = RowGuard(Tokens(token_mean), lambda mine: pytest.fail("the others are not there"))
+    with torch.no_grad():
+        assert not guard.meetings(Tokens(token_mean), tokens(), {})[0].regions
 
 
 def test_targets_that_are_all_ignored_are_made_to_count() -> None:

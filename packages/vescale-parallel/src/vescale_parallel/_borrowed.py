@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale_dtensor import named_failures
 
@@ -35,19 +35,30 @@ def lend(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
 def give_back(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
     """Add borrowers' gradients to owners'. Every rank of the pipeline's group must call this."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
+    loans: dict[tuple[int, int], list[Slot]] = {}
     for owner, borrower, slot in _loans(slots, size):
-        if rank not in (owner, borrower) or not slot.face.requires_grad:
-            continue
-        compute = slot.compute
-        assert compute is not None
-        grad = compute.grad if compute.grad is not None else torch.zeros_like(compute)
-        if rank == borrower:
-            _move(grad, group, borrower, owner)
-            compute.grad = None
-        else:
-            theirs = torch.empty_like(compute)
-            _move(theirs, group, borrower, owner)
-            compute.grad = grad.detach() + theirs
+        if rank in (owner, borrower) and slot.face.requires_grad:
+            loans.setdefault((owner, borrower), []).append(slot)
+    for (owner, borrower), lent in loans.items():
+        computes = [slot.compute for slot in lent if slot.compute is not None]
+        # What no stage uses has no gradient, which is not the same as one of zero.
+        flags = torch.tensor([compute.grad is not None for compute in computes], dtype=torch.uint8)
+        flags = flags.to(computes[0].device)
+        _move(flags, group, borrower, owner)
+        for compute, has_grad in zip(computes, flags.tolist(), strict=True):
+            if has_grad:
+                _give_back(compute, group, owner, borrower)
+
+
+def _give_back(compute: nn.Parameter, group: dist.ProcessGroup, owner: int, borrower: int) -> None:
+    if dist.get_rank(group) == borrower:
+        assert compute.grad is not None
+        _move(compute.grad, group, borrower, owner)
+        compute.grad = None
+        return
+    theirs = torch.empty_like(compute, requires_grad=False)
+    _move(theirs, group, borrower, owner)
+    compute.grad = theirs if compute.grad is None else compute.grad.detach() + theirs
 
 
 def _loans(slots: Sequence[Slot], size: int) -> list[tuple[int, int, Slot]]:

@@ -116,8 +116,8 @@ class DrawForms:
         found: Cuts | None = None
         with contextlib.suppress(RowCheckError, RehearsalError, ObservationError):
             found = in_fresh_thread(lambda: self._cuts(model, given, num_rows))
-        if found is not None and not found:
-            return found  # without a word to others: a rank may run a forward pass alone
+        if found is not None and not found and not torch.is_grad_enabled():
+            return found  # without a word to others: one rank may evaluate alone
         return _agreed(self._exchange(found))
 
     def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:

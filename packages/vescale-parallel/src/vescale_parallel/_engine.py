@@ -21,15 +21,16 @@ from ._guard import CallGuard
 from ._loss import AverageOverRanks, TokenMeans
 from ._loss_of_output import Scalar, is_loss
 from ._mesh import axis_group, axis_rank, axis_size
-from ._outside import KnownModules, refuse_stray_gradients
+from ._outside import KnownModules, read_in, refuse_stray_gradients
 from ._pipeline import Pipeline
 from ._plan import ParallelPlan
 from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
+from ._stage_buffers import StageBuffers
 from ._torch_private import call_after_backward, is_in_backward, pytree
 from ._units import Unit, accumulate, reduce_together
-from ._user_line import warn_at_user_line
+from ._user_line import user_line, warn_at_user_line
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -102,6 +103,7 @@ class Engine:
         self._tp_mesh = None if axis_group(mesh, "tp") is None else mesh["tp"]
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
+        self.buffers: StageBuffers | None = None
         self.guard: CallGuard | None = None
         self.inputs: SameInputs | None = None
         self.known: KnownModules | None = None
@@ -109,7 +111,8 @@ class Engine:
         self._in_backward = self._gathers = False
         self._num_backwards = 0
         self._open: list[Unit] = []
-        self._checked_loss = self._has_drawn = False
+        self._has_drawn = False
+        self._checked_lines: set[tuple[str, int]] = set()
         # Open while a forward or backward runs, if the plan has to name what is gathered.
         self._refusal = contextlib.ExitStack()
         # Under a pipeline all gradients of a step are summed first and reduced once.
@@ -254,7 +257,9 @@ class Engine:
     ) -> Any:
         lend(self._slots, pipeline.group_of("F"))
         train = torch.is_grad_enabled()
-        with self._own_random_stream():
+        buffers = self.buffers
+        runs = contextlib.nullcontext(forward) if buffers is None else buffers.call(forward)
+        with self._own_random_stream(), runs as forward:
             output = pipeline.run(forward, args, kwargs, train=train)
         device = self._mesh.device_type
         if not train:
@@ -462,18 +467,20 @@ class Engine:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, DTensor) and not is_on(leaf, self._tp_mesh):
+                read = read_in(leaf, [slot for unit in self._units for slot in unit.slots])
                 raise ValueError(
-                    "forward returned a distributed tensor, because it read parameters of a block "
-                    "outside of the block's own forward, where ZeRO 2 and 3 keep them cut. Its "
-                    "plain tensors are this rank's rows, so the two do not mix. Use ZeRO 1, or "
-                    "read what you need as parameter.full_tensor()"
+                    f"forward returned a distributed tensor, because it read {read} "
+                    "outside of the forward of its block, where data_parallel.zero_stage 2 and 3 "
+                    "keep it cut. Its plain tensors are this "
+                    "rank's rows, so the two do not mix. Use data_parallel.zero_stage 1, or read "
+                    "what you need as parameter.full_tensor()"
                 )
 
     def _check_loss(self, output: Any, means: TokenMeans) -> None:
-        """Warn once if this rank's loss may not average to one device's."""
-        if self._checked_loss or not torch.is_grad_enabled():
+        """Warn, once for each of the user's lines, if a loss may not average to one device's."""
+        if not torch.is_grad_enabled() or (line := user_line()) in self._checked_lines:
             return
-        self._checked_loss = True
+        self._checked_lines.add(line)
         loss = next((leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)), None)
         if loss is not None:
             if not self._rows.is_checked:

@@ -30,7 +30,13 @@ _CONV1D = LinearKind(1, 0, "nf", False)
 
 
 def linear_kind(module: nn.Module) -> LinearKind | None:
-    """Return the layout of a linear layer, None for any other module."""
+    """Return the layout of a linear layer, None for any other module.
+
+    A layer whose weight is computed from other parameters, by a parametrization or by a hook as
+    of torch.nn.utils.weight_norm, has no weight to cut.
+    """
+    if module._parameters.get("weight") is None:
+        return None
     if isinstance(module, nn.Linear):
         return _LINEAR
     named = {base.__name__ for base in type(module).__mro__}

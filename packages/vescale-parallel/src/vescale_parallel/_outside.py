@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ._slots import Slot
 from ._torch_private import is_in_backward
@@ -92,3 +93,22 @@ def refuse_stray_gradients(slots: Iterable[Slot]) -> None:
                 "create_graph=True) alone; it was not summed over ranks. Add it to the loss, "
                 "(loss + penalty).backward()"
             )
+
+
+def read_in(tensor: Tensor, slots: Sequence[Slot]) -> str:
+    """Return which of the parameters a tensor was computed from, as far as autograd knows."""
+    names = {id(slot.face): slot.fqns[0] for slot in slots}
+    found: list[str] = []
+    seen: set[Any] = set()
+    todo: list[Any] = [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        found += [] if name is None else [repr(name)]
+        todo += [following for following, _ in node.next_functions]
+    if found:
+        return " and ".join(sorted(found))
+    return f"a parameter of a block, one of {[slot.fqns[0] for slot in slots]}"

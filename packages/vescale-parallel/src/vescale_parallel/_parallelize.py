@@ -50,6 +50,7 @@ from ._same_inputs import SameInputs
 from ._sharded_logits import LiftPlain, keep_sharded
 from ._sharding_plan import Resolved, resolve
 from ._slots import Slot
+from ._stage_buffers import StageBuffers
 from ._stage_map import StageMap, stage_map
 from ._stages import Staging, stage_module
 from ._structure import block_stacks, check_signature, described_values, model_signature
@@ -313,7 +314,7 @@ def _make_engine(
         keep_no_caches(model)
         rows.prepare(model, blocks)
         for fqn in blocks:
-            recompute(model.get_submodule(fqn), draws.as_now)
+            recompute(model.get_submodule(fqn), draws.as_now, fqn)
     pipelined = stages is not None
     engine = Engine(
         plan,
@@ -330,6 +331,8 @@ def _make_engine(
         engine.pipeline = Pipeline(
             plan, mesh, staging, stages.starts, len(stages.blocks), engine.total_over_data_ranks
         )
+        if any(True for _ in model.buffers()):
+            engine.buffers = StageBuffers(model, engine.pipeline.group_of("F"))
     return engine
 
 

@@ -12,41 +12,58 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ._buffers import Buffers, BuffersBefore
 from ._rehearsal import snapshot
 
 Around = Callable[[], AbstractContextManager[None]]
 
 
-def recompute(block: nn.Module, as_now: Callable[[], Around]) -> None:
+def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> None:
     """Have a block run its forward again in backward, in place.
 
     The second run is called with what the first one was: objects that a forward changes, as it
-    does a cache of keys and values, are copied before, their tensors not.
+    does a cache of keys and values, are copied before, their tensors not. It finds the buffers
+    that forward changes as the first run did, and leaves them as that one left them.
 
     Args:
         block: The block.
         as_now: Called in the first run; returns what makes the context of the second one.
+        fqn: Its name, for errors.
     """
-    block.forward = functools.partial(_run, block.forward, as_now)
+    block.forward = functools.partial(_run, block.forward, Buffers(block, fqn), as_now)
 
 
 def _run(
-    forward: Callable[..., Any], as_now: Callable[[], Around], *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    buffers: Buffers,
+    as_now: Callable[[], Around],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     before = snapshot((args, kwargs))
+    form = buffers.form()
+    held = buffers.now(form)
     ran: list[Around] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not ran:
             ran.append(as_now())
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+            _learn(buffers, form, held)
+            return output
         args, kwargs = snapshot(before)
-        with ran[0]():
+        with ran[0](), held.back():
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _learn(buffers: Buffers, form: object, held: BuffersBefore) -> None:
+    if not buffers.is_known(form):
+        buffers.learn(form, held.changed(by_value=True))
+    held.keep_copies_of(buffers.known(form) | held.changed(by_value=False))
 
 
 def keep_no_caches(model: nn.Module) -> None:

@@ -79,8 +79,9 @@ class RowGuard:
     ) -> tuple[RowMeetings, bool]:
         """Return where rows meet in a call, and whether that could be checked.
 
-        Where rows meet every rank that shares the batch must call this: in a form of call that
-        is new they tell each other where, since it may depend on values.
+        Every rank that shares the batch must call this, unless gradients are off and rows do not
+        meet: in a form of call that is new they tell each other where, since that may depend on
+        values.
 
         Raises:
             ValueError: If ranks are called in different forms.
@@ -94,8 +95,8 @@ class RowGuard:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, int]:
         """Return what tells the forms of call apart."""
-        training = hash(tuple(module.training for module in model.modules()))
-        return self._forms.form(args, kwargs), training
+        modes = [module.training for module in model.modules()]
+        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), *modes))
 
     def _find(
         self,
@@ -111,24 +112,25 @@ class RowGuard:
             found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
-        if is_wrong:
-            raise ValueError(why)
-        if why:
-            self._unchecked.add(key)
-            if torch.is_grad_enabled():
-                warn_at_user_line(
-                    "it could not be checked whether rows of the batch meet in this call, which "
-                    f"data-parallel ranks would then compute from their own rows only: {why}"
-                )
-        if not found.regions:
-            return found  # without a word to others: a rank may run a forward pass alone
-        ranks = self._exchange((key[0], found))
-        forms = {form for form, _ in ranks}
+        if not found.regions and not torch.is_grad_enabled():
+            return found  # without a word to others: one rank may evaluate alone
+        ranks = self._exchange((key[0], found, why, is_wrong))
+        forms = {form for form, *_ in ranks}
         if len(forms) > 1:
             raise ValueError(
                 f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
             )
-        return joined([each for _, each in ranks])
+        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
+        if refusals:
+            raise ValueError(refusals[0])
+        doubts = [each for _, _, each, _ in ranks if each]
+        if doubts:
+            self._unchecked.add(key)
+            warn_at_user_line(
+                "it could not be checked whether rows of the batch meet in this call, which "
+                f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
+            )
+        return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given, *, is_rows_first: bool) -> RowMeetings:
         subject, is_scaled_down = self.subject(model)
