@@ -132,6 +132,7 @@ def test_pieces_of_pinned_memory_waste_little() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_a_state_on_the_gpu_is_pinned(tmp_path: Path) -> None:
+    state: dict[str, torch.Tensor] = {}
     with AsyncSaver() as saver:
         for step in range(2):
             state = {key: torch.full((3 << 20,), step, device="cuda") for key in "abc"}
