@@ -20,6 +20,7 @@ from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MismatchError, cli
+from vescale_ckpt._files import HEADER_ALIGNMENT
 from vescale_ckpt._record import FORMAT_VERSION, RECORD_NAME
 
 from .memory import peak_nbytes
@@ -147,7 +148,7 @@ def vast(directory: Path, key: str, *, nbytes: int) -> Path:
                 "nbytes": nbytes,
                 "crc32": zeros * (nbytes // block_nbytes),
                 "prefix": "",
-                "tensors": [["U8", [nbytes], 0, [key]]],
+                "tensors": [["U8", [nbytes - HEADER_ALIGNMENT], HEADER_ALIGNMENT, [key]]],
             }
         },
         "aliases": {},
