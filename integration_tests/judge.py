@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
 
 import numpy
@@ -237,15 +237,19 @@ def one_device(trial: Trial) -> Record:
 
 def attempts(world: World, trial: Trial, plan: Constraints) -> list[Record] | RankError:
     """Do a trial on all ranks, in a process group of its own."""
-    with TemporaryDirectory() as directory:
-        try:
-            records = world.run(on_rank, directory, trial, plan)
-        except RankError as error:
-            return error
-        failures = {r.failure.message if r.failure else "" for r in records}
-        if len(failures) > 1 or any(r.failure and not r.failure.is_refusal for r in records):
-            world.close()  # ranks may have come apart
-        return records
+    # Ranks stay in the group that they make, so what they meet in stays, too.
+    directory = mkdtemp(dir=_MEETING_PLACES.name)
+    try:
+        records = world.run(on_rank, directory, trial, plan)
+    except RankError as error:
+        return error
+    failures = {r.failure.message if r.failure else "" for r in records}
+    if len(failures) > 1 or any(r.failure and not r.failure.is_refusal for r in records):
+        world.close()  # ranks may have come apart
+    return records
+
+
+_MEETING_PLACES = TemporaryDirectory()
 
 
 def on_rank(directory: str, trial: Trial, constraints: Constraints) -> Record:

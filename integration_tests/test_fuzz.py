@@ -17,8 +17,6 @@ FIRST = int(os.environ.get("VESCALE_FUZZ_FIRST", "1000"))
 CASES, CHUNK = 2000, 50
 # What the search has found, made small.
 FOUND = [
-    # One row a rank, and an activation whose memory has time outermost.
-    '{"heads": 1, "blocks": "multihead+multihead", "dropout": 0.5, "rows_of_a_part": 1, "dp": 2}',
     # Buffers that forward changes, when forward runs again in backward.
     '{"norm": "batch", "tp": 2, "recompute": "full"}',
     '{"reparametrized": "spectral", "tp": 2, "recompute": "full"}',
@@ -33,8 +31,6 @@ FOUND = [
     '{"norm": "batch", "pp": 2}',
     # A proof within the first call draws from numpy, too.
     '{"numpy": true, "loader": false, "tp": 2}',
-    # Code between blocks sees a part of the sequence.
-    '{"auxiliary": true, "tp": 2, "sequence": true}',
     # A block under two names.
     '{"blocks": "mlp+mlp+mlp", "tie": "blocks", "tp": 2}',
     # A parameter of the model itself, on all stages, that nothing uses.
@@ -43,6 +39,15 @@ FOUND = [
     '{"reparametrized": "weight", "tp": 2, "policy": "megatron"}',
     '{"tie": "blocks", "loader": false, "tp": 2}',
     '{"functional": true, "dp": 2, "zero": 2}',
+]
+
+
+# What it has found and is not mended yet; the guide says so. Fails every night.
+OPEN = [
+    # One row a rank, and an activation whose memory has time outermost.
+    '{"heads": 1, "blocks": "multihead+multihead", "dropout": 0.5, "rows_of_a_part": 1, "dp": 2}',
+    # Code between blocks sees a part of the sequence.
+    '{"auxiliary": true, "tp": 2, "sequence": true}',
 ]
 
 
@@ -95,3 +100,10 @@ def test_the_judge_sees_what_is_wrong(worlds: dict[int, World]) -> None:
     assert judge(worlds, trial, 2, {"data_parallel.size": 2}).verdict == "equal"
     judgement = judge(worlds, trial, 2, {"data_parallel.size": 2}, under=other)
     assert judgement.verdict == "WRONG"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", OPEN)
+def test_what_is_open_is_mended(worlds: dict[int, World], line: str) -> None:
+    judgement = judged(worlds, read(line))
+    assert judgement.verdict not in BAD, judgement.detail

@@ -70,6 +70,7 @@ class RowGuard:
         self._forms = CallForms(model)
         self.whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
+        self._trained: dict[str, RowMeetings] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
         self.loader: ParallelLoader | None = None
@@ -87,8 +88,13 @@ class RowGuard:
             ValueError: If ranks are called in different forms.
         """
         key = self.latest = self.key(model, args, kwargs)
+        if key not in self._known and not torch.is_grad_enabled() and key[0] in self._trained:
+            # Where all ranks agreed that rows meet in training they may meet now.
+            self._known[key] = self._trained[key[0]]
         if key not in self._known:
             self._known[key] = self._find(key, model, args, kwargs)
+        if torch.is_grad_enabled():
+            self._trained[key[0]] = self._known[key]
         return self._known[key], key not in self._unchecked
 
     def key(

@@ -99,6 +99,7 @@ class Boundary:
         self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
         self._ends: dict[str, tuple[str, str]] = {}
         self._cut: set[str] = set()
+        self._is_running = False
 
     def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
         """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
@@ -110,11 +111,13 @@ class Boundary:
         self._ends = dict(ends)
 
         def begin(_: nn.Module, args: Any) -> None:
+            self._is_running = True
             self._cut.clear()
             for stack in self._ends:
                 self.lengths.pop(stack, None)
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
+            self._is_running = False
             for stack in self._cut:
                 first, last = self._ends[stack]
                 raise ValueError(
@@ -128,8 +131,8 @@ class Boundary:
 
     def _check_cut(self, x: Tensor, dim: int | None, stack: str) -> None:
         """Raise if an activation is whole where this call should have cut it."""
-        if dim is None or stack not in self._ends:
-            return
+        if dim is None or stack not in self._ends or not self._is_running:
+            return  # what is called from outside of the model is refused as such
         length = self.lengths.get(stack)
         sizes = [] if length is None else part_sizes(length, self.ranks.size)
         if not sizes or sizes[self.ranks.rank] != x.shape[dim]:
