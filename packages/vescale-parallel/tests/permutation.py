@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from vescale_parallel._cuts import Cut
+from vescale_parallel._auto_sharding.find_candidates import Cut
 
 _PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
 

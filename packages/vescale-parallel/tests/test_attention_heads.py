@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import ShardingProposal, propose_sharding
-from vescale_parallel._checked_plan import checked_plan
-from vescale_parallel._sharding_plan import resolve
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._verify.manual_plan import checked_plan
 
 from .one_device import check_against_one_device, proposed
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._axes import Axes, infer_axes
-from vescale_parallel._axes._algebra import Segment
-from vescale_parallel._fakes import ObservationError
+from vescale_parallel._trace.axes import Axes, infer_axes
+from vescale_parallel._trace.axes.algebra import Segment
+from vescale_parallel._trace.fake_tensors import ObservationError
 
 
 def test_unified_dims_are_one_atom() -> None:

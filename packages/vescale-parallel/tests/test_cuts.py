@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._cuts import Cut, Cuts, cuts
+from vescale_parallel._auto_sharding.find_candidates import Cut, Cuts, cuts
 
 from .families import build, output
 from .masked_ranks import worst_error

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._draw_cuts import (
+from vescale_parallel._cross_replica.borders import num_rows_of
+from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._rng.call_forms import DrawForms
+from vescale_parallel._rng.predict import (
     TensorParallelism,
     cuts_of_example,
     draw_marks,
     scopes_of_unknown,
 )
-from vescale_parallel._draw_forms import DrawForms
-from vescale_parallel._draws import WHOLE, Cut, Draws, KnownDraws, Place, Scope
-from vescale_parallel._recompute import recompute
-from vescale_parallel._row_borders import num_rows_of
-from vescale_parallel._row_guard import RowGuard
-from vescale_parallel._sharding_plan import resolve
-from vescale_parallel._tensor_parallel import complete_placements
+from vescale_parallel._rng.sharded_rng import WHOLE, Cut, Draws, KnownDraws, Place, Scope
+from vescale_parallel._runtime.recompute import recompute
+from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 
 
 class Runs(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._example import example_from
-from vescale_parallel._fakes import bind
+from vescale_parallel._model.inputs import example_from
+from vescale_parallel._trace.fake_tensors import bind
 
 
 class Named(nn.Module):

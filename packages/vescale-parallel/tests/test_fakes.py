@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._fakes import skeleton, stand_ins
 from vescale_parallel._torch_private import FakeTensor, FakeTensorMode
+from vescale_parallel._trace.fake_tensors import skeleton, stand_ins
 
 
 class _Everything(nn.Module):

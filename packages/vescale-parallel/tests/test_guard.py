@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import TensorParallel, propose_sharding
-from vescale_parallel._call_form import CallForms, proof_record, proven_forms
-from vescale_parallel._guard import CallGuard
-from vescale_parallel._sharding_plan import resolve
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._verify.call_guard import CallGuard
+from vescale_parallel._verify.call_signature import CallForms, proof_record, proven_forms
 
 PLAN = {"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"}
 

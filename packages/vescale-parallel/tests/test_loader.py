@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vescale_parallel import ParallelLoader, ParallelPlan, with_constraints
-from vescale_parallel._mesh import build_mesh
+from vescale_parallel._mesh.mesh import build_mesh
 from vescale_testing import World
 
 BATCHES = {"batch.global_size": 4, "batch.shuffle": True, "batch.seed": 3}

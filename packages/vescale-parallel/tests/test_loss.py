@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._loss import TokenCounts, TokenMeans
+from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.25])

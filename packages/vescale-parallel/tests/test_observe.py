@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from vescale_parallel import ObservationError, observe
-from vescale_parallel._flops import flops_of
+from vescale_parallel._trace.flops import flops_of
 
 
 class Block(nn.Module):

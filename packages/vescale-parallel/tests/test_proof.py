@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel import _proof, propose_sharding
-from vescale_parallel._arrange import Group, arrange
-from vescale_parallel._proof import Contradiction, prove
-from vescale_parallel._sharding_plan import resolve
-from vescale_parallel._tensor_parallel import complete_placements
+from vescale_parallel import propose_sharding
+from vescale_parallel._auto_sharding.place_collectives import Group, arrange
+from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._verify import equivalence
+from vescale_parallel._verify.equivalence import Contradiction, prove
 
 from .one_device import proposed
 
@@ -189,7 +190,7 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
 ) -> None:
     compared: list[str] = []
     dry_runs: list[str] = []
-    held = [vars(_proof)[name] for name in ("compare", "rehearse_whole", "rehearse_part")]
+    held = [vars(equivalence)[name] for name in ("compare", "rehearse_whole", "rehearse_part")]
 
     def compare(make: Any, *args: Any, **kwargs: Any) -> None:
         compared.append(make().fqn)
@@ -203,9 +204,9 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
         dry_runs.append("part")
         return held[2](*args)
 
-    monkeypatch.setattr(_proof, "compare", compare)
-    monkeypatch.setattr(_proof, "rehearse_whole", whole)
-    monkeypatch.setattr(_proof, "rehearse_part", part)
+    monkeypatch.setattr(equivalence, "compare", compare)
+    monkeypatch.setattr(equivalence, "rehearse_whole", whole)
+    monkeypatch.setattr(equivalence, "rehearse_part", part)
     run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
     assert dry_runs == ["whole", "part"]

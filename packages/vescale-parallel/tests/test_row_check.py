@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import ParallelLoader
-from vescale_parallel._row_borders import MeanOfParts, RowMeetings, Rows, num_rows_of
-from vescale_parallel._row_guard import RowGuard, some_rows
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, num_rows_of
+from vescale_parallel._cross_replica.call_guard import RowGuard, some_rows
 
 
 def meetings(model: nn.Module, *args: Any, **kwargs: Any) -> RowMeetings:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vescale_parallel._schedules import Action, actions_of, forward_actions
+from vescale_parallel._pipeline.schedules import Action, actions_of, forward_actions
 
 CASES = [
     (schedule, size, 1, microbatches)

@@ -15,8 +15,8 @@ from vescale_parallel import (
     split_blocks,
     with_constraints,
 )
-from vescale_parallel._sharding_plan import generalize, resolve
-from vescale_parallel._stage_map import stage_map
+from vescale_parallel._pipeline.stage_assignment import stage_map
+from vescale_parallel._tensor_parallel.sharding_spec import generalize, resolve
 
 
 class Tower(nn.Module):

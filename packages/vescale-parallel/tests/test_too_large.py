@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel import _proof, _tiny_twin, propose_sharding
-from vescale_parallel._checked_plan import checked_plan
-from vescale_parallel._proof import blocks_of_whole
-from vescale_parallel._sharding_plan import resolve
-from vescale_parallel._whole_region import passed_over
+from vescale_parallel import propose_sharding
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._verify import equivalence, scaled_down_model
+from vescale_parallel._verify.equivalence import blocks_of_whole
+from vescale_parallel._verify.manual_plan import checked_plan
+from vescale_parallel._verify.whole_model import passed_over
 
 from . import odd_models as odd
 from .one_device import check_against_one_device
@@ -51,8 +52,8 @@ class ReadsABlock(Plain):
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks fit and models not."""
-    monkeypatch.setattr(_proof, "MAX_NUMEL", BLOCK)
-    monkeypatch.setattr(_tiny_twin, "MAX_NUMEL", BLOCK)
+    monkeypatch.setattr(equivalence, "MAX_NUMEL", BLOCK)
+    monkeypatch.setattr(scaled_down_model, "MAX_NUMEL", BLOCK)
 
 
 BLOCKS_UP = "stack.blocks.*.up.weight"

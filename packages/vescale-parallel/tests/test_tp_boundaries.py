@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._threads import run_in_threads
-from vescale_parallel._tp_boundaries import Boundary
-from vescale_parallel._tp_ranks import FakeRanks, Meeting, ThreadRanks, part_sizes
+from vescale_parallel._tensor_parallel.communicators import (
+    FakeRanks,
+    Meeting,
+    ThreadRanks,
+    part_sizes,
+)
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._verify.threads import run_in_threads
 
 LENGTH = 5  # over two ranks 3 and 2
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import observe, propose_sharding
-from vescale_parallel._checked_plan import checked_plan
-from vescale_parallel._guard import CallGuard
-from vescale_parallel._sharding_plan import resolve
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._verify.call_guard import CallGuard
+from vescale_parallel._verify.manual_plan import checked_plan
 
 
 class Block(nn.Module):

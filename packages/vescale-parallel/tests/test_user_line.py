@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from vescale_parallel._loss import TokenMeans
+from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._user_line import warn_at_user_line
 
 

@@ -13,21 +13,13 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import announced_failures
 
-from ._batch_rows import BatchRows, exchange_over
-from ._call_form import CallForms, proven_forms
-from ._checked_plan import checked_plan
-from ._checks import check_arguments, check_supported
-from ._distribute import Read, make_slots, move_buffers, read_real, torch_dtype
-from ._draw_cuts import TensorParallelism
-from ._draw_forms import DrawForms
-from ._draws import Draws, Place
-from ._engine import Engine, ParallelModule, namespace_of
-from ._example import example_from, example_of
-from ._explain import Sharding, said_whole
-from ._fakes import bind
-from ._guard import CallGuard
-from ._loader import ParallelLoader
-from ._mesh import (
+from ._auto_sharding.policies import propose_sharding
+from ._cross_replica.batch import BatchRows, exchange_over
+from ._cross_replica.call_guard import RowGuard
+from ._cross_replica.regions import RowRegions
+from ._data_parallel.loader import ParallelLoader
+from ._data_parallel.param_group import Unit
+from ._mesh.mesh import (
     axis_group,
     axis_rank,
     axis_size,
@@ -38,27 +30,36 @@ from ._mesh import (
     second_group,
     start_process_group,
 )
-from ._optimizer import parallelize_optimizer
-from ._outside import KnownModules, refuse_parts
-from ._pipeline import Pipeline
-from ._plan import ParallelPlan
-from ._policies import propose_sharding
-from ._recompute import keep_no_caches, recompute
-from ._row_guard import RowGuard
-from ._row_regions import RowRegions
-from ._same_inputs import SameInputs
-from ._sharded_logits import LiftPlain, keep_sharded
-from ._sharding_plan import Resolved, resolve
-from ._slots import Slot
-from ._stage_buffers import StageBuffers
-from ._stage_map import StageMap, stage_map
-from ._stages import Staging, stage_module
-from ._structure import block_stacks, check_signature, described_values, model_signature
-from ._tensor_parallel import complete_placements, install, sequence_ends
-from ._tp_boundaries import Boundary
-from ._tp_overlap import make_beside
-from ._tp_ranks import ProcessRanks
-from ._units import Unit
+from ._model.blocks import block_stacks, check_signature, described_values, model_signature
+from ._model.inputs import example_from, example_of
+from ._parameters.shard_model import Read, make_slots, move_buffers, read_real, torch_dtype
+from ._parameters.sharded_parameter import Slot
+from ._pipeline.placeholders import stand_in
+from ._pipeline.runner import Pipeline
+from ._pipeline.stage_assignment import StageMap, stage_map
+from ._pipeline.stage_buffers import StageBuffers
+from ._pipeline.stage_module import Staging, stage_module
+from ._plan.plan import ParallelPlan
+from ._rng.call_forms import DrawForms
+from ._rng.predict import TensorParallelism
+from ._rng.sharded_rng import Draws, Place
+from ._runtime.checks import check_arguments, check_supported
+from ._runtime.engine import Engine, ParallelModule, namespace_of
+from ._runtime.optimizer import parallelize_optimizer
+from ._runtime.outside import KnownModules, refuse_parts
+from ._runtime.recompute import keep_no_caches, recompute
+from ._runtime.same_inputs import SameInputs
+from ._tensor_parallel.apply import complete_placements, install, sequence_ends
+from ._tensor_parallel.async_reduce import make_beside
+from ._tensor_parallel.communicators import ProcessRanks
+from ._tensor_parallel.conversions import Boundary
+from ._tensor_parallel.explain import Sharding, said_whole
+from ._tensor_parallel.sharding_spec import Resolved, resolve
+from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
+from ._trace.fake_tensors import bind
+from ._verify.call_guard import CallGuard
+from ._verify.call_signature import CallForms, proven_forms
+from ._verify.manual_plan import checked_plan
 
 
 def parallelize(
@@ -147,7 +148,8 @@ def _carry_out(
     if stages is not None:
         _stage_modules(plan, model, stages, staging)
     group = axis_group(mesh, "tp")
-    slots = make_slots(plan, model, mesh, tp, resolved, stages, read)
+    stages_of = _only_stage if stages is None else stages.stages_of
+    slots = make_slots(plan, model, mesh, tp, resolved, stages_of, stand_in, read)
     move_buffers(model, read)
     lift: LiftPlain | None = None
     boundary: Boundary | None = None
@@ -217,6 +219,10 @@ def _batch_rows(
         over_all = mesh[(*axes, *tp)] if tp else None
         regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
+
+
+def _only_stage(fqns: Sequence[str]) -> tuple[int, ...]:
+    return (0,)
 
 
 def _place(mesh: DeviceMesh) -> Place:

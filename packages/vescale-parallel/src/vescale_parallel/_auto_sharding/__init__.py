@@ -1,0 +1,1 @@
+"""Proposes shardings: candidates from named axes, grouped, with their collectives placed."""

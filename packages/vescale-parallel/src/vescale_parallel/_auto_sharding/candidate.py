@@ -1,0 +1,66 @@
+"""What a tensor-parallel cut of a model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vescale_parallel._trace.axes import UnknownOperator
+
+Kind = Literal["features", "vocabulary", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One axis that a model's parameters may be cut along, in every parameter at once.
+
+    Attributes:
+        length: Elements along the axis: key-value heads, features, rows, experts.
+        kind: ``"vocabulary"`` is an axis that is looked up, or that the model returns: the
+            output of its ``entries`` is to be gathered. ``"experts"`` leaves everything but
+            the experts' own parameters whole.
+        parameters: Exact parameter FQN, tied names included, to placement text.
+        entries: FQNs of modules that are called with whole activations whose gradients are
+            addends: they are summed at the module's beginning.
+        exits: FQNs of modules that return addends.
+        replicated: FQNs of whole parameters whose gradients are addends.
+        biases: FQNs of whole parameters that the exits add to addends: only one rank may.
+        flops: Of the forward, of the operators that the axis is part of.
+        communicated_bytes: Of the activations that are summed, or gathered, in the forward.
+        sharded_numel: Elements of the parameters, tied ones once.
+        tensors: Indices of the forward's tensors that the axis changes.
+    """
+
+    length: int
+    kind: Kind
+    parameters: Mapping[str, str]
+    entries: tuple[str, ...]
+    exits: tuple[str, ...]
+    replicated: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+    flops: int
+    communicated_bytes: int
+    sharded_numel: int
+    tensors: frozenset[int] = field(default=frozenset(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """What :func:`cuts` found.
+
+    Attributes:
+        chosen: Cuts that may be made together, best flops per communicated byte first.
+        alternatives: Cuts that are possible, but not together with the chosen ones.
+        gathered: Linear layers in none of the chosen cuts: each may have its columns cut and
+            its output gathered, which saves memory and flops and costs the gather. Their
+            ``exits`` are empty.
+        rejected: (parameter pattern and dimension, reason) of axes that cannot be cut.
+        unknown: Operators without a rule, and where they ran; their axes are rejected.
+    """
+
+    chosen: tuple[Cut, ...]
+    alternatives: tuple[Cut, ...]
+    gathered: tuple[Cut, ...]
+    rejected: tuple[tuple[str, str], ...]
+    unknown: tuple[UnknownOperator, ...]

@@ -1,0 +1,93 @@
+"""Cuts of features and heads: from columns of some parameters to rows of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+
+from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
+
+from .axis_search import Search
+from .candidate import Cut
+
+
+def features(search: Search, atom: int, owners: list[Value]) -> Cut:
+    """Return the cut along an axis that parameters begin and end.
+
+    Raises:
+        RefusedError: If there is none.
+    """
+    for obstacle in search.obstacles.get(atom, ()):
+        where = f" in {obstacle.module!r}" if obstacle.module else ""
+        raise RefusedError(f"{obstacle.why}{where}")
+    search.check_length(search.axes.sizes[atom])
+    parameters = search.placements(atom, owners)
+    flow = follow(search.graph, atom)
+    if flow.cut & search.graph.returned:
+        raise RefusedError("is returned by the model")
+    exits = set(flow.addends.values())
+    if not exits:
+        raise RefusedError("is never contracted with a parameter")
+    return Cut(
+        length=search.axes.sizes[atom],
+        kind="features",
+        parameters=parameters,
+        entries=tuple(sorted(flow.entries)),
+        exits=tuple(sorted(exits)),
+        replicated=search.tied(flow.replicated),
+        biases=search.tied(flow.biases),
+        flops=_flops(search, atom, flow),
+        communicated_bytes=_leaving(search, flow),
+        sharded_numel=sum(math.prod(value.shape) for value in owners),
+        tensors=frozenset({*flow.cut, *flow.addends}),
+    )
+
+
+def _flops(search: Search, atom: int, flow: Flow) -> int:
+    indices = search.graph.steps(flow.cut) | search.graph.contracts[atom]
+    return sum(search.trace.steps[index].flops for index in indices)
+
+
+def _leaving(search: Search, flow: Flow) -> int:
+    """Return the bytes of the addends that their modules return."""
+    leaving = 0
+    for index, module in flow.addends.items():
+        readers = search.graph.readers[index]
+        if not all(is_within(step.module, module) for step in readers) or not readers:
+            leaving += search.trace.values[index].nbytes
+    return leaving
+
+
+def gathered(search: Search, model: nn.Module, chosen: Iterable[Cut]) -> Iterable[Cut]:
+    """Return a cut of the columns of each linear layer that no other cut is in."""
+    taken = {name for cut in chosen for name in cut.parameters}
+    for fqn, module in model.named_modules():
+        kind = linear_kind(module)
+        weight = search.trace.parameters.get(f"{fqn}.weight")
+        if kind is None or weight is None or taken & set(search.names[weight.index]):
+            continue
+        length = weight.shape[kind.out_dim]
+        if length % search.size:
+            continue
+        steps = [step for step in search.trace.steps if step.module == fqn and step.flops]
+        outputs = [value for step in steps for value in step.outputs]
+        parameters = dict.fromkeys(search.names[weight.index], f"Shard({kind.out_dim})")
+        bias = search.trace.parameters.get(f"{fqn}.bias")
+        if bias is not None:
+            parameters |= dict.fromkeys(search.names[bias.index], "Shard(0)")
+        taken.update(parameters)
+        yield Cut(
+            length=length,
+            kind="features",
+            parameters=parameters,
+            entries=(fqn,),
+            exits=(),
+            replicated=(),
+            flops=sum(step.flops for step in steps),
+            communicated_bytes=sum(value.nbytes for value in outputs),
+            sharded_numel=sum(math.prod(v.shape) for v in (weight, bias) if v is not None),
+            tensors=frozenset(value.index for value in outputs),
+        )

@@ -1,0 +1,73 @@
+"""Propose tensor-parallel cuts of any model, from the axes that one forward on fakes shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel._trace.axes import Graph, RefusedError, Trace, infer_axes
+
+from .axis_search import Search
+from .candidate import Cut as Cut, Cuts as Cuts
+from .experts import experts
+from .features import features, gathered
+from .vocabulary import vocabulary
+
+
+def cuts(model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None) -> Cuts:
+    """Propose cuts of a model's parameters among ``size`` ranks.
+
+    Args:
+        model: May be real, on the meta device, or deferred; it is not changed.
+        batch: As in :func:`vescale_parallel.observe`.
+        size: Ranks along the tensor-parallel axis.
+        trace: What :func:`infer_axes` returned for the model and batch, to save the time.
+
+    Raises:
+        ObservationError: If the forward needs values that a fake tensor does not have.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> import torch
+        >>> [cut] = cuts(mlp, torch.zeros(2, 8), 4).chosen
+        >>> cut.parameters
+        {'1.weight': 'Shard(0)', '1.bias': 'Shard(0)', '3.weight': 'Shard(1)'}
+        >>> cut.entries, cut.exits
+        (('1',), ('3',))
+    """
+    search = Search(Graph(infer_axes(model, batch) if trace is None else trace), size)
+    possible = [*_axis_cuts(search), *experts(search)]
+    possible.sort(key=_worth, reverse=True)
+    chosen: list[Cut] = []
+    others: list[Cut] = []
+    for cut in possible:
+        (others if any(_conflict(cut, other) for other in chosen) else chosen).append(cut)
+    return Cuts(
+        chosen=tuple(chosen),
+        alternatives=tuple(others),
+        gathered=tuple(gathered(search, model, chosen)),
+        rejected=tuple(dict.fromkeys(search.rejected)),
+        unknown=tuple(dict.fromkeys(search.trace.unknown)),
+    )
+
+
+def _axis_cuts(search: Search) -> Iterable[Cut]:
+    for atom, owners in search.owners().items():
+        try:
+            found = vocabulary(search, atom, owners) or features(search, atom, owners)
+        except RefusedError as refused:
+            search.reject(atom, owners, str(refused))
+        else:
+            yield found
+
+
+def _worth(cut: Cut) -> tuple[float, bool, int]:
+    per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
+    return per_byte, cut.kind != "experts", cut.sharded_numel
+
+
+def _conflict(one: Cut, other: Cut) -> bool:
+    return bool(one.parameters.keys() & other.parameters.keys() or one.tensors & other.tensors)

@@ -1,0 +1,183 @@
+"""Which parameters belong together: those of a sharding plan, or of cuts that were found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._tensor_parallel.attention_heads import parameters_by_heads, why_whole
+from vescale_parallel._tensor_parallel.sharding_spec import (
+    generalize_first,
+    matching,
+    parse_placement,
+)
+
+from .find_candidates import Cut
+from .place_collectives import Group
+
+
+def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
+    """Sort a plan's cut linear layers into column-then-row groups of siblings.
+
+    Returns:
+        The groups, embeddings and heads last.
+    """
+    names = [fqn for fqn, _ in model.named_modules()]
+    moved = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(("<in>", "<out>"))}
+    members: dict[str, dict[str, str]] = {}
+    rest: dict[str, str] = {}
+    for pattern, text in plan.items():
+        owner = pattern.rpartition(".")[0]
+        found = matching(owner, names)
+        linear = bool(found) and linear_kind(model.get_submodule(found[0])) is not None
+        if "<" in pattern or not linear or owner in moved:
+            rest[pattern] = text
+        else:
+            members.setdefault(owner.rpartition(".")[0], {})[pattern] = text
+    groups: list[Group] = []
+    for parameters in members.values():
+        entries = tuple(p for p in parameters if _is_column(model, p, parameters[p], names))
+        exits = tuple(p for p in parameters if p not in entries)
+        groups.append(Group(parameters=parameters, entries=_owners(entries), exits=_owners(exits)))
+    return [*groups, *_tables(model, rest)]
+
+
+def _tables(model: nn.Module, rest: Mapping[str, str]) -> list[Group]:
+    """Return embeddings and heads with their marks, those that are tied together.
+
+    Other marks, of gradients and integers, are found anew where a plan is proven.
+    """
+    cut = {pattern: text for pattern, text in rest.items() if "<" not in pattern}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    by_identity: dict[frozenset[int], dict[str, str]] = {}
+    for pattern, text in cut.items():
+        identities = frozenset(id(names[fqn]) for fqn in matching(pattern, names))
+        by_identity.setdefault(identities, {})[pattern] = text
+    groups: list[Group] = []
+    for parameters in by_identity.values():
+        owners = _owners(tuple(parameters))
+        marks = {p: t for p, t in rest.items() if p.endswith((".<in>", ".<out>"))}
+        moves = {p: t for p, t in marks.items() if p.rpartition(".")[0] in owners}
+        groups.append(Group(parameters=parameters, entries=(), exits=(), moves=moves))
+    return groups
+
+
+def _owners(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+
+
+def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> bool:
+    kind = linear_kind(model.get_submodule(matching(pattern.rpartition(".")[0], names)[0]))
+    placement = parse_placement(text)
+    assert kind is not None
+    return isinstance(placement, Shard | InterleavedShard) and placement.dim == kind.out_dim
+
+
+def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> list[Group]:
+    """Put the cuts of equal blocks together.
+
+    Returns:
+        The groups, best first, tables of embeddings and heads last.
+    """
+    groups: dict[tuple[object, ...], list[Cut]] = {}
+    tables: list[Group] = []
+    for cut in cuts:
+        if cut.kind == "features":
+            key = (_patterns(cut.parameters), _general(cut.entries), _general(cut.exits))
+            groups.setdefault(key, []).append(cut)
+        elif cut.kind == "vocabulary":
+            heads = [fqn for fqn in cut.entries if isinstance(model.get_submodule(fqn), nn.Linear)]
+            moves = {f"{fqn}.<out>": "Shard(-1)" for fqn in heads}
+            tables.append(Group(parameters=cut.parameters, entries=(), exits=(), moves=moves))
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    found: list[Group] = []
+    for same in groups.values():
+        together = {fqn for cut in same for fqn in cut.parameters}
+        patterns = dict(_patterns(same[0].parameters))
+        if all(together.issuperset(matching(pattern, names)) for pattern in patterns):
+            entries, exits = _general(same[0].entries), _general(same[0].exits)
+            found.append(Group(parameters=patterns, entries=entries, exits=exits))
+        else:
+            found += [
+                Group(parameters=cut.parameters, entries=cut.entries, exits=cut.exits)
+                for cut in same
+            ]
+    return [*found, *tables]
+
+
+def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str, str]]:
+    """Return a group for each kind of torch's own attention layers, and why others stay whole."""
+    found: dict[tuple[str, ...], Group] = {}
+    whole: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        pattern = generalize_first(fqn)
+        parameters = {
+            f"{pattern}.{name}".strip("."): text
+            for name, text in parameters_by_heads(module, size).items()
+        }
+        if parameters and fqn:
+            group = Group(parameters=parameters, entries=(pattern,), exits=(pattern,))
+            found.setdefault(tuple(parameters), group)
+        elif isinstance(module, nn.MultiheadAttention):
+            why = why_whole(module, size) or "the model is nothing else"
+            whole[f"{pattern}.in_proj_weight".strip(".")] = why
+    return list(found.values()), whole
+
+
+def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Group]:
+    """Return groups whose key-value heads are fewer than the ranks, so that ranks share them.
+
+    Args:
+        model: Whole.
+        cuts: Along axes whose length divides ``size``.
+        size: Tensor-parallel ranks.
+    """
+    groups = [group for group in groups_of_cuts(model, cuts) if group.entries]
+    lengths = {generalize_first(fqn): cut.length for cut in cuts for fqn in cut.parameters}
+    found: list[Group] = []
+    for group in groups:
+        num_shared = lengths[next(iter(group.parameters))]
+        rows = {p: _cut_length(model, p, text) for p, text in group.parameters.items()}
+        least = min(rows.values())
+        few = {p.rpartition(".")[0] for p, length in rows.items() if length == least}
+        ratio = max(rows.values()) // least
+        linear = all(_is_linear_pattern(model, p) for p in few)
+        if linear and ratio % (size // num_shared) == 0 and few <= set(group.entries):
+            found.append(
+                Group(
+                    parameters={
+                        p: t
+                        for p, t in group.parameters.items()
+                        if p.rpartition(".")[0] not in few
+                    },
+                    entries=group.entries,
+                    exits=group.exits,
+                    shared=tuple(sorted(few)),
+                    num_shared=num_shared,
+                    ratio=ratio,
+                )
+            )
+    return found
+
+
+def _cut_length(model: nn.Module, pattern: str, text: str) -> int:
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    dim = getattr(parse_placement(text), "dim", 0)
+    return model.get_parameter(matching(pattern, names)[0]).shape[dim]
+
+
+def _is_linear_pattern(model: nn.Module, pattern: str) -> bool:
+    found = matching(pattern, [fqn for fqn, _ in model.named_modules()])
+    return bool(found) and linear_kind(model.get_submodule(found[0])) is not None
+
+
+def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((generalize_first(fqn), text) for fqn, text in parameters.items())
+
+
+def _general(fqns: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(generalize_first(fqn) for fqn in fqns))

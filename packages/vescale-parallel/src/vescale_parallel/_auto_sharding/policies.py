@@ -1,0 +1,326 @@
+"""Policies: who writes the tensor-parallel sharding plan of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from vescale_parallel._model.inputs import example_of, small_example
+from vescale_parallel._model.linear_layout import features, linear_kind
+from vescale_parallel._rng.predict import draw_marks
+from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import generalize, matching, resolve
+from vescale_parallel._trace.axes import Trace, infer_axes
+from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.fake_tensors import ObservationError
+from vescale_parallel._verify.linear_pairs import certified_region
+from vescale_parallel._verify.scaled_down_model import is_large, plan_of_twin, tiny_twin
+from vescale_parallel._verify.threads import in_fresh_thread
+
+from .find_candidates import cuts
+from .groups import attention_groups, groups_of, groups_of_cuts, shared_groups
+from .place_collectives import Group, ShardingProposal, arrange
+
+_HUGGINGFACE_STYLES = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+}
+
+
+def tensor_parallel_plan(
+    model: nn.Module,
+    policy: str,
+    size: int,
+    *,
+    sequence: bool = False,
+    example_batch: Any = None,
+) -> dict[str, str]:
+    """Return the plan of :func:`propose_sharding`, FQN pattern to placement text."""
+    return propose_sharding(
+        model, policy, size, sequence=sequence, example_batch=example_batch
+    ).plan
+
+
+def propose_sharding(
+    model: nn.Module,
+    policy: str,
+    size: int,
+    *,
+    sequence: bool = False,
+    example_batch: Any = None,
+) -> ShardingProposal:
+    """Return the sharding plan that a policy gives a model.
+
+    What a policy does not recognise stays replicated, which is always right. With an example
+    batch, which is made up for transformers' models, every part of the plan is proven: blocks
+    are run on random weights, whole and on all ranks, and what is not right stays whole.
+
+    Args:
+        model: Any module; real, on the meta device or deferred.
+        policy: ``"auto"`` cuts the axes that one forward of the example shows: heads,
+            features, vocabulary. ``"huggingface"`` takes the plan transformers ships for the
+            model. ``"megatron"`` pairs linears that run alike whole and cut, see
+            :mod:`vescale_parallel._verify.linear_pairs`. Without an example ``"auto"`` is
+            ``"huggingface"`` where there is such a plan and ``"megatron"`` for the rest.
+            ``"fsdp-only"`` shards nothing.
+        size: Ranks along the tensor-parallel axis.
+        sequence: Also cut activations between blocks along the sequence, their dim 1.
+        example_batch: What the model is called with, as for :func:`observe`.
+
+    Returns:
+        The plan, see :class:`TensorParallel`, what could not be cut, with the reason, and what
+        the plan was proven for.
+
+    Raises:
+        ValueError: If the policy is unknown or does not fit the model, or activations cannot be
+            cut along the sequence.
+    """
+    if policy not in ("auto", "megatron", "huggingface", "fsdp-only"):
+        raise ValueError(
+            f"expected sharding_policy 'auto', 'megatron', 'huggingface' or 'fsdp-only', "
+            f"got {policy!r}; for 'manual' give tensor_parallel.sharding_plan"
+        )
+    if size == 1 or policy == "fsdp-only":
+        return ShardingProposal(plan={}, left_whole={})
+    # Without the modes of the caller: devices, autocast, gradients.
+    return in_fresh_thread(
+        lambda: _propose(model, policy, size, sequence=sequence, example_batch=example_batch)
+    )
+
+
+def _propose(
+    model: nn.Module, policy: str, size: int, *, sequence: bool, example_batch: Any
+) -> ShardingProposal:
+    batch = example_of(model) if example_batch is None else example_batch
+    if batch is None and sequence:
+        raise ValueError(
+            "tensor_parallel.sequence needs an example_batch, to see which activations have a "
+            "sequence; give one to generate_plan, or a data set to parallelize"
+        )
+    if is_large(model):
+        found = _of_smaller(model, policy, size, sequence=sequence)
+        if found is not None:
+            return found
+    batch = small_example(batch)
+    proposal = _proposed(model, policy, size, batch, sequence=sequence)
+    draws = draw_marks(model, batch, proposal.plan, size)
+    return replace(proposal, plan={**proposal.plan, **draws})
+
+
+def _of_smaller(
+    model: nn.Module, policy: str, size: int, *, sequence: bool
+) -> ShardingProposal | None:
+    """Return what a scaled-down model gets, None if there is none or its plan does not fit."""
+    smaller = tiny_twin(model, size)
+    if smaller is None:
+        return None
+    found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
+    plan = plan_of_twin(found.plan, smaller, model)
+    try:
+        complete_placements(resolve(plan, model), model, size)
+    except ValueError:
+        return None  # lengths that divide in the scaled-down model only
+    return replace(found, plan=plan)
+
+
+def _proposed(
+    model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
+) -> ShardingProposal:
+    why: dict[str, str] = {}
+    if policy == "auto" and batch is not None:
+        try:
+            return _by_axes(model, size, batch, sequence=sequence)
+        except (ObservationError, RehearsalError) as error:
+            # A forward that needs values; the layers may be recognised all the same.
+            why[type(model).__name__] = f"only layers of known kinds are cut: {error}"
+    plan, undivided = _recognised(model, policy, size)
+    whole = {**why, **undivided}
+    if batch is None:
+        return ShardingProposal(plan=plan, left_whole=whole)
+    attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
+    groups = [*attention, *groups_of(model, plan)]
+    try:
+        arranged = arrange(model, groups, size, batch, sequence=sequence)
+    except RehearsalError as error:
+        if sequence:
+            raise
+        whole[f"{type(model).__name__} as a whole"] = f"not compared with one device: {error}"
+        return ShardingProposal(plan=plan, left_whole=whole)
+    return replace(arranged, left_whole={**whole, **others, **arranged.left_whole})
+
+
+def _by_axes(model: nn.Module, size: int, batch: Any, *, sequence: bool) -> ShardingProposal:
+    trace = infer_axes(model, batch)
+    proposed = cuts(model, batch, size, trace=trace)
+    attention, whole = attention_groups(model, size)
+    shared = _with_shared_heads(model, batch, size, trace)
+    groups = [*attention, *shared, *groups_of_cuts(model, proposed.chosen)]
+    arranged = arrange(model, groups, size, batch, sequence=sequence)
+    # An axis of a parameter that is cut along another one is no loss.
+    cut = arranged.plan
+    rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
+    return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
+
+
+def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
+    """Return groups of attention layers with fewer key-value heads than ranks."""
+    for fewer in range(size // 2, 1, -1):
+        if size % fewer == 0:
+            possible = cuts(model, batch, fewer, trace=trace).chosen
+            found = [cut for cut in possible if cut.length == fewer]
+            shared = shared_groups(model, found, size)
+            if shared:
+                return shared
+    return []
+
+
+def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the plan for the layers that transformers names, or that pair up.
+
+    Returns:
+        The plan; and the attention layers that it would have, did their heads divide, and why.
+    """
+    plan: dict[str, str] = {}
+    if policy != "megatron":
+        plan |= _huggingface(model, size)
+        if policy == "huggingface" and not plan:
+            raise ValueError(
+                f"{type(model).__name__} has no tensor-parallel plan of its own that can be "
+                "used; choose tensor_parallel.sharding_policy 'auto'"
+            )
+    if policy != "huggingface":
+        plan |= _paired_linears(model, size, covered=plan)
+    why = _undivided_heads(model, size)
+    whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
+    return {p: text for p, text in plan.items() if p not in whole}, whole
+
+
+def _is_attention(pattern: str) -> bool:
+    return "attn" in pattern.lower() or "attention" in pattern.lower()
+
+
+def _undivided_heads(model: nn.Module, size: int) -> str:
+    """Return why attention cannot be cut by heads, empty if it can."""
+    for fqn, module in model.named_modules():
+        config = getattr(module, "config", None)
+        for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
+            for owner in (config, module):
+                count = getattr(owner, name, None)
+                if isinstance(count, int) and count % size:
+                    where = fqn or type(model).__name__
+                    return f"{name} ({count}) of {where} is not divisible by {size}"
+    return ""
+
+
+def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
+    """Translate the plans that transformers' models carry."""
+    plan: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        styles = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))
+        if not isinstance(styles, Mapping) or not styles or not hasattr(module, "config"):
+            continue
+        start = f"{prefix}." if prefix else ""
+        names = {generalize(name) for name, _ in module.named_modules()}
+        for parent in dict.fromkeys(pattern.rpartition(".")[0] for pattern in styles):
+            group = {
+                pattern: style
+                for pattern, style in styles.items()
+                if pattern.rpartition(".")[0] == parent and pattern in names
+            }
+            if set(group.values()) <= _HUGGINGFACE_STYLES:
+                plan |= _group_plan(model, start, group, size)
+        break
+    return plan
+
+
+def _group_plan(
+    model: nn.Module, start: str, group: Mapping[str, str], size: int
+) -> dict[str, str]:
+    """Translate the styles of sibling modules; nothing if one of them cannot be cut evenly."""
+    plan: dict[str, str] = {}
+    fqns = [fqn for fqn, _ in model.named_modules()]
+    for pattern, style in group.items():
+        base = start + pattern
+        module = model.get_submodule(matching(base, fqns)[0])
+        if style == "replicated_with_grad_allreduce":
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            plan |= {f"{base}.{name}.<grad>": "Partial()" for name in names}
+            continue
+        kind = linear_kind(module)
+        if style == "embedding_rowwise" and isinstance(module, nn.Embedding):
+            dim = 0
+        elif kind is not None:
+            dim = kind.out_dim if style.startswith("colwise") else kind.in_dim
+        else:
+            return {}
+        if module.get_parameter("weight").shape[dim] % size:
+            return {}
+        plan[f"{base}.weight"] = f"Shard({dim})"
+        if style == "colwise_gather_output":
+            plan[f"{base}.<out>"] = _head_output(pattern)
+        elif style == "rowwise_split_input":
+            plan[f"{base}.<in>"] = "Replicate()"
+    return plan
+
+
+def _head_output(pattern: str) -> str:
+    # Logits stay cut by vocabulary; what else is gathered is read by code between layers.
+    return "Shard(-1)" if "." not in pattern else "Replicate()"
+
+
+def _paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
+    """Shard modules whose linears form a column-then-row pair, proven class by class."""
+    taken = {pattern.rpartition(".")[0] for pattern in covered}
+    plan: dict[str, str] = {}
+    known: dict[Any, dict[str, str]] = {}
+    for fqn, module in model.named_modules():
+        linears = {
+            name: child
+            for name, child in module.named_children()
+            if linear_kind(child) is not None
+        }
+        base = generalize(fqn)
+        if len(linears) < 2 or any(f"{base}.{name}" in taken for name in linears):
+            continue
+        if generalize(fqn) != fqn and not _same_everywhere(model, base, module):
+            continue
+        shapes = tuple(features(child, _kind(child)) for child in linears.values())
+        key = (type(module), tuple(linears), shapes)
+        if key not in known:
+            known[key] = _fused_attention(module, size) or certified_region(module, linears, size)
+        plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
+    return plan
+
+
+def _kind(module: nn.Module) -> Any:
+    return linear_kind(module)
+
+
+def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
+    """Whether all modules that a pattern matches have this module's class and shapes."""
+    reference = [tuple(p.shape) for p in module.parameters()]
+    return all(
+        type(other) is type(module) and [tuple(p.shape) for p in other.parameters()] == reference
+        for fqn, other in model.named_modules()
+        if generalize(fqn) == base
+    )
+
+
+def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
+    """Recognise GPT-2's attention, which cannot be called on a tensor alone."""
+    named = {base.__name__ for base in type(module).__mro__}
+    heads = getattr(module, "num_heads", 1)
+    if "GPT2Attention" not in named or getattr(module, "is_cross_attention", True) or heads % size:
+        return {}
+    return {
+        "c_attn.weight": "InterleavedShard(1, 3)",
+        "c_proj.weight": "Shard(0)",
+        "<attr:split_size>": "Shard(0)",
+    }

@@ -1,0 +1,1 @@
+"""Where rows of the batch meet (BatchNorm, contrast, masked means): found, then computed whole."""

@@ -1,0 +1,118 @@
+"""The rows of a batch over data-parallel ranks: where they meet, a call is of the whole batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_dtensor import all_gather, named_failures
+from vescale_parallel._torch_private import pytree
+
+from .borders import NOWHERE, RowMeetings
+from .call_guard import RowGuard
+from .regions import RowRegions
+
+
+class BatchRows:
+    """What a parallelized model knows of the rows of its batches.
+
+    Args:
+        guard: Finds where rows meet; None if the batch is in one part.
+        regions: Lets them meet; None where that cannot be, in a pipeline.
+        groups: Of the ranks that share a batch, innermost axis first.
+        num_parts: How many parts the batch is in.
+
+    Attributes:
+        meetings: Of the call that runs.
+    """
+
+    def __init__(
+        self,
+        guard: RowGuard | None,
+        regions: RowRegions | None,
+        groups: Sequence[dist.ProcessGroup],
+        num_parts: int,
+    ) -> None:
+        self._guard, self._regions = guard, regions
+        self._groups, self._num_parts = groups, num_parts
+        self.meetings, self.is_checked = NOWHERE, True
+
+    def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
+        """Be ready for rows that meet in modules whose forward is wrapped after this."""
+        if self._regions is not None:
+            self._regions.prepare(model, fqns)
+
+    @contextmanager
+    def of_call(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Run a call of the model; where rows meet it is of the batch of all ranks.
+
+        Raises:
+            ValueError: If rows meet in a pipeline, or ranks have batches of other shapes.
+        """
+        if self._guard is None:
+            yield
+            return
+        self.meetings, self.is_checked = self._guard.meetings(model, args, kwargs)
+        try:
+            if not self.meetings.regions:
+                yield
+                return
+            if self._regions is None:
+                raise ValueError(_refusal(self.meetings, self._num_parts))
+            self._check_shapes(args, kwargs)
+            self._regions.watch(model, self.meetings)
+            with self._regions.of_call(self.meetings, self.meetings.num_rows(args, kwargs)):
+                yield
+        finally:
+            self.meetings, self.is_checked = NOWHERE, True
+
+    def _check_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        tensors = [
+            x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)
+        ]
+        shapes = [tuple(x.shape) for x in tensors]
+        digest = int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:7], "big")
+        device = tensors[0].device if tensors else "cpu"
+        found = torch.tensor([digest], device=device)
+        for group in self._groups:
+            found = all_gather(found, group).flatten()
+        if bool((found != digest).any()):
+            names = ", ".join(repr(fqn or "the model") for fqn in self.meetings.regions)
+            raise ValueError(
+                f"rows of the batch meet in {names}, so all data-parallel ranks need batches of "
+                f"the same shapes, and they have others; this rank has {shapes}. Pad to one "
+                "length on all ranks and drop a last batch that does not divide"
+            )
+
+
+def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[Any]]:
+    """Return what gathers values of all ranks of some groups, each of which must call it."""
+
+    def exchange(value: Any) -> list[Any]:
+        values = [value]
+        for group in groups:
+            theirs: list[Any] = [None] * group.size()
+            with named_failures():
+                dist.all_gather_object(theirs, values, group)
+            values = [each for some in theirs for each in some]
+        return values
+
+    return exchange
+
+
+def _refusal(meetings: RowMeetings, num_parts: int) -> str:
+    found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in meetings.regions.items())
+    return (
+        f"rows of the batch meet ({found}), but a pipeline runs it in {num_parts} parts one after "
+        "the other. Use pipeline_parallel.size 1, under which data-parallel ranks compute that "
+        "part over the whole batch, or a loss that is a mean over rows (F.cross_entropy counts "
+        "the targets of all parts)"
+    )

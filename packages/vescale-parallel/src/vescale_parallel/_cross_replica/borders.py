@@ -1,0 +1,200 @@
+"""How tensors at the border of a module lie over the ranks that share a batch.
+
+Kept apart from what finds it (:mod:`._row_check`) and from what carries it out
+(:mod:`._row_regions`): plain data, and what is read off shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import Placement, Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._torch_private import pytree
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The dim of one tensor that the rows of the batch are along.
+
+    Attributes:
+        dim: The dim.
+        outermost: Whether a row's elements follow each other, as in (batch x time); if not,
+            the dim is (time x batch).
+    """
+
+    dim: int
+    outermost: bool = True
+
+    def placement(self, length: int, num_rows: int) -> Placement:
+        """Return how ranks hold a tensor, given what this one has of the dim and of the batch."""
+        if self.outermost or length == num_rows:
+            return Shard(self.dim)
+        return InterleavedShard(self.dim, length // num_rows)
+
+
+@dataclass(frozen=True)
+class MeanOfParts:
+    """Of a number: the batch's is the mean over what ranks have, :mod:`._row_means` says why."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """Where the rows are in what a module takes and returns; None for tensors without rows."""
+
+    inputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | MeanOfParts | None, ...]
+
+
+@dataclass(frozen=True)
+class RowMeetings:
+    """Where rows of a batch meet in one form of call of a model.
+
+    Attributes:
+        regions: Modules whose own code lets rows meet, with how that was seen.
+        borders: Of regions, and of modules that a region's code calls and in whose own code
+            rows do not meet: by name and by what they are called with.
+        of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
+            with fewer layers was looked at.
+        given: Where the rows are in what the model is given; None if it was not looked at.
+    """
+
+    regions: Mapping[str, str] = field(default_factory=dict[str, str])
+    borders: Mapping[tuple[str, str], Border] = field(
+        default_factory=dict[tuple[str, str], Border]
+    )
+    of_patterns: bool = False
+    given: tuple[Rows | None, ...] | None = None
+
+    def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Return how many rows of the batch a call of the model has on this rank."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        if self.given is not None and len(self.given) == len(leaves):
+            for leaf, rows in zip(leaves, self.given, strict=True):
+                if rows is not None and isinstance(leaf, Tensor):
+                    return leaf.shape[rows.dim]
+        return num_rows_of(args, kwargs)
+
+    def is_region(self, fqn: str) -> bool:
+        """Whether rows meet in a module's own code."""
+        return self._named(fqn) in self.regions
+
+    def as_patterns(self) -> RowMeetings:
+        """Return the same for a model with more layers of the same kinds."""
+        return RowMeetings(
+            regions={generalize(fqn): why for fqn, why in self.regions.items()},
+            borders={(generalize(fqn), form): b for (fqn, form), b in self.borders.items()},
+            of_patterns=True,
+            given=self.given,
+        )
+
+    def reason(self, fqn: str) -> str:
+        """Return how it was seen that rows meet in a region."""
+        return self.regions[self._named(fqn)]
+
+    def border(self, fqn: str, tree: Any) -> Border | None:
+        """Return where the rows are for a call with ``tree``, None if none like it was seen."""
+        return self.borders.get((self._named(fqn), structure(tree)))
+
+    def names(self, fqns: Sequence[str]) -> list[str]:
+        """Return which modules of a model are regions or have a border."""
+        known = {*self.regions, *(name for name, _ in self.borders)}
+        return [fqn for fqn in fqns if self._named(fqn) in known]
+
+    def _named(self, fqn: str) -> str:
+        return generalize(fqn) if self.of_patterns else fqn
+
+
+NOWHERE = RowMeetings()
+
+
+def joined(found: Sequence[RowMeetings]) -> RowMeetings:
+    """Return where rows meet for any of several ranks, which were given different values."""
+    regions: dict[str, str] = {}
+    borders: dict[tuple[str, str], Border] = {}
+    for each in found:
+        regions |= {fqn: why for fqn, why in each.regions.items() if fqn not in regions}
+        borders |= {at: border for at, border in each.borders.items() if at not in borders}
+    clear = {
+        at: border
+        for at, border in borders.items()
+        if all(each.borders.get(at, border) == border for each in found)
+    }
+    given = {each.given for each in found}
+    return RowMeetings(
+        regions,
+        clear,
+        any(each.of_patterns for each in found),
+        given.pop() if len(given) == 1 else None,
+    )
+
+
+def structure(tree: Any) -> str:
+    """Return what tells the forms of call of one module apart: its leaves, without sizes."""
+    return " ".join(
+        f"{leaf.dim()}d" if isinstance(leaf, Tensor) else type(leaf).__name__
+        for leaf in pytree.tree_leaves(tree)
+    )
+
+
+def rows_dim(whole: Sequence[int], part: Sequence[int], num_parts: int) -> int | None:
+    """Return the one dim along which a shape is ``num_parts`` times another one, if there is."""
+    if len(whole) != len(part):
+        return None
+    longer = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    if len(longer) != 1 or whole[longer[0]] != num_parts * part[longer[0]]:
+        return None
+    return longer[0]
+
+
+def part_of_rows(whole: Tensor, rows: Rows, part: int, num_parts: int, num_rows: int) -> Tensor:
+    """Return one part's rows of a tensor that holds all ``num_rows``."""
+    if rows.outermost:
+        length = whole.shape[rows.dim] // num_parts
+        return whole.narrow(rows.dim, part * length, length)
+    few = num_rows // num_parts
+    inner = whole.unflatten(rows.dim, (-1, num_rows)).narrow(rows.dim + 1, part * few, few)
+    return inner.flatten(rows.dim, rows.dim + 1)
+
+
+def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
+    """Whether a list has something for every row, rather than tensors of all rows."""
+    if len(value) != num_rows or num_rows == 0:
+        return False
+    tensors = [each for each in value if isinstance(each, Tensor)]
+    return not tensors or any(row_dim(x, num_rows) is None for x in tensors)
+
+
+def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return how many rows a call may have, the likeliest first.
+
+    Most tensors have the rows as their first dim; in (time x batch x features) beside targets
+    of (batch) they are what the tensors share.
+    """
+    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
+    leaves = pytree.tree_leaves((opened, dict(kwargs)))
+    shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
+    firsts = [shape[0] for shape in shapes]
+    sizes = dict.fromkeys(size for shape in shapes for size in shape)
+
+    def likelihood(size: int) -> tuple[int, int]:
+        shared = sum(size in shape for shape in shapes)
+        return shared + firsts.count(size), shared
+
+    return sorted(sizes, key=likelihood, reverse=True)
+
+
+def num_rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the rows of the batch that a call has, 0 if it has no tensor."""
+    return next(iter(row_counts(args, kwargs)), 0)
+
+
+def row_dim(tensor: Tensor, num_rows: int) -> int | None:
+    """Return the first dim of a tensor that is as long as there are rows."""
+    shape = tuple(tensor.shape)
+    return shape.index(num_rows) if num_rows in shape else None

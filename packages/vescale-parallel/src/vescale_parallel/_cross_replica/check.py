@@ -1,0 +1,324 @@
+"""Find the modules in which rows of a batch meet, by running them on all rows and on parts.
+
+A data-parallel rank sees a part of the batch's rows. That gives one device's numbers wherever
+each row is treated alone, and for means over rows that are averaged over ranks. It does not
+where rows meet: batch statistics, contrast within a batch, auxiliary losses over all tokens, sums
+and masked means. Nothing about operators is assumed: a module is run on random weights in float64,
+on a few rows and on each half of them. What it returns for half of the rows must be half of what
+it returns for all, and a loss must be put together from means that are known to average.
+
+Where that fails the module's own code is told apart from that of the modules it calls: these are
+given, and made to return, their part of what they had for all rows. So what is found is small: a
+normalization, a router's loss, the loss of the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._verify.without_chance import WithoutChance
+
+from .borders import Border, MeanOfParts, RowMeetings, Rows, part_of_rows, structure
+from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
+from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
+
+
+class RowCheckError(ValueError):
+    """It is not known where rows of a batch meet."""
+
+
+class CannotRunError(RowCheckError):
+    """A model cannot be run on some rows of its batch."""
+
+
+class GradientsDifferError(RowCheckError):
+    """Rows meet in a backward pass alone, which nothing here can make right."""
+
+
+class UnclearRowsError(RowCheckError):
+    """More than one dim may be the rows, and it makes a difference."""
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def row_meetings(
+    model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
+) -> RowMeetings:
+    """Return where rows meet in a call of a model.
+
+    Args:
+        model: On the CPU, with values in float64; copies of it are run.
+        whole: Positional and keyword arguments, with :data:`NUM_ROWS` rows.
+        halves: The same with each half of the rows.
+        losses_only: Whether numbers that have no gradient do not matter.
+
+    Raises:
+        CannotRunError: If the model cannot be run.
+        GradientsDifferError: If its gradients differ though its results do not.
+    """
+    found = _Found(losses_only)
+    with warnings.catch_warnings(), seeded():
+        warnings.simplefilter("ignore")
+        _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
+    given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
+    return RowMeetings(regions=found.regions, borders=found.useful_borders(), given=given)
+
+
+@dataclass
+class _Found:
+    """What was found so far.
+
+    Attributes:
+        losses_only: Whether numbers that have no gradient do not matter.
+        regions: Modules in whose own code rows meet, and why.
+        borders: By module and form of call.
+        unclear: Calls of which it cannot be told where the rows are in what they are given.
+        mixed: Likewise in what they return: both dims of (batch x batch), for example.
+        callers: Modules whose own code calls a module.
+    """
+
+    losses_only: bool
+    regions: dict[str, str] = field(default_factory=dict[str, str])
+    borders: dict[tuple[str, str], Border] = field(default_factory=dict[tuple[str, str], Border])
+    unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+
+    def useful_borders(self) -> dict[tuple[str, str], Border]:
+        """Return those of regions, and of what can be left to run on a part of the rows."""
+        regions = {*self.regions}
+        return {
+            at: border
+            for at, border in self.borders.items()
+            if at not in self.unclear
+            and (
+                at[0] in regions
+                or (self.callers.get(at[0], set()) & regions and at not in self.mixed)
+            )
+        }
+
+    def add(self, fqn: str, whole: Call, parts: Sequence[Call]) -> None:
+        at = fqn, structure((whole.args, whole.kwargs))
+        inputs, is_clear = _where(whole.inputs, parts[0].inputs)
+        outputs, is_row_wise = _where(whole.outputs, parts[0].outputs)
+        are_means = parts[0].are_means
+        if len(are_means) != len(outputs):
+            are_means = (False,) * len(outputs)
+        pairs = zip(outputs, are_means, strict=True)
+        border = Border(inputs, tuple(MeanOfParts() if mean else rows for rows, mean in pairs))
+        if not is_clear or self.borders.setdefault(at, border) != border:
+            self.unclear.add(at)
+        if not is_row_wise:
+            self.mixed.add(at)
+
+
+def _examine(
+    module: nn.Module,
+    fqn: str,
+    call: Call,
+    halves: Sequence[Call],
+    found: _Found,
+    *,
+    is_model: bool = False,
+) -> None:
+    """Note the regions in a module, and where the rows are in this call of it."""
+    whole = run_module(module, fqn, call, [], NUM_PARTS)
+    if whole.error is not None:
+        raise CannotRunError(f"{fqn or 'the model'}: {whole.error}")
+    parts = [run_module(module, fqn, half, whole.counts, 1) for half in halves]
+    found.add(fqn, whole.call, [run.call for run in parts])
+    why = _difference(whole, parts, losses_only=found.losses_only)
+    if why is None:
+        if is_model:
+            _compare_gradients(whole, parts)
+        return
+    known = len(found.regions)
+    own = _examine_inside(module, fqn, whole, halves, found)
+    if own is not None or len(found.regions) == known:
+        found.regions[fqn] = own or why
+        _absorb_keepers(fqn, whole, parts, found)
+
+
+def _examine_inside(
+    module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: _Found
+) -> str | None:
+    """Examine the modules that a module calls; return why rows meet in its own code, if so."""
+    script = [Script(whole.calls, part) for part in range(NUM_PARTS)]
+    try:
+        forced = [
+            run_module(module, fqn, half, whole.counts, 1, each)
+            for half, each in zip(halves, script, strict=True)
+        ]
+    except OtherCallsError as error:
+        return str(error)
+    examined: set[tuple[str, str]] = set()
+    for index, (child, call) in enumerate(whole.calls):
+        if any(index >= len(run.calls) for run in forced):
+            break  # one of them raised
+        found.callers.setdefault(child, set()).add(fqn)
+        key = (child, structure((call.args, call.kwargs)))
+        of_halves = [run.calls[index][1] for run in forced]
+        if key in examined:
+            found.add(child, call, of_halves)
+            continue
+        examined.add(key)
+        _examine(module.get_submodule(_below(child, fqn)), child, call, of_halves, found)
+    noticed = [each.noticed for each in script if each.noticed]
+    return (
+        noticed[0]
+        if noticed
+        else _difference(whole, forced, losses_only=found.losses_only, own_buffers=True)
+    )
+
+
+def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
+    """Make regions of modules that keep what a region's code may read behind their backs."""
+    for (holder, attribute), tensor in whole.kept.items():
+        if all(_equal_or_none(run.kept.get((holder, attribute)), tensor) for run in parts):
+            continue
+        while holder:
+            path = f"{fqn}.{holder}".lstrip(".")
+            found.regions.setdefault(path, f"{attribute!r}, which is kept, depends on the rows")
+            holder = holder.rpartition(".")[0]
+
+
+def _equal_or_none(found: Tensor | None, expected: Tensor) -> bool:
+    return found is not None and equal(found, expected)
+
+
+def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], bool]:
+    """Return where the rows are in tensors, and whether shapes tell for all of them."""
+    if len(whole) != len(part):
+        return (), False
+    pairs = list(zip(whole, part, strict=True))
+    both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
+    rows = [
+        rows_in(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)
+    ]
+    told = [
+        not tensors or found is not None or w.shape == x.shape
+        for (w, x), found, tensors in zip(pairs, rows, both, strict=True)
+    ]
+    return tuple(rows), all(told)
+
+
+def _difference(
+    whole: Run, parts: Sequence[Run], *, losses_only: bool, own_buffers: bool = False
+) -> str | None:
+    """Return what a module returns, or keeps in a buffer, that parts of the rows do not give."""
+    outputs = whole.call.outputs
+    failed = next((run.error for run in parts if run.error is not None), None)
+    if failed is not None:
+        return f"with fewer rows it raises {failed}"
+    if any(len(run.call.outputs) != len(outputs) for run in parts):
+        return "it returns other things for fewer rows"
+    for index, expected in enumerate(outputs):
+        found = [run.call.outputs[index] for run in parts]
+        if losses_only and _is_number(expected):
+            continue
+        if not isinstance(expected, Tensor):
+            if not all(same_value(x, expected) for x in found):
+                return "it returns a number that depends on how many rows there are"
+        elif not _averages(expected, found, parts) and (
+            _is_loss(expected)
+            or not all(
+                isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(found)
+            )
+        ):
+            return _description(expected)
+    for name, buffer in whole.buffers.items():
+        if own_buffers and "." in name:
+            continue
+        if not all(equal(run.buffers[name], buffer) for run in parts):
+            return f"its buffer {name!r} depends on all rows"
+    return None
+
+
+def _is_number(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dim() == 0 and not output.requires_grad
+
+
+def _is_loss(output: Tensor) -> bool:
+    # Equal for these rows, if it is (nan, an accuracy of 0), does not mean equal for others.
+    return output.dim() == 0 and output.is_floating_point()
+
+
+def _description(output: Tensor) -> str:
+    if output.dim() == 0:
+        return "it returns a number that is not a plain mean over rows"
+    return f"rows of its result of shape {tuple(output.shape)} depend on other rows"
+
+
+def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool:
+    """Whether a loss of all rows is the mean over parts of theirs, whatever rows these have."""
+    if whole.dim() or not all(isinstance(x, Tensor) for x in found):
+        return False
+    known = all(run.means.is_mean(x) for x, run in zip(found, parts, strict=True))
+    return known and equal(torch.stack([*found]).mean(), whole)
+
+
+def _compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
+    """Raise if parameters' gradients are not the sum over parts.
+
+    Raises:
+        GradientsDifferError: With the name of a parameter.
+    """
+    outputs = whole.call.outputs
+    weights = [torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs]
+    expected = _gradients(
+        whole,
+        [
+            torch.ones_like(x) if w is None and _has_gradient(x) else w
+            for x, w in zip(outputs, weights, strict=True)
+        ],
+    )
+    summed: dict[str, Tensor] = {}
+    for part, run in enumerate(parts):
+        given: list[Tensor | None] = []
+        for whole_output, weight, x in zip(outputs, weights, run.call.outputs, strict=True):
+            if not _has_gradient(x):
+                given.append(None)
+            elif weight is None or x.shape == whole_output.shape:
+                full = torch.ones_like(x) if weight is None else weight
+                given.append(full / NUM_PARTS)
+            else:
+                rows = rows_in(whole_output, x, part)
+                assert rows is not None
+                given.append(part_of_rows(weight, rows, part, NUM_PARTS, NUM_ROWS))
+        for name, grad in _gradients(run, given).items():
+            summed[name] = summed[name] + grad if name in summed else grad
+    for name, grad in expected.items():
+        if not equal(summed.get(name, torch.zeros_like(grad)), grad, relative=1e-6):
+            raise GradientsDifferError(
+                f"the gradient of {name!r} is not the sum over parts of the batch, though "
+                "results are made row by row; use data_parallel.size 1 and one micro-batch"
+            )
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+
+
+def _gradients(run: Run, cotangents: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    pairs = [(x, c) for x, c in zip(run.call.outputs, cotangents, strict=True) if c is not None]
+    wanted = {name: p for name, p in run.parameters.items() if p.requires_grad}
+    if not pairs or not wanted:
+        return {}
+    with InDouble(), WithoutChance():
+        grads = torch.autograd.grad(
+            [x for x, _ in pairs], [*wanted.values()], [c for _, c in pairs], allow_unused=True
+        )
+    named: list[tuple[str, Tensor | None]] = [*zip(wanted, grads, strict=True)]
+    return {name: grad for name, grad in named if grad is not None}
+
+
+def _below(fqn: str, prefix: str) -> str:
+    return fqn.removeprefix(f"{prefix}.") if prefix else fqn

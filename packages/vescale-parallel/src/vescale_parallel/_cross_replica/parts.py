@@ -1,0 +1,59 @@
+"""Compare what a module gives for all rows of a small batch with what it gives for a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .borders import Rows, part_of_rows, rows_dim
+
+NUM_ROWS, NUM_PARTS = 4, 2
+
+
+def rows_in(whole: Tensor, part: Tensor, index: int) -> Rows | None:
+    """Return where the rows are in a tensor, given the same for some of them."""
+    dim = rows_dim(whole.shape, part.shape, NUM_PARTS)
+    if dim is None:
+        return None
+    inner = Rows(dim, outermost=False)
+    length = whole.shape[dim]
+    if length % NUM_ROWS == 0 and length > NUM_ROWS:
+        outer = part_of_rows(whole, Rows(dim), index, NUM_PARTS, NUM_ROWS)
+        inside = part_of_rows(whole, inner, index, NUM_PARTS, NUM_ROWS)
+        if not equal(part, outer) and equal(part, inside):
+            return inner
+    return Rows(dim)
+
+
+def is_part(x: Tensor, whole: Tensor, part: int) -> bool:
+    if x.shape == whole.shape:
+        return equal(x, whole)
+    rows = rows_in(whole, x, part)
+    return rows is not None and equal(x, part_of_rows(whole, rows, part, NUM_PARTS, NUM_ROWS))
+
+
+def same_value(x: Any, y: Any) -> bool:
+    if isinstance(x, bool | int | float | str | torch.Size | type(None)):
+        return x == y
+    return type(x) is type(y)
+
+
+def equal(found: Tensor, expected: Tensor, *, relative: float = 1e-9) -> bool:
+    """Whether numbers agree up to rounding; 1e-9 is some thousand times that of a long sum."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not found.is_floating_point() and not found.is_complex():
+        return torch.equal(found, expected)
+    if found.dtype not in (torch.float64, torch.complex128):
+        relative = 1e-3
+    finite = expected.detach()[expected.detach().isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(
+        found.detach(),
+        expected.detach(),
+        rtol=relative,
+        atol=relative * (largest + 1e-3),
+        equal_nan=True,
+    )

@@ -1,0 +1,376 @@
+"""Run the code in which rows of a batch meet on distributed tensors of the global batch.
+
+[Note: regions] Data-parallel ranks run a model on plain tensors, their part of the rows. Where
+:mod:`._row_check` found that rows meet, a module's own code gets distributed tensors of the whole
+batch instead, cut along the rows: a sum is the sum over all ranks, a size is that of the
+global batch. Modules that it calls and in which rows do not meet get plain parts again, so that
+the bulk of the work stays as it is. Parameters and other plain tensors that meet distributed ones
+are the same on all ranks.
+
+[Note: gradients at the border] The engine averages parameters' gradients over the R data-parallel
+ranks. So among plain tensors the gradient of a rank's rows is R times one device's, and the mean
+over ranks of the gradients of what all of them hold is one device's. Among distributed tensors
+gradients are one device's. Hence the factors below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.overrides import TorchFunctionMode
+
+from vescale_dtensor import DTensor, is_sharded
+from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, is_on
+from vescale_parallel._torch_private import current_function_mode, pytree
+
+from .borders import NOWHERE, Border, MeanOfParts, RowMeetings, Rows
+
+
+class RowRegions:
+    """Carries out where rows meet, for one model on one rank.
+
+    Args:
+        mesh: The axes of data-parallel ranks.
+        tp_mesh: The axis of tensor-parallel ranks, if there is one.
+        with_tp: All of these axes, if there is one.
+        lift: Of the model's logits that stay cut over tensor-parallel ranks.
+
+    Attributes:
+        meetings: Of the call that runs.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        tp_mesh: DeviceMesh | None,
+        with_tp: DeviceMesh | None,
+        lift: LiftPlain | None,
+    ) -> None:
+        self._border = _Border(mesh, tp_mesh, with_tp)
+        self._lift = lift
+        self._mode = _WithRows(self._border)
+        self._wrapped: set[str] = set()
+        self._hooked: set[str] = set()
+        # Whether a region's own code runs, and the modules that it left to run on parts,
+        # innermost last, with whether it runs again behind them.
+        self._is_inside = False
+        self._left: list[tuple[nn.Module, Border, bool]] = []
+        self.meetings = NOWHERE
+
+    @contextmanager
+    def of_call(self, meetings: RowMeetings, num_rows: int) -> Iterator[None]:
+        """Let rows meet in a call of the model, which has ``num_rows`` on this rank.
+
+        And in what backward runs again of it, so what is known stays until the next call.
+        """
+        self.meetings, self._border.num_rows = meetings, num_rows
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            self._left.clear()
+
+    def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
+        """Have modules, should rows meet in them, do it within what wraps them afterwards."""
+        for fqn in fqns:
+            if fqn not in self._wrapped:
+                self._wrapped.add(fqn)
+                module = model.get_submodule(fqn)
+                module.forward = self._meeting(module, module.forward, fqn)
+
+    def watch(self, model: nn.Module, meetings: RowMeetings) -> None:
+        """Have the modules of a model let rows meet where a check has found that they do."""
+        names = meetings.names([name for name, _ in model.named_modules()])
+        self.prepare(model, names)
+        for fqn in names:
+            if fqn in self._hooked:
+                continue
+            self._hooked.add(fqn)
+            module = model.get_submodule(fqn)
+            leave = functools.partial(self._leave, fqn)
+            module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
+
+    def _meeting(
+        self, module: nn.Module, forward: Callable[..., Any], fqn: str
+    ) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.meetings.is_region(fqn):
+                return forward(*args, **kwargs)
+            if self._is_inside or self._border.is_any_whole((args, kwargs)):
+                with contextlib.nullcontext() if self._is_inside else self._inside():
+                    output = forward(*args, **kwargs)
+                    _settle_buffers(module)
+                    return output
+            border = self.meetings.border(fqn, (args, kwargs))
+            if border is None:
+                raise ValueError(
+                    f"rows of the batch meet in {fqn or 'the model'!r} "
+                    f"({self.meetings.reason(fqn)}), and where they are in what it is called "
+                    "with could not be told; use data_parallel.size 1, or give it tensors whose "
+                    "first dim is the batch"
+                )
+            args, kwargs = self._border.to_rows((args, kwargs), border.inputs)
+            with self._inside():
+                output = forward(*args, **kwargs)
+                _settle_buffers(module)
+                return self._border.to_parts(output, border.outputs, is_model=not fqn)
+
+        return run
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if self._lift is not None:
+            self._lift.begin()  # below this mode, which ends before it
+        self._is_inside, was_paused = True, self._mode.is_paused
+        self._mode.is_paused = False
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._is_inside, self._mode.is_paused = False, was_paused
+
+    def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a module that a region calls: give it this rank's part, if that is right."""
+        # Not inside, but on the whole batch, is what checkpoint runs again in backward.
+        is_called_so = self._is_inside or self._border.is_any_whole((args, kwargs))
+        border = self.meetings.border(fqn, (args, kwargs)) if is_called_so else None
+        if border is None or self.meetings.is_region(fqn):
+            return None
+        given = self._border.to_parts((args, kwargs), border.inputs)
+        if self._is_inside:
+            self._mode.pause()
+        self._left.append((module, border, self._is_inside))
+        self._is_inside = False
+        return given
+
+    def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Behind such a module: go on with the whole batch."""
+        if not self._left or self._left[-1][0] is not module or self._is_inside:
+            return None
+        _, border, self._is_inside = self._left.pop()
+        if self._is_inside:
+            self._mode.resume()
+        # A module that raised has no output.
+        return None if output is None else self._border.to_rows(output, border.outputs)
+
+
+class _WithRows(TorchFunctionMode):
+    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too.
+
+    Attributes:
+        is_paused: Whether it does nothing for now.
+    """
+
+    def __init__(self, border: _Border) -> None:
+        super().__init__()
+        self._border = border
+        self.is_paused = False
+
+    def pause(self) -> None:
+        """Cost nothing while a module runs on plain tensors."""
+        if current_function_mode() is self:
+            self.__exit__(None, None, None)
+        else:
+            self.is_paused = True  # below a mode that the model's code has entered
+
+    def resume(self) -> None:
+        """Go on."""
+        if self.is_paused:
+            self.is_paused = False
+        else:
+            self.__enter__()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        args, named = tuple(args), dict(kwargs or {})
+        if self.is_paused:
+            return func(*args, **named)
+        tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
+        if not tensors:
+            # Made from nothing (an index, zeros to add to): what ranks make is the same.
+            made = func(*args, **named)
+            return self._border.replicated(made) if type(made) is Tensor else made
+        if len(tensors) > 1 and any(map(self._border.is_inside, tensors)):
+            if _writes_to_first(func) and _loses_gradient(tensors):
+                raise ValueError(
+                    f"{getattr(func, '__name__', func)} writes into a tensor of this rank what "
+                    "is made of all rows of the batch, which would lose its gradient; make the "
+                    "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
+                )
+            args, named = pytree.tree_map_only(Tensor, self._border.replicated, (args, named))
+        return func(*args, **named)
+
+
+def _writes_to_first(func: Callable[..., Any]) -> bool:
+    name: str = getattr(func, "__name__", "")
+    is_dunder = name.startswith("__")
+    return name.startswith(("__i", "__setitem__")) if is_dunder else name.endswith("_")
+
+
+def _loses_gradient(tensors: Sequence[Tensor]) -> bool:
+    first, *others = tensors
+    if isinstance(first, DTensor) or first.requires_grad or not torch.is_grad_enabled():
+        return False
+    return any(tensor.requires_grad for tensor in others)
+
+
+class _Border:
+    """Turns tensors into distributed ones and back.
+
+    Args:
+        mesh: The axes of data-parallel ranks.
+        tp_mesh: The axis of tensor-parallel ranks, if there is one.
+        with_tp: All of these.
+
+    Attributes:
+        num_rows: Of this rank's part of the batch.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, with_tp: DeviceMesh | None
+    ) -> None:
+        self._num_ranks, self._num_axes = mesh.size(), mesh.ndim
+        self._mesh, self._tp_mesh = with_tp or mesh, tp_mesh
+        self.num_rows = 0
+
+    def is_inside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is distributed over the ranks that share the batch."""
+        return is_on(tensor, self._mesh)
+
+    def is_any_whole(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is."""
+        return any(map(self._is_whole, pytree.tree_leaves(tree)))
+
+    def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
+        """Return this rank's parts as tensors of the whole batch."""
+        leaves, spec = pytree.tree_flatten(tree)
+        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
+        made = [
+            self._whole(x, where) if isinstance(x, Tensor) else x
+            for x, where in zip(leaves, found, strict=True)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def to_parts(
+        self, tree: Any, rows: Sequence[Rows | MeanOfParts | None], *, is_model: bool = False
+    ) -> Any:
+        """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
+
+        Args:
+            tree: Of tensors and whatever else.
+            rows: Of its leaves.
+            is_model: Whether it is what the model returns: the gradient of what all ranks
+                hold is then the same on all.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
+        made = [
+            self._part(x, where, is_model=is_model) if self._is_whole(x) else x
+            for x, where in zip(leaves, found, strict=True)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def replicated(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that all ranks hold as a distributed one."""
+        return self._whole(tensor, None)
+
+    def _is_whole(self, x: object) -> TypeGuard[DTensor]:
+        return is_on(x, self._mesh)
+
+    def _whole(self, tensor: Tensor, rows: Rows | MeanOfParts | None) -> Tensor:
+        if self._is_whole(tensor):
+            return tensor
+        if isinstance(rows, MeanOfParts):
+            return self._mean(tensor)
+        over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
+        shape, local = list(tensor.shape), tensor
+        if is_on(tensor, self._tp_mesh):
+            over_tp, local = tensor.placements, tensor.to_local()
+        placement: Placement = Replicate()
+        if rows is not None:
+            placement = rows.placement(shape[rows.dim], self.num_rows)
+            shape[rows.dim] *= self._num_ranks
+        # Kept as it is if it has no gradient: code may write to it, a buffer for example.
+        if torch.is_grad_enabled() and local.requires_grad:
+            local = _ScaledGradient.apply(local, self._num_ranks).contiguous()
+        return DTensor.from_local(
+            local if rows is None else local.contiguous(),
+            self._mesh,
+            (placement,) * self._num_axes + over_tp,
+            shape=shape,
+            grad_placements=(Partial() if rows is None else placement,) * self._num_axes + over_tp,
+        )
+
+    def _mean(self, number: Tensor) -> DTensor:
+        """Return the mean over the ranks that share the batch."""
+        over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
+        # Of the mean each rank's number is a part, but it has one device's gradient here.
+        local = _ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
+        placements = (Partial(),) * self._num_axes + over_tp
+        return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
+
+    def _part(self, tensor: DTensor, rows: Rows | MeanOfParts | None, *, is_model: bool) -> Tensor:
+        if isinstance(rows, MeanOfParts):
+            rows = None
+        over_tp = tensor.placements[self._num_axes :]
+        is_cut_over_tp = any(map(is_sharded, over_tp))
+        if not is_cut_over_tp:
+            over_tp = (Replicate(),) * len(over_tp)
+        placement: Placement = Replicate()
+        if rows is not None:
+            length = tensor.shape[rows.dim] // self._num_ranks
+            placement = rows.placement(length, self.num_rows)
+        grads: Placement = placement
+        if rows is None and not is_model:
+            grads = Partial()
+        over_data = (placement,) * self._num_axes
+        local = tensor.redistribute(placements=over_data + over_tp).to_local(
+            grad_placements=(grads,) * self._num_axes + over_tp
+        )
+        if local.requires_grad and not (rows is None and is_model):
+            local = _ScaledGradient.apply(local, 1 / self._num_ranks)
+        if not is_cut_over_tp:
+            return local
+        assert self._tp_mesh is not None
+        shape = list(tensor.shape)
+        if rows is not None:
+            shape[rows.dim] //= self._num_ranks
+        return DTensor.from_local(local, self._tp_mesh, over_tp, shape=shape)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.factor = factor
+        # No view: what comes next may write to it in place, which autograd refuses for views
+        # that a function like this one has made.
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * ctx.factor, None
+
+
+def _settle_buffers(module: nn.Module) -> None:
+    """Keep what a region has assigned to a buffer as the plain tensor that it was."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if isinstance(buffer, DTensor):
+            with torch.no_grad():
+                module._buffers[name] = buffer.full_tensor()

@@ -1,0 +1,249 @@
+"""Run a module on all rows of a small batch or on a part, and note what its code calls."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._loss.token_mean import TokenMeans
+from vescale_parallel._model.random_copies import InDouble, sharing_copy
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._verify.without_chance import WithoutChance
+
+from .borders import part_of_rows
+from .means import MeanTracker
+from .parts import NUM_PARTS, NUM_ROWS, is_part, rows_in, same_value
+
+
+@dataclass
+class Call:
+    """What a module was called with, and, of one that was run, returned.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What it returned.
+        are_means: Of the output's leaves, whether they are means that ranks may average.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    are_means: tuple[bool, ...] = ()
+
+    @property
+    def inputs(self) -> list[Any]:
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def outputs(self) -> list[Any]:
+        return pytree.tree_leaves(self.output)
+
+
+@dataclass
+class Run:
+    """One run of a module.
+
+    Attributes:
+        call: What it was given and returned, with the graph of autograd.
+        error: What it raised instead.
+        calls: Of the modules that its own code calls, in order.
+        means: Tells which scalars ranks may average.
+        counts: What token means counted.
+        parameters: Of the module that ran.
+        buffers: As they were afterwards.
+        kept: Other tensors that modules then held, by module and attribute.
+    """
+
+    call: Call
+    means: MeanTracker
+    error: str | None = None
+    calls: list[tuple[str, Call]] = field(default_factory=list[tuple[str, Call]])
+    counts: list[Tensor] = field(default_factory=list[Tensor])
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    kept: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+
+
+class OtherCallsError(Exception):
+    """With fewer rows a module calls other modules."""
+
+
+@dataclass
+class Script:
+    """Has the modules that a module calls be given and return their part of a run on all rows.
+
+    Attributes:
+        calls: Of the run on all rows.
+        part: Which part of the rows this run is on.
+        noticed: How an input was not that part, the first one.
+    """
+
+    calls: Sequence[tuple[str, Call]]
+    part: int
+    noticed: str | None = None
+
+    def inputs(self, index: int, fqn: str, call: Call, means: MeanTracker) -> Call:
+        if index >= len(self.calls) or self.calls[index][0] != fqn:
+            raise OtherCallsError(f"with fewer rows it calls {fqn or 'itself'!r} otherwise")
+        expected = self.calls[index][1]
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        if len(leaves) != len(expected.inputs):
+            raise OtherCallsError(f"with fewer rows it gives {fqn!r} other arguments")
+        pairs = list(zip(leaves, expected.inputs, strict=True))
+        if self.noticed is None and any(self._differs(x, w, means) for x, w in pairs):
+            self.noticed = f"what it gives {fqn!r} depends on other rows"
+        given = [self._scripted(x, w, means) for x, w in pairs]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        return Call(args, kwargs)
+
+    def output(self, index: int, output: Any, means: MeanTracker) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        expected = self.calls[index][1].outputs
+        if len(leaves) != len(expected):
+            return output
+        pairs = zip(leaves, expected, strict=True)
+        return pytree.tree_unflatten([self._scripted(x, w, means) for x, w in pairs], spec)
+
+    def _differs(self, x: Any, whole: Any, means: MeanTracker) -> bool:
+        if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
+            return isinstance(x, Tensor) != isinstance(whole, Tensor) or not same_value(x, whole)
+        return not means.is_mean(x) and not is_part(x, whole, self.part)
+
+    def _scripted(self, x: Any, whole: Any, means: MeanTracker) -> Any:
+        if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
+            return x
+        if means.is_mean(x):
+            # Of all rows, so that what is wrong inside is not found again outside.
+            return means.note(whole.clone().requires_grad_(x.requires_grad))
+        if is_part(x, whole, self.part):
+            return x
+        if x.shape == whole.shape:
+            return whole.clone().requires_grad_(x.requires_grad)
+        rows = rows_in(whole, x, self.part)
+        if rows is None:
+            return x
+        mine = part_of_rows(whole, rows, self.part, NUM_PARTS, NUM_ROWS)
+        return mine.clone().requires_grad_(x.requires_grad)
+
+
+def run_module(
+    module: nn.Module,
+    fqn: str,
+    call: Call,
+    counts: list[Tensor],
+    num_of_parts: int,
+    script: Script | None = None,
+) -> Run:
+    """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part."""
+    subject = sharing_copy(module)
+    is_whole = num_of_parts == NUM_PARTS
+
+    def count(index: int, counted: Tensor) -> Tensor:
+        if is_whole:
+            counts.append(counted)
+        elif index >= len(counts):
+            raise OtherCallsError("with fewer rows it computes other losses")
+        return counts[index]
+
+    token_means = TokenMeans(NUM_PARTS // num_of_parts, count)
+    run = Run(Call(*_copied((call.args, call.kwargs))), MeanTracker(token_means.means))
+    _record_calls(subject, fqn, run, script)
+    try:
+        with ExitStack() as stack:
+            modes = (token_means, InDouble(), run.means, WithoutChance())
+            for each in (seeded(), torch.enable_grad(), *modes):
+                stack.enter_context(each)
+            run.call.output = subject(*run.call.args, **run.call.kwargs)
+            run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
+    except OtherCallsError:
+        raise
+    # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
+    except Exception as error:
+        run.error = f"{type(error).__name__}: {error}"
+    run.counts = counts
+    run.parameters = dict(subject.named_parameters())
+    run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}
+    run.kept = dict(_kept(subject))
+    return run
+
+
+def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None) -> None:
+    """Note the calls that a module's own code makes, and have them follow a script."""
+    depth = 0
+
+    def watch(name: str, child: nn.Module) -> None:
+        at = f"{fqn}.{name}".lstrip(".")
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            if depth > 1:
+                return None
+            given = Call(args, kwargs)
+            if script is not None:
+                given = script.inputs(len(run.calls), at, given, run.means)
+            run.calls.append((at, Call(*_copied((given.args, given.kwargs)))))
+            return given.args, given.kwargs
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal depth
+            depth -= 1
+            if depth:
+                return None
+            if script is not None:
+                output = script.output(len(run.calls) - 1, output, run.means)
+            leaves = pytree.tree_leaves(output)
+            run.calls[-1][1].are_means = tuple(map(run.means.is_mean, leaves))
+            run.calls[-1][1].output = _copied(output)
+            return output
+
+        child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        child.register_forward_hook(after)
+
+    for name, child in subject.named_modules():
+        if child is not subject:
+            watch(name, child)
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield tensors that modules hold as plain attributes."""
+    for fqn, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks"):
+                continue
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield (fqn, name), leaf.detach()
+
+
+def _copied(tree: Any) -> Any:
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree
+    )
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Have everything that draws on the CPU begin alike, and be as before afterwards."""
+    generator, numpy = torch.default_generator, sys.modules.get("numpy")
+    held = generator.get_state(), random.getstate()
+    held_by_numpy = numpy.random.get_state() if numpy is not None else None
+    generator.manual_seed(0)
+    random.seed(0)
+    if numpy is not None:
+        numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        generator.set_state(held[0])
+        random.setstate(held[1])
+        if numpy is not None:
+            numpy.random.set_state(held_by_numpy)

@@ -1,0 +1,1 @@
+"""Data parallelism and ZeRO: parameter groups, and a loader of which each rank reads its rows."""

@@ -1,0 +1,1 @@
+"""The loss of one device from parts of its batch."""

@@ -1,0 +1,171 @@
+"""The loss of one device, although every rank sees a part of the batch.
+
+A rank's batch, or micro-batch, is one of R equal parts of the global batch. Gradients are
+averaged over the parts, which is one device's gradient if the loss is a mean over equally
+many items. A mean over counted tokens is not: parts may count different numbers. While a
+module runs, :class:`TokenMeans` therefore divides such sums by the global count instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vescale_dtensor import DTensor
+from vescale_parallel._tensor_parallel.vocab_parallel import Returned
+from vescale_parallel._user_line import warn_at_user_line
+
+# Divides by the number of counted targets, or by the sum of their weights.
+_COUNTED = {F.cross_entropy, F.nll_loss}
+
+
+class TokenMeans(TorchFunctionMode):
+    """Replaces local token means so that their average over parts is the global mean.
+
+    Args:
+        num_parts: Equal parts the global batch is in.
+        denominator: Given the number of a mean within the module's forward and this part's
+            count, returns the count of the global batch.
+
+    Attributes:
+        means: What it returned, in order.
+    """
+
+    def __init__(self, num_parts: int, denominator: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+        self._denominator = denominator
+        self.means: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        counted = _counted(func, args, kwargs or {})
+        if counted is None or isinstance(counted, DTensor):
+            # Distributed targets are those of the global batch.
+            return func(*args, **(kwargs or {}))
+        whole = self._denominator(len(self.means), counted)
+        local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
+        # A sum of nothing over a count of zero is nan here exactly when it is on one device.
+        mean = local * self._num_parts / whole.to(local.dtype)
+        self.means.append(mean)
+        return mean
+
+    def warn_of_sums(self, loss: Tensor) -> None:
+        """Warn if a loss is, or contains, a sum that no mean is known to have come from."""
+        sums = _sums_in(loss, {mean.grad_fn for mean in self.means})
+        if sums:
+            warn_at_user_line(
+                f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
+                f"part, one of {self._num_parts}, and gradients are averaged over the parts: "
+                "that is one device's gradient if the sum is divided by a number of items that "
+                "is the same in every part, and not otherwise. F.cross_entropy and F.nll_loss "
+                "with reduction='mean' count over all parts.",
+            )
+
+
+# Backward nodes of what a scalar loss is put together with from other scalars.
+_SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
+_RETURNED = Returned.__name__  # a scalar that was distributed over tensor-parallel ranks
+_SUM_REDUCTION = 2  # at::Reduction::Sum
+
+
+def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
+    """Return the names of the sums that a scalar loss is put together from."""
+    found: list[str] = []
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in trusted:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name.startswith("Sum") or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
+            found.append(name)
+        elif name.startswith((*_SCALAR_NODES, _RETURNED)):
+            todo += [following for following, _ in node.next_functions]
+    return found
+
+
+class TokenCounts(TorchFunctionMode):
+    """Notes what token means would count, without computing them.
+
+    Attributes:
+        counts: The count of every mean so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        counted = _counted(func, args, kwargs or {})
+        if counted is None:
+            return func(*args, **(kwargs or {}))
+        self.counts.append(counted)
+        return args[0].new_zeros(()) if args else torch.zeros(())
+
+
+def _counted(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return how much a call counts, None if it is no token mean."""
+    if func not in _COUNTED:
+        return None
+    call = _Arguments(*args, **kwargs)
+    if call.reduction != "mean" or call.target.is_floating_point():
+        return None
+    return call.counted().detach()
+
+
+class _Arguments:
+    """The arguments of ``F.cross_entropy`` and ``F.nll_loss`` that decide the count."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.input, self.target, self.weight = input, target, weight
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def counted(self) -> Tensor:
+        """Return the number, or summed weight, of the targets that count."""
+        kept = self.target != self.ignore_index
+        if self.weight is None:
+            return kept.sum().to(torch.float64)
+        return self.weight.detach()[self.target[kept]].sum(dtype=torch.float64)
+
+
+class AverageOverRanks(torch.autograd.Function):
+    """Report the mean over ranks, let every rank differentiate its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return mean(loss.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None

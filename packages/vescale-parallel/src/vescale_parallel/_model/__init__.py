@@ -1,0 +1,1 @@
+"""What an ``nn.Module`` is made of: blocks, names, linear layers, copies, example inputs."""

@@ -1,0 +1,125 @@
+"""Copies of modules that are made to be run once, apart from the model."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from vescale_parallel._torch_private import pytree
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copied_without_hooks(
+    module: nn.Module,
+    make_parameter: Callable[[nn.Parameter], nn.Parameter],
+    make_buffer: Callable[[Tensor], Tensor],
+) -> nn.Module:
+    """Copy a module with other parameters and buffers, and without its users' hooks.
+
+    Neither the tensors nor what hooks refer to is copied. Hooks of torch itself that compute
+    weights stay, as those of torch.nn.utils.weight_norm.
+
+    Args:
+        module: The module to copy.
+        make_parameter: Returns what a parameter becomes; tied ones are asked for once.
+        make_buffer: Returns what a buffer, or a tensor that is kept as an attribute, becomes.
+    """
+    memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
+    for tensor in _kept_tensors(module):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = make_buffer(tensor)
+    for each in module.modules():
+        for name in _HOOKS:
+            if name in vars(each):
+                memo[id(vars(each)[name])] = _without_users(vars(each)[name])
+    return deep_copied(module, memo)
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Remove the hooks of users from a copy, and from the modules in it."""
+    for each in module.modules():
+        for name in _HOOKS:
+            if name in vars(each):
+                vars(each)[name] = _without_users(vars(each)[name])
+
+
+def hooks_of_users(module: nn.Module) -> list[Any]:
+    """Return the hooks of one module that are not torch's own."""
+    held = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    return [hook for hook in held if not _is_torchs(hook)]
+
+
+def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    own = ((i, hook) for i, hook in hooks.items() if _is_torchs(hook))
+    return OrderedDict(own)
+
+
+def _is_torchs(hook: object) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def _kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield buffers, and tensors that are plain attributes."""
+    for each in module.modules():
+        for value in vars(each).values():
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Copy a module as copy.deepcopy does, its functions included.
+
+    copy.deepcopy shares functions. One that is kept on a module and reads it from its closure, as
+    ``self.head = lambda x: x @ self.embed.weight.T`` does, would go on reading the original.
+
+    Args:
+        module: The module to copy.
+        memo: As for copy.deepcopy.
+    """
+    memo = {} if memo is None else memo
+    copied: nn.Module = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        for name, value in list(vars(each).items()):
+            if isinstance(value, types.FunctionType):
+                vars(each)[name] = _rebound(value, memo)
+            elif isinstance(value, list | tuple) and any(map(_is_function, value)):
+                values = [_rebound(v, memo) if _is_function(v) else v for v in value]
+                vars(each)[name] = type(value)(values)
+    return copied
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType)
+
+
+def _rebound(function: Any, memo: dict[int, Any]) -> Any:
+    """Return a function whose closure has the copies of what was copied."""
+    closure = cast("tuple[types.CellType, ...]", function.__closure__ or ())
+    held = [cell.cell_contents for cell in closure if _is_filled(cell)]
+    if not any(id(each) in memo for each in held):
+        return function
+    cells = [
+        types.CellType(memo.get(id(cell.cell_contents), cell.cell_contents))
+        if _is_filled(cell)
+        else cell
+        for cell in closure
+    ]
+    bound = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__,
+        tuple(cells),
+    )  # fmt: skip
+    bound.__kwdefaults__ = function.__kwdefaults__
+    vars(bound).update(vars(function))
+    return bound
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return (cell.cell_contents, True)[1]
+    except ValueError:
+        return False

@@ -1,0 +1,91 @@
+"""Copies of modules with random float64 parameters, to be run once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vescale_parallel._torch_private import pytree
+
+from .copies import copied_without_hooks, deep_copied
+
+
+def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
+    """Copy a module with random float64 parameters, whatever its tensors are made of.
+
+    Every parameter is trained in the copy, so that every gradient can be compared.
+
+    Args:
+        module: The module to copy.
+        empty: Parameters, by identity, that get zeros and no memory.
+    """
+
+    def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in empty:
+            return nn.Parameter(torch.zeros((), dtype=torch.float64).expand(parameter.shape))
+        data = torch.randn(parameter.shape, dtype=torch.float64)
+        if parameter.dim() < 2:
+            # Biases, and scales of norms: around 1, or gradients fade away in deep models.
+            return nn.Parameter(0.5 * data + 0.75)
+        return nn.Parameter(data / max(parameter.shape[-1], 1) ** 0.5)
+
+    def same_buffer(buffer: Tensor) -> Tensor:
+        if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
+            real = buffer.detach().cpu().clone()
+            return real.double() if real.is_floating_point() else real
+        if buffer.is_floating_point():
+            return torch.rand(buffer.shape, dtype=torch.float64)
+        return torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+    return copied_without_hooks(module, random_parameter, same_buffer).eval()
+
+
+def sharing_copy(module: nn.Module) -> nn.Module:
+    """Copy a module with parameters that share memory and have gradients of their own."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach()) for p in module.parameters()}
+    return deep_copied(module, memo)
+
+
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class InDouble(TorchFunctionMode):
+    """Has code that asks for float32 compute in float64, so that sums can be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _grouped_mm(*args, **(kwargs or {}))
+        kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
+        result = func(*map(_double, args), **kwargs)
+        if type(result) is Tensor and result.dtype in _LOW and not _has_tensor(args, kwargs):
+            return result.double()  # made in the default dtype
+        return result
+
+
+def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
+
+
+def _grouped_mm(
+    rows_TK: Tensor, weights_EKN: Tensor, offs: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Multiply groups of rows each with a matrix of its own; torch's has no float64."""
+    assert offs is not None
+    assert weights_EKN.dim() == 3
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    parts = [rows_TK[a:b] @ w for a, b, w in zip(starts, ends, weights_EKN, strict=True)]
+    left = rows_TK.new_zeros(len(rows_TK) - ends[-1], weights_EKN.shape[-1])
+    return torch.cat([*parts, left])
+
+
+def _double(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value

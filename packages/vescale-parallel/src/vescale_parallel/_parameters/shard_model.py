@@ -1,0 +1,169 @@
+"""Put every parameter and buffer where the plan says: only what this rank owns exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
+
+from vescale_dtensor import Box, DTensor, local_boxes, local_shape
+from vescale_parallel._mesh.mesh import axis_rank, axis_size, this_device
+from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+
+from .replaced import mark_replaced
+from .sharded_parameter import Slot, placements_of, shard_dim_of
+
+Read = Callable[[Tensor, Box], Tensor]
+# The pipeline stages that use a parameter, given all its names; the owner first.
+StagesOf = Callable[[Sequence[str]], tuple[int, ...]]
+Placeholder = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
+
+
+def read_real(tensor: Tensor, box: Box) -> Tensor:
+    """Return a box of a tensor that exists."""
+    return tensor.detach()[box.slices]
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a plan's precision name."""
+    return None if name is None else getattr(torch, name)
+
+
+def make_slots(
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    tp: dict[str, Placement],
+    resolved: Resolved,
+    stages_of: StagesOf,
+    placeholder: Placeholder,
+    read: Read,
+) -> list[Slot]:
+    """Replace every parameter by its face, holding this rank's part only.
+
+    Args:
+        plan: What to do.
+        model: Whole; its parameters are replaced.
+        mesh: The plan's.
+        tp: Placement of every parameter that is cut over tensor-parallel ranks.
+        resolved: The sharding plan of this model.
+        stages_of: Returns the pipeline stages that use a parameter.
+        placeholder: Makes what takes the place of a parameter that no stage of this rank uses.
+        read: Returns the values of a box of one of the model's tensors.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+        tensors[id(parameter)] = parameter
+    slots: list[Slot] = []
+    for key, fqns in names.items():
+        placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
+        if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqns} are one tied parameter and need one "
+                f"placement each, all equal, got {placed}"
+            )
+        partial = [fqn for fqn in fqns if fqn in resolved.grads]
+        slot = _make_slot(
+            plan,
+            mesh,
+            tensors[key],
+            fqns=tuple(fqns),
+            sites=tuple(_site(model, fqn) for fqn in fqns),
+            tp=next(iter(placed.values()), Replicate()),
+            partial_over_tp=bool(partial),
+            stages=stages_of(fqns),
+            read=read,
+        )
+        if slot.compute is None:
+            slot.stand_in = placeholder(slot.face.shape, slot.face.dtype, slot.face.device)
+        slot.show_face()
+        slots.append(slot)
+    mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
+    return slots
+
+
+def _make_slot(
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    parameter: nn.Parameter,
+    *,
+    fqns: tuple[str, ...],
+    sites: tuple[tuple[nn.Module, str], ...],
+    tp: Placement,
+    partial_over_tp: bool,
+    stages: tuple[int, ...],
+    read: Read,
+) -> Slot:
+    shape = parameter.shape
+    shard_dim = shard_dim_of(shape, tp) if axis_size(mesh, "dp_shard") > 1 else None
+    pp_size = plan.pipeline_parallel.size
+    placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=stages[0] % pp_size)
+    local = _read_local(parameter, mesh, placements, read)
+    face = nn.Parameter(
+        DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
+    )
+    # A part in another memory order than the whole may have been copied.
+    local = cast("DTensor", face)._local_tensor.detach()
+    # What people hang on a parameter, decay flags and gradient hooks for example, stays on it.
+    for name, value in vars(parameter).items():
+        setattr(face, name, value)
+    for hook in (parameter._backward_hooks or {}).values():
+        face.register_hook(hook)
+    compute, shares = None, False
+    if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
+        wanted = torch_dtype(plan.precision.param) if local.is_floating_point() else None
+        owner = stages[0] % pp_size == axis_rank(mesh, "pp")
+        # Not told by shapes: one rank may have all of a short dim, and others nothing.
+        shares = owner and shard_dim is None and wanted in (None, local.dtype)
+        data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
+        compute = nn.Parameter(data, parameter.requires_grad)
+    return Slot(fqns, sites, face, compute, shares, shard_dim, partial_over_tp, stages)
+
+
+def _unfilled(
+    shape: torch.Size, mesh: DeviceMesh, tp: Placement, like: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return memory for a tensor-parallel rank's part of a parameter."""
+    part = local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
+    return torch.empty(part, dtype=dtype, device=like.device)
+
+
+def _read_local(
+    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], read: Read
+) -> Tensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shape = parameter.shape
+    local = torch.empty(
+        local_shape(shape, mesh.shape, coordinate, placements),
+        dtype=parameter.dtype,
+        device=this_device(),
+    )
+    for held in local_boxes(shape, mesh.shape, coordinate, placements):
+        local[held.local_slices] = read(parameter, held.box).to(local.device)
+    return local
+
+
+def _site(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    owner, _, name = fqn.rpartition(".")
+    return model.get_submodule(owner), name
+
+
+def move_buffers(model: nn.Module, read: Read) -> None:
+    """Give every rank every buffer, on its device; shared ones stay shared."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                whole = read(buffer, Box.whole(buffer.shape))
+                moved[id(buffer)] = whole.to(this_device())
+            module._buffers[name] = moved[id(buffer)]

@@ -1,0 +1,1 @@
+"""Pipelines without a graph: stages, schedules, point-to-point transfers, tied weights."""

@@ -1,0 +1,110 @@
+"""Can a model be run as a pipeline? Every stage runs forward on shapes, before any rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._loss.output import is_loss
+from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.fake_tensors import ObservationError, bind
+
+from .placeholders import StandIn
+from .stage_assignment import StageMap, stage_map
+from .stage_module import StageDone, StageRun, Staging, stage_module
+
+
+def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
+    """Raise what the stages of a pipeline would raise for a batch. Nobody communicates.
+
+    The stages run one after the other on the meta device, with the code that runs them on ranks.
+
+    Args:
+        plan: How the model is cut.
+        model: Real, on the meta device, or deferred; not changed.
+        batch: What one micro-batch looks like.
+
+    Raises:
+        ValueError: If the model cannot be cut as the plan says, if a stage needs more than the
+            one activation that it is sent, or if forward returns no loss. An ObservationError
+            if that cannot be said, since forward needs values.
+
+    Example:
+        >>> check_pipeline(ParallelPlan(), nn.Linear(2, 2), torch.ones(1, 2))
+    """
+    stages = stage_map(plan, model)
+    if stages is None:
+        return
+    copied = copied_without_hooks(model, _meta_parameter, _meta)
+    if isinstance(batch, Mapping):
+        batch = {**batch}  # pytree does not open every mapping
+    args, kwargs = bind(copied, pytree.tree_map_only(Tensor, _meta, batch))
+    staging = Staging()
+    _stage(copied, stages, staging)
+    usable = StandIn.usable
+    try:
+        _run_all(copied, stages, staging, args, kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ObservationError(
+            f"expected a forward that runs on shapes alone, to see whether its blocks make a "
+            f"pipeline, got {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        StandIn.usable = usable
+
+
+def _run_all(
+    model: nn.Module,
+    stages: StageMap,
+    staging: Staging,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run every stage on what the one before it sends."""
+    num_blocks, activation = len(stages.blocks), torch.empty(0)
+    ends = [*stages.starts[1:], num_blocks]
+    for stage, (start, end) in enumerate(zip(stages.starts, ends, strict=True)):
+        last = stage == stages.num_stages - 1
+        received = torch.empty_like(activation, device="meta").requires_grad_(stage > 0)
+        staging.run = StageRun(stage, start, end, last, lambda _, sent=received: sent)
+        # As in the runtime: the first stage needs none.
+        StandIn.usable = stage > 0
+        try:
+            with torch.device("meta"), torch.enable_grad():
+                output = model(*args, **kwargs)
+        except StageDone as done:
+            activation = done.activation.detach()
+            continue
+        if not last or staging.run.blocks_called != num_blocks:
+            raise ValueError("the module returned before it called all of its blocks")
+        if not any(map(is_loss, pytree.tree_leaves(output))):
+            raise ValueError(
+                "pipeline parallelism needs a module whose forward returns its loss (a scalar "
+                f"tensor, or a structure with one), got {type(output).__name__}"
+            )
+
+
+def _stage(model: nn.Module, stages: StageMap, staging: Staging) -> None:
+    """Let the blocks, and what has parameters outside of them, know their stages."""
+    roles = [(fqn, index, stages.stage_of_block(index)) for index, fqn in enumerate(stages.blocks)]
+    outside: list[tuple[str, int | None, int]] = [
+        (fqn, None, stage) for fqn, stage in stages.outside.items()
+    ]
+    for fqn, index, owner in (*roles, *outside):
+        module = model.get_submodule(fqn)
+        stage_module(module, staging, fqn=fqn, index=index, stages=(owner,), param_dtype=None)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_meta(parameter), requires_grad=parameter.requires_grad)

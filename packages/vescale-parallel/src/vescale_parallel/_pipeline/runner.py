@@ -1,0 +1,356 @@
+"""Run a schedule: stages, what they send each other, and the loss that all of them report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import named_failures
+from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
+from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
+from vescale_parallel._mesh.mesh import axis_rank, meet
+from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._torch_private import group_timeout, pytree
+
+from .placeholders import StandIn
+from .schedules import Action, actions_of, forward_actions
+from .stage_module import StageDone, StageRun, Staging
+
+_HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What a stage keeps of one micro-batch between forward and backward."""
+
+    received: Tensor | None
+    output: Any
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Attributes:
+        plan: The plan.
+        mesh: Its mesh, with a ``pp`` axis.
+        staging: Shared with the staged modules of the model.
+        starts: Index of the first block of every stage.
+        num_blocks: Number of blocks.
+        total: Sums a float64 tensor over data-parallel ranks.
+    """
+
+    plan: ParallelPlan
+    mesh: DeviceMesh
+    staging: Staging
+    starts: Sequence[int]
+    num_blocks: int
+    total: Callable[[Tensor], Tensor]
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
+    _sending: list[tuple[dist.Work, Tensor]] = field(
+        default_factory=list[tuple[dist.Work, Tensor]]
+    )
+
+    _headers: dict[object, tuple[torch.Size, torch.dtype]] = field(
+        default_factory=dict[object, tuple[torch.Size, torch.dtype]]
+    )
+    _checked_loss: bool = False
+
+    def __post_init__(self) -> None:
+        # Gradients travel on a group of their own: on one, two neighbours that send to each
+        # other first would wait for each other. Neither is the mesh's own group, whose sends
+        # and receives wait for torch's half hour whatever the default group's timeout is.
+        self._groups["F"] = _pipeline_group(self.mesh)
+        self._groups["B"] = _pipeline_group(self.mesh)
+
+    def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
+        """Return the ranks of this pipeline, to send activations or gradients over."""
+        return self._groups[kind]
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+    ) -> Any:
+        """Run one step's schedule. Every rank must call this.
+
+        Gradients are left in the compute parameters, for an incoming gradient of 1.
+
+        Args:
+            forward: The model's own call.
+            args: Positional arguments: this rank's batch.
+            kwargs: Keyword arguments, likewise.
+            train: Whether to run backward passes.
+
+        Returns:
+            The module's output with a :class:`Scalar` for each scalar of the whole batch and None
+            for other tensors.
+        """
+        pipeline = self.plan.pipeline_parallel
+        parts = split_batch(args, kwargs, pipeline.microbatches)
+        rank = axis_rank(self.mesh, "pp")
+        shape = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
+        if train:
+            actions = actions_of(pipeline.schedule, rank, microbatches=len(parts), **shape)
+        else:
+            actions = forward_actions(rank, microbatches=len(parts), **shape)
+        passes: dict[tuple[int, int], _Pass] = {}
+        outputs: list[Any] = []
+        counts = self._count(forward, parts) if self._has_last_stage else []
+        for action in actions:
+            key = (action.stage, action.microbatch)
+            if action.kind == "B":
+                self._backward(action, passes.pop(key), len(parts))
+                continue
+            done = self._forward(action, forward, parts[action.microbatch], counts)
+            if action.stage == len(self.starts) - 1:
+                outputs.append(done.output)
+                # Evaluation differentiates none of several scalars, and reports all.
+                scalars = scalars_of(done.output)
+                done.output = loss_of(done.output) if train else scalars[0]
+            if train:
+                passes[key] = done
+        self._finish_sends()
+        return self._agree(outputs)
+
+    def _forward(
+        self,
+        action: Action,
+        forward: Callable[..., Any],
+        part: tuple[Any, Any],
+        counts: Sequence[Tensor],
+    ) -> _Pass:
+        received: list[Tensor] = []
+
+        def receive(like: Tensor) -> Tensor:
+            activation = self._receive_activation(action, signature, like.device)
+            received.append(activation.requires_grad_(torch.is_grad_enabled()))
+            # A new tensor, so that a block may write to its input in place.
+            return activation.view_as(activation) if torch.is_grad_enabled() else activation
+
+        stage = action.stage
+        signature = _signature(part)
+        last = stage == len(self.starts) - 1
+        end = self.num_blocks if last else self.starts[stage + 1]
+        run = StageRun(stage, self.starts[stage], end, last, receive)
+        self.staging.run = run
+        # Put back afterwards: a model may call another one.
+        was_usable = StandIn.usable
+        # The first stage needs none: what it does not own comes later.
+        StandIn.usable = stage > 0
+        means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
+        try:
+            with means:
+                output = forward(*part[0], **part[1])
+        except StageDone as done:
+            activation = done.activation
+            self._send_activation(activation.detach(), action, signature)
+            return _Pass(received[0] if received else None, activation)
+        finally:
+            self.staging.run = None
+            StandIn.usable = was_usable
+        if not last or run.blocks_called != self.num_blocks:
+            raise ValueError("the module returned before it called all of its blocks")
+        if torch.is_grad_enabled() and not self._checked_loss:
+            self._checked_loss = True
+            means.warn_of_sums(loss_of(output))
+        return _Pass(received[0] if received else None, output)
+
+    def _count(
+        self, forward: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
+    ) -> list[Tensor]:
+        """Return what each token mean of the module counts over the global batch.
+
+        Runs forward with every block and every other module with parameters standing in, so
+        that the targets of all micro-batches are known before the first backward pass.
+        """
+        found: list[list[Tensor]] = []
+        devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
+        for args, kwargs in parts:
+            self.staging.run = StageRun.counting(self.num_blocks)
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
+                    forward(*args, **kwargs)
+            finally:
+                self.staging.run = None
+            found.append(mode.counts)
+        if len({len(counts) for counts in found}) > 1:
+            raise ValueError("the module computes another number of losses for each micro-batch")
+        return [self.total(torch.stack(counts).sum(0)) for counts in zip(*found, strict=True)]
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return axis_rank(self.mesh, "pp") == (len(self.starts) - 1) % self._size
+
+    @property
+    def _num_parts(self) -> int:
+        """Equal parts that the global batch is in."""
+        return self.plan.data_parallel.size * self.plan.pipeline_parallel.microbatches
+
+    def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:
+        stage = action.stage
+        if stage == len(self.starts) - 1:
+            torch.autograd.backward(done.output / num_parts)
+        else:
+            grad = torch.empty(
+                done.output.shape, dtype=done.output.dtype, device=done.output.device
+            )
+            self._receive(grad, stage + 1, action)
+            # A stage whose parameters are all frozen has nothing to differentiate.
+            if done.output.requires_grad:
+                torch.autograd.backward(done.output, grad)
+        if stage > 0:
+            assert done.received is not None
+            grad = done.received.grad
+            self._send(
+                torch.zeros_like(done.received) if grad is None else grad, stage - 1, action
+            )
+
+    def _send_activation(self, activation: Tensor, action: Action, signature: object) -> None:
+        """Send an activation, the first time with its shape and dtype."""
+        key = (action.stage, signature)
+        if key not in self._headers:
+            self._headers[key] = (activation.shape, activation.dtype)
+            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
+            header[0], header[1] = DTYPES.index(activation.dtype), activation.ndim
+            header[2 : 2 + activation.ndim] = torch.tensor(activation.shape)
+            self._send(header.to(activation.device), action.stage + 1, action)
+        self._send(activation, action.stage + 1, action)
+
+    def _receive_activation(
+        self, action: Action, signature: object, device: torch.device
+    ) -> Tensor:
+        key = (action.stage - 1, signature)
+        if key not in self._headers:
+            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=device)
+            self._receive(header, action.stage - 1, action)
+            dtype, ndim, *sizes = header.tolist()
+            self._headers[key] = (torch.Size(sizes[:ndim]), DTYPES[dtype])
+        shape, dtype = self._headers[key]
+        activation = torch.empty(shape, dtype=dtype, device=device)
+        self._receive(activation, action.stage - 1, action)
+        return activation
+
+    def _send(self, tensor: Tensor, stage: int, action: Action) -> None:
+        tensor = tensor.contiguous()
+        group = self._groups[action.kind]
+        with named_failures():
+            work = dist.isend(
+                tensor, group=group, group_dst=stage % self._size, tag=self._tag(action, stage)
+            )
+        assert work is not None
+        # Kept alive until the schedule ends: the backend reads it later.
+        self._sending.append((work, tensor))
+
+    def _receive(self, into: Tensor, stage: int, action: Action) -> None:
+        group = self._groups[action.kind]
+        with named_failures():
+            dist.recv(
+                into,
+                group=group,
+                group_src=stage % self._size,
+                tag=self._tag(action, action.stage),
+            )
+
+    def _tag(self, action: Action, receiving_stage: int) -> int:
+        return action.microbatch * len(self.starts) + receiving_stage
+
+    @property
+    def _size(self) -> int:
+        return self.plan.pipeline_parallel.size
+
+    def _finish_sends(self) -> None:
+        with named_failures():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    def _agree(self, outputs: Sequence[Any]) -> Any:
+        """Tell all stages the scalars that the last one has; see :class:`Scalar`."""
+        marked: list[Any] = [None]
+        if outputs:
+            marked = [marked_scalars(outputs, self._mean)]
+        last = (len(self.starts) - 1) % self._size
+        with named_failures():
+            dist.broadcast_object_list(marked, group=self._groups["F"], group_src=last)
+        return marked[0]
+
+    def _mean(self, parts: Sequence[Tensor]) -> float:
+        """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
+        values = torch.stack([part.detach() for part in parts])
+        return float(self.total(values.to(torch.float64).sum()) / self._num_parts)
+
+
+def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
+    if index >= len(counts):
+        raise ValueError(
+            "the module computed a loss before it called all of its blocks, or more losses than "
+            "when its targets were counted; under pipeline parallelism the loss comes last"
+        )
+    return counts[index]
+
+
+def _signature(part: tuple[Any, Any]) -> object:
+    """Return what the shape and dtype of activations can depend on, the same on all stages."""
+    tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    ]
+    shapes = tuple((t.shape, t.dtype) for t in tensors)
+    return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())
+
+
+def split_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Cut a batch into equal parts along dim 0 of its tensors.
+
+    A tensor is cut if its dim 0 has the size of the first tensor's; others go to every part.
+
+    Raises:
+        ValueError: If there is no tensor, or its rows do not divide into the parts.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), None)
+    if rows is None or rows % num_parts:
+        raise ValueError(
+            f"expected a batch whose rows divide into {num_parts} micro-batches "
+            f"(pipeline_parallel.microbatches), got {rows} rows"
+        )
+    step = rows // num_parts
+    parts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    for index in range(num_parts):
+        cut = [
+            x[index * step : (index + 1) * step]
+            if isinstance(x, Tensor) and x.ndim and x.shape[0] == rows
+            else x
+            for x in leaves
+        ]
+        parts.append(pytree.tree_unflatten(cut, spec))
+    return parts
+
+
+def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a new process group over this rank's ``pp`` axis. Every rank must call this."""
+    names = mesh.mesh_dim_names or ()
+    rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
+    mine: dist.ProcessGroup | None = None
+    meet()
+    for ranks in rows.tolist():
+        group = dist.new_group(ranks, timeout=group_timeout())
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    assert mine is not None
+    return mine

@@ -1,0 +1,1 @@
+"""What was decided, as data: sizes, policies and marks, checked when they are made."""

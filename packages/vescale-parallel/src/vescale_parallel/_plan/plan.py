@@ -1,0 +1,216 @@
+"""The plan: what will be split where. Plain frozen data, checked before anything communicates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, cast, get_args, get_type_hints
+
+from .config import (
+    Batch,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    PipelineParallel,
+    Precision,
+    TensorParallel,
+    check_choices,
+)
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSignature:
+    """Which model a plan was made for.
+
+    Attributes:
+        name: Class name of the module.
+        num_parameters: Number of distinct parameter tensors.
+        numel: Number of parameter elements.
+        digest: Hash of every parameter's FQN, shape and dtype.
+    """
+
+    name: str
+    num_parameters: int
+    numel: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.num_parameters} parameters, {self.numel} elements)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What the planner predicts for one step on one rank."""
+
+    step_seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """What :func:`vescale_parallel.parallelize` does to a model, as data.
+
+    Written by a planner or by hand, compared with ``==``, stored as JSON, and printed in the
+    dotted form of the constraints.
+
+    Example:
+        >>> plan = ParallelPlan(data_parallel=DataParallel(size=2, zero_stage=3))
+        >>> plan.world_size
+        2
+        >>> ParallelPlan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    pipeline_parallel: PipelineParallel = field(default_factory=PipelineParallel)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
+    batch: Batch = field(default_factory=Batch)
+    precision: Precision = field(default_factory=Precision)
+    recompute: Literal["none", "full"] = "none"
+    compile: bool = False
+    model: ModelSignature | None = None
+    estimate: Estimate | None = None
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choices("", self)
+        object.__setattr__(self, "reasons", tuple(self.reasons))
+        shards = self.data_parallel.size * self.pipeline_parallel.microbatches
+        size = self.batch.global_size
+        if size is not None and size % shards:
+            raise ValueError(
+                f"expected batch.global_size to be a multiple of data_parallel.size x "
+                f"pipeline_parallel.microbatches ({self.data_parallel.size} x "
+                f"{self.pipeline_parallel.microbatches} = {shards}), got {size}; "
+                f"the nearest sizes are {size // shards * shards or shards} and "
+                f"{(size // shards + 1) * shards}"
+            )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of every mesh axis, outermost first."""
+        return {
+            "pp": self.pipeline_parallel.size,
+            "dp_replicate": self.data_parallel.size // self.data_parallel.shard_size,
+            "dp_shard": self.data_parallel.shard_size,
+            "cp": self.context_parallel.size,
+            "tp": self.tensor_parallel.size,
+        }
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the plan needs."""
+        return math.prod(self.axes.values())
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise if the plan is for another number of ranks.
+
+        Raises:
+            ValueError: With the axes that make up the plan's number.
+        """
+        if self.world_size != world_size:
+            axes = " x ".join(f"{name} {size}" for name, size in self.axes.items() if size > 1)
+            raise ValueError(
+                f"expected {self.world_size} ranks ({axes or 'no axis above 1'}), "
+                f"got world size {world_size}; start as many ranks or generate another plan"
+            )
+
+    def to_json(self) -> str:
+        """Return the plan as indented JSON."""
+        return json.dumps({"format": _FORMAT, **_record(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ParallelPlan:
+        """Read what :meth:`to_json` wrote, or JSON written by hand; fields may be left out.
+
+        Raises:
+            ValueError: If it is no JSON object, is of a newer format, or has unknown fields.
+        """
+        try:
+            record: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected a plan as JSON, got text that is not: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a plan as a JSON object, got {type(record).__name__}")
+        record = dict(cast("dict[str, Any]", record))
+        version = record.pop("format", _FORMAT)
+        if version != _FORMAT:
+            raise ValueError(f"expected plan format {_FORMAT}, got {version!r}; upgrade vescale")
+        return _build(cls, record, "")
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"plan for {ranks}" + (f", {self.model}" if self.model else "")]
+        for name, value in self.dotted().items():
+            lines.append(f"  {name}: {json.dumps(value, default=dict)}")
+        if self.estimate:
+            gib = self.estimate.memory_bytes / 2**30
+            lines.append(
+                f"predicted: {self.estimate.step_seconds:.3g} s a step, {gib:.3g} GiB a rank"
+            )
+        lines += [f"- {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+    def dotted(self) -> dict[str, Any]:
+        """Return every field that differs from the default, by its constraint key."""
+        plain = ParallelPlan()
+        found: dict[str, Any] = {}
+        for key, path in constraint_keys().items():
+            value, default = _get(self, path), _get(plain, path)
+            if value != default:
+                found[key] = dict(value) if isinstance(value, Mapping) else value
+        return found
+
+
+def constraint_keys() -> dict[str, tuple[str, ...]]:
+    """Return every dotted constraint key and the attributes it stands for."""
+    keys: dict[str, tuple[str, ...]] = {}
+    plain = ParallelPlan()
+    for each in fields(ParallelPlan):
+        if each.name in ("model", "estimate", "reasons"):
+            continue
+        section = getattr(plain, each.name)
+        if is_dataclass(section):
+            for inner in fields(section):
+                keys[f"{each.name}.{inner.name}"] = (each.name, inner.name)
+        else:
+            keys[each.name] = (each.name,)
+    return keys
+
+
+def _get(plan: ParallelPlan, path: tuple[str, ...]) -> Any:
+    value: Any = plan
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _record(value: Any) -> Any:
+    """Return a plan, or a part of one, as values JSON has."""
+    if is_dataclass(value):
+        return {each.name: _record(getattr(value, each.name)) for each in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _build(cls: Any, record: Any, prefix: str) -> Any:
+    """Construct a plan or a section of one from JSON."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected plan field {prefix[:-1]!r} to be an object, got {record!r}")
+    hints = get_type_hints(cls)
+    fields_of_json = cast("dict[str, Any]", record)
+    unknown = sorted(set(fields_of_json) - set(hints))
+    if unknown:
+        raise ValueError(f"unknown plan field {prefix + unknown[0]!r}; known: {sorted(hints)}")
+    values: dict[str, Any] = {}
+    for name, value in fields_of_json.items():
+        section = next((t for t in (hints[name], *get_args(hints[name])) if is_dataclass(t)), None)
+        if section is not None and value is not None:
+            value = _build(section, value, f"{prefix}{name}.")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)

@@ -1,0 +1,222 @@
+"""Know how random numbers are cut in every form of call of a model, before it runs in it.
+
+A batch of a few rows, made from that of the call, is run together with one that has all of them
+twice. A dim that is twice as long then is along the batch; where the rows share it with something
+else, :mod:`._draw_order` finds out how they lie. A dim that is shorter on one of several
+tensor-parallel ranks is cut over these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._cross_replica.borders import Rows, rows_dim
+from vescale_parallel._cross_replica.call_guard import RowGuard, plain, some_rows, within
+from vescale_parallel._cross_replica.check import RowCheckError
+from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.fake_tensors import ObservationError
+from vescale_parallel._verify.threads import in_fresh_thread
+
+from .predict import (
+    Draw,
+    Given,
+    Noted,
+    TensorParallelism,
+    cuts_of_example,
+    drawn_by_shape,
+    scopes_of,
+    scopes_of_unknown,
+)
+from .row_order import draws_with_values, order_of_rows, twice_over
+from .sharded_rng import Cut, KnownDraws, Scope
+
+_NUM_ROWS = NUM_ROWS // 2  # of the smaller one of two batches
+
+Cuts = Mapping[Draw, Cut | None]
+
+
+class DrawForms:
+    """Finds out, once for each form of call, which random numbers it draws and how they are cut.
+
+    Args:
+        model: Still whole.
+        guard: Has a copy of it.
+        example: A batch; None if there is none.
+        parallelism: What tensor-parallel ranks compute.
+        exchange: Returns what every rank that shares a batch has for a value.
+        has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
+            and what an example shows, or a plan says, is enough.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        guard: RowGuard,
+        example: Any,
+        parallelism: TensorParallelism,
+        exchange: Callable[[Any], list[Any]],
+        *,
+        has_parts: bool = True,
+    ) -> None:
+        self._guard, self._example = guard, example
+        self._parallelism, self._exchange = parallelism, exchange
+        self._unknown = scopes_of_unknown(parallelism.resolved, model)
+        self._known: dict[tuple[str, int], KnownDraws] = {}
+        self._shown: KnownDraws | None = None
+        if not has_parts:
+            found = cuts_of_example(model, example, parallelism)
+            scopes = None if found is None else scopes_of(found)
+            self._shown = KnownDraws(scopes=scopes, otherwise=lambda: self._unknown)
+
+    def known(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
+    ) -> KnownDraws:
+        """Return what is known of the draws of a call.
+
+        Every rank that shares the batch must call this: in a form of call that is new they tell
+        each other what they found, since it may depend on values.
+        """
+        if self._shown is not None:
+            return self._shown
+        # Whoever looked where rows meet has just told the form.
+        key = self._guard.latest or self._guard.key(model, args, kwargs)
+        if key not in self._known:
+            found = self._find(model, args, kwargs, num_rows)
+            scopes = None if found is None else scopes_of(found)
+            self._known[key] = KnownDraws(scopes=scopes, otherwise=self._of_example)
+        return self._known[key]
+
+    @functools.cached_property
+    def _scopes_of_example(self) -> Mapping[str, Scope]:
+        whole = self._guard.whole
+        found = None
+        if whole is not None:
+            found = in_fresh_thread(
+                lambda: cuts_of_example(whole, self._example, self._parallelism)
+            )
+        return scopes_of(found) if found else self._unknown
+
+    def _of_example(self) -> Mapping[str, Scope]:
+        return self._scopes_of_example
+
+    def _find(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
+    ) -> Cuts | None:
+        given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
+        found: Cuts | None = None
+        with contextlib.suppress(RowCheckError, RehearsalError, ObservationError):
+            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows))
+        if found is not None and not found and not torch.is_grad_enabled():
+            return found  # without a word to others: one rank may evaluate alone
+        return _agreed(self._exchange(found))
+
+    def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:
+        once, twice = _batches(given, num_rows)
+        noted = self._noted(model, once, twice)
+        cuts = noted.cuts(self._parallelism)
+        folded = [key for key, cut in cuts.items() if noted.is_folded(key, cut, _NUM_ROWS)]
+        alone = {
+            key: cut if cut is None or cut.rows is None else replace(cut, alone=True)
+            for key, cut in cuts.items()
+            if key not in folded
+        }
+        if not folded:
+            return alone
+        return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
+
+    def _noted(self, model: nn.Module, once: Given, twice: Given) -> Noted:
+        whole = self._guard.whole
+        if whole is None:
+            raise RowCheckError(f"{type(model).__name__} cannot be copied")
+        subject = copy.deepcopy(whole).double()
+        for fqn, module in model.named_modules():
+            subject.get_submodule(fqn).training = module.training
+        try:
+            with InDouble():
+                return drawn_by_shape(subject, once, twice, self._parallelism)
+        except RehearsalError:
+            if self._parallelism.size > 1:
+                raise
+        subject, is_scaled_down = self._guard.subject(model)
+        few = None if is_scaled_down else draws_with_values(subject, once)
+        many = None if is_scaled_down else draws_with_values(subject, twice)
+        if few is None or many is None:
+            raise RowCheckError("it cannot be run")
+        return Noted(few, many, few)
+
+    def _ordered(
+        self, model: nn.Module, once: Given, twice: Given, folded: Cuts
+    ) -> dict[Draw, Cut | None]:
+        """Return cuts of dims that rows share with something else, and how they lie in it."""
+        unknown: dict[Draw, Cut | None] = dict.fromkeys(folded)
+        try:
+            subject, is_scaled_down = self._guard.subject(model)
+        except RowCheckError:
+            return unknown
+        if is_scaled_down:
+            inside = within(subject)
+            once, twice = pytree.tree_map_only(Tensor, inside, (once, twice))
+        known: dict[tuple[str, int, int], Rows | None] = {}
+        for (fqn, index), cut in folded.items():
+            if cut is None or cut.rows is None:
+                continue
+            kind = (generalize(fqn), index, cut.rows)
+            if kind not in known:
+                known[kind] = order_of_rows(
+                    subject, once, twice, _NUM_ROWS, (fqn, index), cut.rows
+                )
+            rows = known[kind]
+            if rows is not None:
+                unknown[fqn, index] = replace(cut, inner=not rows.outermost)
+        return unknown
+
+
+def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
+    """Return what all ranks found, None for what they did not find alike."""
+    found = [each for each in ranks if each is not None]
+    if len(found) < len(ranks):
+        return None
+    draws = {draw for each in found for draw in each}
+    first = found[0]
+    return {
+        draw: first.get(draw) if all(each.get(draw) == first.get(draw) for each in found) else None
+        for draw in sorted(draws)
+    }
+
+
+def _batches(given: Given, num_rows: int) -> tuple[Given, Given]:
+    """Return a batch of a few rows, and one of all of them twice.
+
+    Raises:
+        RowCheckError: If nothing has rows.
+    """
+    whole, half, _ = some_rows(given, num_rows, uneven=False)
+    pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
+    if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):
+        raise RowCheckError("no tensor is given that has rows")
+    return half, _doubled(whole, half)
+
+
+def _doubled(whole: Any, half: Any) -> Any:
+    if isinstance(half, Tensor):
+        dim = rows_dim(whole.shape, half.shape, 2)
+        return half if dim is None else twice_over(half, Rows(dim), _NUM_ROWS)
+    if isinstance(half, Mapping):
+        return {key: _doubled(whole[key], each) for key, each in half.items()}
+    if type(half) not in (list, tuple):
+        return half
+    if len(half) != len(whole):
+        return half + half  # something for every row
+    return type(half)(_doubled(w, h) for w, h in zip(whole, half, strict=True))

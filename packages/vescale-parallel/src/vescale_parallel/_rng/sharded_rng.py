@@ -1,0 +1,422 @@
+"""Random numbers in forward: every rank draws its part of what one device draws.
+
+[Note: draws] All ranks keep one generator state, that of one device. While a module runs that
+draws random numbers, a mode sees what torch is about to draw. A tensor that ranks hold parts of
+is drawn in part, by :mod:`vescale_dtensor.random`, which leaves the generator as if the whole had
+been drawn; any other is the same on every rank as it is. The mode sits below autograd, so that
+it sees what dropout and attention are made of, and gradients are torch's own.
+
+Which dims are cut is found out for every new form of call before it runs, see
+:mod:`vescale_parallel._rng.call_forms`. The mode begins and ends with the forward of the very
+module that draws: other modules pay a look into a table, and one that is run again in backward,
+because its activations were not kept, draws the same again.
+
+What cannot be drawn in part (kernels that make their own random numbers, dims that nothing is
+known about) is drawn from a stream of this rank's own: right in distribution, but not what one
+device draws. A warning names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import DTensor, LocalBox, local_boxes
+from vescale_dtensor.random import RandomOperator, Window, draw_part
+from vescale_parallel._tensor_parallel.apply import stack_of
+from vescale_parallel._tensor_parallel.communicators import part_sizes
+from vescale_parallel._torch_private import TorchDispatchMode, is_in_backward
+from vescale_parallel._trace.random_ops import draw_with, drawn_shape, is_draw
+from vescale_parallel._user_line import warn_at_user_line
+
+# Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
+_WHOLE_MASK_NUMEL = 1 << 27
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Which dims of a drawn tensor ranks hold parts of.
+
+    Attributes:
+        rows: Dim that the batch is along; None if the tensor has no batch.
+        part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
+        inner: Whether the rows are innermost in a dim that they share with something else, as
+            in (time x rows); if not, they are outermost.
+        alone: Whether they shared it with nothing in the call that was run to see.
+    """
+
+    rows: int | None = None
+    part: int | None = None
+    inner: bool = False
+    alone: bool = False
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What is known about the draws of one module, in order within one call.
+
+    Attributes:
+        cuts: One for each; None for one that nothing is known about.
+        parts: Dims that tensor-parallel ranks hold parts of, by the number of the draw, where
+            nothing else is known.
+        is_region: Whether draws that are not in ``cuts`` may be of cut activations.
+    """
+
+    cuts: Sequence[Cut | None] = ()
+    parts: Mapping[int, int]
+    is_region: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is among those that share a batch and those that share a layer."""
+
+    num_parts_of_batch: int
+    part_of_batch: int
+    tp_size: int
+    tp_rank: int
+
+
+@dataclass(kw_only=True)
+class KnownDraws:
+    """What is known of the draws of one form of call.
+
+    Attributes:
+        scopes: By the module that draws, none if the call draws nothing; None if not known, up
+            to a call that drew nothing.
+        otherwise: Returns what to go by where it is not known, or turned out otherwise.
+    """
+
+    scopes: Mapping[str, Scope] | None
+    otherwise: Callable[[], Mapping[str, Scope]]
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The call that runs: its modules that may draw, and how many rows this rank has."""
+
+    scopes: Mapping[str, Scope]
+    num_rows: int
+
+
+class Draws:
+    """Draws for one rank of a parallelized model.
+
+    Args:
+        place: Where this rank is.
+        lengths: How long the cut sequence of each stack of blocks is, kept up to date.
+        known: Returns what is known of a call: of a model, with positional and keyword
+            arguments, and so many rows. None if ranks draw alike.
+
+    Attributes:
+        is_drawing: Whether a draw is being made; what it is made of counts for no module.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        lengths: Mapping[str, int],
+        known: Callable[[nn.Module, Sequence[Any], Mapping[str, Any], int], KnownDraws]
+        | None = None,
+    ) -> None:
+        self._place, self._lengths, self._known = place, lengths, known
+        self._now = _Now({}, 0)
+        self.is_drawing = self._has_drawn = self._begins_late = False
+        self._warned: set[str] = set()
+
+    def install(self, model: nn.Module) -> None:
+        """Have modules draw in parts while their forward runs, in place."""
+        for fqn, module in model.named_modules():
+            module.forward = self._drawing(module.forward, fqn)
+
+    @contextlib.contextmanager
+    def of_call(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
+    ) -> Iterator[None]:
+        """Draw for a call of the model, with so many rows of the batch on this rank."""
+        if self._known is None:
+            yield
+            return
+        known = self._known(model, args, kwargs, num_rows)
+        scopes = known.scopes
+        if scopes is None or self._begins_late:
+            scopes = known.otherwise()
+        self._now, self._has_drawn = _Now(scopes, num_rows), False
+        before = generator_state() if not scopes and model.training else None
+        yield
+        if known.scopes is None and not self._has_drawn:
+            known.scopes = {}
+        if before is not None and generator_state() != before:
+            self._begins_late = True
+            warn_at_user_line(
+                "forward drew random numbers that it did not draw before, or when it was run "
+                "to see; data-parallel ranks drew the same for their different rows in this "
+                "call, and will draw what one device draws from the next on",
+            )
+
+    def as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return what has modules that run again later draw as they do in this call."""
+        return functools.partial(self._as_in, self._now)
+
+    @contextlib.contextmanager
+    def _as_in(self, call: _Now) -> Iterator[None]:
+        held, self._now = self._now, call
+        try:
+            yield
+        finally:
+            self._now = held
+
+    def _drawing(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            scope = self._now.scopes.get(fqn)
+            if scope is None:
+                return forward(*args, **kwargs)
+            with _Drawing(self, fqn, scope):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def draw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Scope,
+        *,
+        index: int,
+        fqn: str,
+    ) -> Any:
+        """Run an operator that draws, the ``index``-th in this call of the module ``fqn``."""
+        if self.is_drawing:
+            # The mode of an enclosing module sees what this one draws with.
+            return func(*args, **kwargs)
+        self.is_drawing = self._has_drawn = True
+        try:
+            if any(isinstance(arg, DTensor) for arg in args):
+                # In a region: a tensor of the whole batch draws what one device draws.
+                return func(*args, **kwargs)
+            cut = self._cut(drawn_shape(args), scope, index, mark(fqn, index))
+            if cut is not None and not self._is_cut(cut):
+                return func(*args, **kwargs)
+            if cut is not None:
+                try:
+                    return self._draw_part(func, args, kwargs, cut, stack_of(fqn))
+                except NotImplementedError:
+                    pass
+            self._warn(func, mark(fqn, index))
+            return self._draw_own(func, args, kwargs, cut)
+        finally:
+            self.is_drawing = False
+
+    def _cut(self, shape: tuple[int, ...], scope: Scope, index: int, at: str) -> Cut | None:
+        if index < len(scope.cuts):
+            return self._if_alone(scope.cuts[index], shape)
+        if scope.is_region and index not in scope.parts:
+            return None
+        part = scope.parts.get(index)
+        if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
+            return Cut(part=part)
+        if shape[0] == self._now.num_rows:
+            self._warn_of_guess(shape, at)
+            return Cut(rows=0, part=part)
+        return None
+
+    def _if_alone(self, cut: Cut | None, shape: tuple[int, ...]) -> Cut | None:
+        """Return a cut, None if rows now share a dim in which they were seen alone."""
+        if cut is None or cut.rows is None or not cut.alone:
+            return cut
+        # A block that runs again in backward may be of an earlier call, with other rows.
+        if self._place.num_parts_of_batch == 1 or is_in_backward():
+            return cut
+        return cut if shape[cut.rows] == self._now.num_rows else None
+
+    def _is_cut(self, cut: Cut) -> bool:
+        by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
+        return by_rows or (cut.part is not None and self._place.tp_size > 1)
+
+    def _draw_part(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cut: Cut,
+        stack: str,
+    ) -> Any:
+        if func is torch.ops.aten.native_dropout.default and args[0].device.type != "cpu":
+            return self._dropout_of_whole(args, cut, stack)
+
+        def fill(how: RandomOperator, out: Tensor) -> None:
+            self._fill(how, out, cut, kwargs.get("generator"), stack)
+
+        return draw_with(fill, func, args, kwargs)
+
+    def _fill(
+        self, how: RandomOperator, out: Tensor, cut: Cut, generator: Any, stack: str
+    ) -> None:
+        out, shape, boxes = self._in_whole(out, cut, stack)
+        window = Window(shape, _stride(shape, out), 0, out.dtype)
+        draw_part(how.fill, window=window, boxes=boxes, out=out, generator=generator)
+
+    def _dropout_of_whole(self, args: tuple[Any, ...], cut: Cut, stack: str) -> Any:
+        """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
+        x, p = args[:2]
+        mask = torch.empty_like(x, dtype=torch.bool)
+        viewed, shape, boxes = self._in_whole(mask, cut, stack)
+        if math.prod(shape) > _WHOLE_MASK_NUMEL:
+            raise NotImplementedError("the whole mask is too large")
+        stride = _stride(shape, viewed)
+        ones = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).fill_(1)
+        whole = torch.ops.aten.native_dropout(ones, p, True)[1]
+        for held in boxes:
+            held.of(viewed).copy_(whole[held.box.slices])
+        if p == 1:
+            return torch.zeros_like(x), mask
+        # In the precision of the kernel, which divides float32 for half precision.
+        scale = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)) / (1.0 - p)
+        return x * mask * scale.item(), mask
+
+    def _in_whole(
+        self, out: Tensor, cut: Cut, stack: str
+    ) -> tuple[Tensor, tuple[int, ...], tuple[LocalBox, ...]]:
+        """Return a view of this rank's part, the shape of the whole, and where in it that is."""
+        rows, part = cut.rows, cut.part
+        if rows is not None and (cut.inner or rows == part):
+            out, rows, part = self._apart(out, rows, part, inner=cut.inner)
+        place = self._place
+        shape = list(out.shape)
+        if rows is not None:
+            shape[rows] *= place.num_parts_of_batch
+        if part is not None:
+            shape[part] = self._whole_length(out.shape, part, stack)
+        boxes = local_boxes(
+            shape,
+            (place.num_parts_of_batch, place.tp_size),
+            (place.part_of_batch, place.tp_rank),
+            (_placement(rows), _placement(part)),
+        )
+        return out, tuple(shape), tuple(boxes)
+
+    def _apart(
+        self, out: Tensor, rows: int, part: int | None, *, inner: bool
+    ) -> tuple[Tensor, int, int | None]:
+        """View a dim that rows share with something else as two; return where what is then."""
+        num_rows = self._now.num_rows
+        if not num_rows or out.shape[rows] % num_rows:
+            raise NotImplementedError("a dim is no multiple of the rows of the batch")
+        if not inner:
+            # Rows of what is cut in each of them: (batch * heads, ...).
+            return out.unflatten(rows, (num_rows, -1)), rows, rows + 1
+        if part is not None and part > rows:
+            part += 1
+        return out.unflatten(rows, (-1, num_rows)), rows + 1, part
+
+    def _whole_length(self, shape: Sequence[int], dim: int, stack: str) -> int:
+        """Return how long a dim is that tensor-parallel ranks have parts of."""
+        size, rank = self._place.tp_size, self._place.tp_rank
+        length = self._lengths.get(stack, 0)
+        others = (*shape[:dim], *shape[dim + 1 :])
+        # What is cut by heads or features divides evenly, and has the whole sequence.
+        is_sequence = length and part_sizes(length, size)[rank] == shape[dim]
+        return length if is_sequence and length not in others else shape[dim] * size
+
+    def _draw_own(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut | None
+    ) -> Any:
+        """Draw from a stream of this rank; ranks that hold the same draw the same.
+
+        The stream is seeded by one number of the default generator, which stays the same on
+        all ranks.
+        """
+        place, position = self._place, 0
+        if cut is None or cut.rows is not None:
+            position = place.part_of_batch
+        if cut is not None and cut.part is not None:
+            position = position * place.tp_size + place.tp_rank
+        seed = int(torch.randint(2**62, ()))
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            _seed(seed + position)
+            return func(*args, **kwargs)
+
+    def _warn(self, func: Any, at: str) -> None:
+        if at in self._warned:
+            return
+        self._warned.add(at)
+        warn_at_user_line(
+            f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
+            "draws others than one device would, from a stream of its own. A sharding plan "
+            f"can say how they are cut: '{at}': 'Shard(d)'",
+        )
+
+    def _warn_of_guess(self, shape: tuple[int, ...], at: str) -> None:
+        if at in self._warned:
+            return
+        self._warned.add(at)
+        warn_at_user_line(
+            f"it could not be found out along which dim the rows of the batch are in the random "
+            f"numbers of shape {shape} that are drawn at {at!r}; taken to be the first, which is "
+            "as long as the batch. If it is another, they are not those of one device",
+        )
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators that were forked: torch.manual_seed would seed all devices."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+class _Drawing(TorchDispatchMode):
+    """Counts the draws of one call of a module, and has :class:`Draws` do them."""
+
+    def __init__(self, draws: Draws, fqn: str, scope: Scope) -> None:
+        super().__init__()
+        self._draws, self._fqn, self._scope = draws, fqn, scope
+        self._count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._draws.is_drawing or not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        index, self._count = self._count, self._count + 1
+        return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
+
+
+def generator_state() -> tuple[bytes, ...]:
+    """Return the state of the generators that operators draw from by default."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+def mark(fqn: str, index: int) -> str:
+    """Return the name that a sharding plan has for a draw of a module."""
+    return f"{fqn}.<random:{index}>".lstrip(".")
+
+
+def _placement(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _stride(shape: Sequence[int], local: Tensor) -> tuple[int, ...]:
+    """Return the strides of a whole tensor whose dims follow each other as those of its part."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

@@ -1,0 +1,114 @@
+"""What happens to a parallelized model outside of its calls, and could not be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._torch_private import is_in_backward
+
+
+class KnownModules:
+    """Notices modules and parameters that were added to a model after ``parallelize``.
+
+    They would be this rank's alone: nothing averages their gradients over ranks.
+    """
+
+    def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
+        self._model, self._slots = model, slots
+        self._seen = _children(model)
+
+    def check(self) -> None:
+        """Raise if the model has a parameter that it had not.
+
+        Raises:
+            ValueError: With its name.
+        """
+        if all(
+            tuple(module._modules.values()) == children and len(module._parameters) == num
+            for module, children, num in self._seen
+        ):
+            return
+        known = {id(slot.face) for slot in self._slots}
+        for fqn, parameter in self._model.named_parameters():
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{fqn!r} was added to the model after parallelize, so it is this rank's "
+                    "alone and would not train as on one device; add modules (adapters, a new "
+                    "head) before parallelize"
+                )
+        self._seen = _children(self._model)
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
+    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in model.modules()]
+
+
+def refuse_parts(model: nn.Module, blocks: Iterable[str], is_running: Callable[[], bool]) -> None:
+    """Have parts of a model refuse to be trained by calls that do not go through the model.
+
+    Only a call of the model averages over data-parallel ranks and brings stages together.
+
+    Args:
+        model: The model, whose blocks and modules with parameters outside of them are watched.
+        blocks: FQNs of its blocks.
+        is_running: Whether a call of the model is in progress.
+    """
+    blocks = tuple(blocks)
+    for fqn, module in model.named_modules():
+        within = any(fqn.startswith(f"{block}.") for block in blocks)
+        if within or not fqn or not (fqn in blocks or any(True for _ in module.parameters(False))):
+            continue
+
+        def check(part: nn.Module, args: object, fqn: str = fqn) -> None:
+            if is_running() or not torch.is_grad_enabled() or is_in_backward():
+                return
+            if any(parameter.requires_grad for parameter in part.parameters()):
+                raise ValueError(
+                    f"{fqn!r} was called from outside of a call of the parallelized model, by "
+                    "model.forward(...) or a method of its own for example. Its gradients would "
+                    "be this rank's alone. Call the model, model(...), and have its forward do "
+                    "the rest; or call the part under torch.no_grad()"
+                )
+
+        module.register_forward_pre_hook(check, prepend=True)
+
+
+def refuse_stray_gradients(slots: Iterable[Slot]) -> None:
+    """Raise if a backward pass reached parameters other than through an output of a call.
+
+    Raises:
+        ValueError: With the name of a parameter.
+    """
+    for slot in slots:
+        if slot.compute is not None and slot.compute.grad is not None:
+            slot.compute.grad = None
+            raise ValueError(
+                f"{slot.fqns[0]!r} got a gradient from a backward pass that did not start at what "
+                "a call of the model returned, as that of torch.autograd.grad(..., "
+                "create_graph=True) alone; it was not summed over ranks. Add it to the loss, "
+                "(loss + penalty).backward()"
+            )
+
+
+def read_in(tensor: Tensor, slots: Sequence[Slot]) -> str:
+    """Return which of the parameters a tensor was computed from, as far as autograd knows."""
+    names = {id(slot.face): slot.fqns[0] for slot in slots}
+    found: list[str] = []
+    seen: set[Any] = set()
+    todo: list[Any] = [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        found += [] if name is None else [repr(name)]
+        todo += [following for following, _ in node.next_functions]
+    if found:
+        return " and ".join(sorted(found))
+    return f"a parameter of a block, one of {[slot.fqns[0] for slot in slots]}"

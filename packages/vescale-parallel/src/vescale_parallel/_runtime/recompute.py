@@ -1,0 +1,89 @@
+"""Run blocks again in backward instead of keeping their activations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from vescale_parallel._model.buffers import Buffers, BuffersBefore
+from vescale_parallel._trace.dry_run import snapshot
+
+Around = Callable[[], AbstractContextManager[None]]
+
+
+def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> None:
+    """Have a block run its forward again in backward, in place.
+
+    The second run is called with what the first one was: objects that a forward changes, as it
+    does a cache of keys and values, are copied before, their tensors not. It finds the buffers
+    that forward changes as the first run did, and leaves them as that one left them.
+
+    Args:
+        block: The block.
+        as_now: Called in the first run; returns what makes the context of the second one.
+        fqn: Its name, for errors.
+    """
+    block.forward = functools.partial(_run, block.forward, Buffers(block, fqn), as_now)
+
+
+def _run(
+    forward: Callable[..., Any],
+    buffers: Buffers,
+    as_now: Callable[[], Around],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before = snapshot((args, kwargs))
+    form = buffers.form()
+    held = buffers.now(form)
+    ran: list[Around] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append(as_now())
+            output = forward(*args, **kwargs)
+            _learn(buffers, form, held)
+            return output
+        args, kwargs = snapshot(before)
+        with ran[0](), held.back():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _learn(buffers: Buffers, form: object, held: BuffersBefore) -> None:
+    if not buffers.is_known(form):
+        buffers.learn(form, held.changed(by_value=True))
+    held.keep_copies_of(buffers.known(form) | held.changed(by_value=False))
+
+
+def keep_no_caches(model: nn.Module) -> None:
+    """Have transformers' models make no cache in training, unless they are told to.
+
+    A cache would keep what recomputing is to save; nothing but generation reads it.
+    """
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+        names = list(inspect.signature(model.forward).parameters)
+        if "use_cache" in names:
+            hook = functools.partial(_without_cache, names.index("use_cache"))
+            model.register_forward_pre_hook(hook, with_kwargs=True)
+            return
+    for child in model.children():
+        keep_no_caches(child)
+
+
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not module.training or len(args) > place or kwargs.get("use_cache") is not None:
+        return None
+    return args, {**kwargs, "use_cache": False}

@@ -1,0 +1,459 @@
+"""Tensor parallelism on plain local tensors: hooks that put collectives at region borders.
+
+Weights are already cut when these hooks run. A column-wise linear reads a whole activation and
+leaves one that is cut; a row-wise linear reads that and leaves addends. Between the two the
+user's own code runs on this rank's heads or features. See [Note: regions].
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.fqns import merged, once_each, renamed_owner
+from vescale_parallel._model.linear_layout import LinearKind, linear_kind
+from vescale_parallel._torch_private import pytree
+
+from .attention_heads import Borders, attend_by_heads, check_attention, cut_attention
+from .communicators import part_sizes
+from .conversions import Boundary
+from .sharding_spec import Move, Resolved
+
+
+class KeepCut(Protocol):
+    """Makes a column-wise linear hand on its output as it is cut."""
+
+    def __call__(self, module: nn.Module, *, num_features: int) -> None: ...
+
+
+def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
+    """Return the placement of every sharded parameter, biases of column-wise linears included.
+
+    Raises:
+        ValueError: If a parameter has no such dim, or it does not divide into the ranks.
+    """
+    placements = dict(resolved.parameters)
+    _check_moves(resolved, model)
+    _check_shared(resolved, model, size)
+    check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
+    for fqn, placement in resolved.parameters.items():
+        if not isinstance(placement, Shard | InterleavedShard):
+            continue
+        owner_fqn, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(owner_fqn)
+        kind = linear_kind(owner)
+        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
+        head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
+        shape = model.get_parameter(fqn).shape
+        # Biases are as long as the weights that they belong to.
+        uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
+        _check_divides(fqn, shape, placement, size, even=not uneven)
+        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+            raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
+        if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
+            raise ValueError(f"{owner_fqn} has too few rows for tensor_parallel.size {size}")
+        if kind is None or name != "weight" or owner._parameters.get("bias") is None:
+            continue
+        if placement.dim == kind.out_dim:
+            placements[f"{owner_fqn}.bias"] = (
+                Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
+            )
+    return placements
+
+
+def _check_moves(resolved: Resolved, model: nn.Module) -> None:
+    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
+    moves = [(fqn, "<in>", move) for (fqn, _), move in resolved.inputs.items()]
+    moves += [(fqn, "<out>", move) for fqn, move in resolved.outputs.items()]
+    for fqn, mark, move in moves:
+        kind = linear_kind(model.get_submodule(fqn))
+        if move.source != Shard(-1):
+            continue
+        cut = getattr(resolved.parameters.get(f"{fqn}.weight"), "dim", None)
+        wanted = None if kind is None else kind.out_dim if mark == "<out>" else kind.in_dim
+        stays = mark == "<out>" and move.target == Shard(-1)
+        if kind is None or cut != wanted or not (stays or move.target == Replicate()):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
+                "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
+                f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
+            )
+
+
+def _check_shared(resolved: Resolved, model: nn.Module, size: int) -> None:
+    for fqn, parts in resolved.shared.items():
+        module = model.get_submodule(fqn)
+        kind = linear_kind(module)
+        if kind is None or f"{fqn}.weight" in resolved.parameters:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
+            )
+        length = module.get_parameter("weight").shape[kind.out_dim]
+        if size % parts or length % parts:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: expected the parts of {fqn}.<part> to divide "
+                f"tensor_parallel.size ({size}) and its output features ({length}), got {parts}"
+            )
+
+
+def _check_divides(
+    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
+) -> None:
+    unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
+    if not 0 <= placement.dim < len(shape):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
+            f"{placement.dim} to cut"
+        )
+    length = shape[placement.dim]
+    if even and length % unit:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
+            f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
+            f"{length // unit * unit or unit} and {(length // unit + 1) * unit}"
+        )
+
+
+def install(
+    model: nn.Module,
+    resolved: Resolved,
+    placements: dict[str, Placement],
+    boundary: Boundary,
+    *,
+    prefix: str = "",
+    keep_cut: KeepCut | None = None,
+) -> None:
+    """Add the collectives of tensor parallelism to a module, in place.
+
+    Args:
+        model: Holds this rank's parameters.
+        resolved: The plan; names outside ``prefix`` are passed over.
+        placements: Of every cut parameter.
+        boundary: Does the collectives.
+        prefix: FQN of ``model`` within the model that the names of the plan are of.
+        keep_cut: For outputs that stay cut; None gathers them.
+
+    Raises:
+        ValueError: If a divided attribute is no multiple of the number of ranks.
+    """
+    named = {
+        f"{prefix}.{fqn}".strip("."): module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+    }
+    modules, first_names = once_each(named)
+    resolved = resolved.renamed(first_names)
+    placements = merged(placements, lambda fqn: renamed_owner(fqn, first_names))
+    size = boundary.ranks.size
+    attention = cut_attention(modules, placements)
+    for fqn, module in attention.items():
+        attend_by_heads(module, boundary, _attention_borders(fqn, resolved))
+    _keep_from_nesting(modules, attention)
+    for (fqn, attribute), parts in sorted(resolved.attributes.items()):
+        if fqn in modules:
+            _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
+    for (fqn, argument), arrives in resolved.entered.items():
+        if fqn in modules and fqn not in attention:
+            _enter(modules[fqn], argument, _dim(arrives), stack_of(fqn), boundary)
+    for (fqn, argument), move in resolved.inputs.items():
+        if fqn in modules and linear_kind(modules[fqn]) is None:
+            _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
+    regions = {fqn for fqn, _ in resolved.entered}
+    for fqn, placement in placements.items():
+        owner, _, name = fqn.rpartition(".")
+        if name != "weight" or owner not in modules or isinstance(modules[owner], nn.Embedding):
+            continue
+        kind = linear_kind(modules[owner])
+        if kind is None or not isinstance(placement, Shard | InterleavedShard):
+            continue
+        if owner.rpartition(".")[0] in attention:
+            continue  # whose forward reads the weight
+        if placement.dim == kind.out_dim:
+            in_region = any(f"{owner}.".startswith(f"{region}.") for region in regions)
+            _column_wise(modules[owner], owner, kind, boundary, enters=not in_region)
+            if owner in resolved.outputs:
+                _output(modules[owner], owner, resolved.outputs[owner], boundary, keep_cut)
+        else:
+            split = (owner, "") in resolved.inputs
+            _row_wise(modules[owner], owner, kind, boundary, resolved.left.get(owner), split=split)
+    for fqn, parts in resolved.shared.items():
+        kind = linear_kind(modules[fqn]) if fqn in modules else None
+        if kind is not None:
+            _one_part(modules[fqn], kind, parts, boundary)
+            if not any(f"{fqn}.".startswith(f"{region}.") for region in regions):
+                _enter(modules[fqn], "", None, stack_of(fqn), boundary)
+    for fqn, module in modules.items():
+        if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
+            _vocabulary_parallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+        elif fqn in attention:
+            continue
+        elif linear_kind(module) is None and resolved.left.get(fqn, Partial()) != Partial():
+            _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
+    for fqn, move in resolved.outputs.items():
+        if fqn in modules and linear_kind(modules[fqn]) is None:
+            _move_out(modules[fqn], move, stack_of(fqn), boundary)
+
+
+def sequence_ends(resolved: Resolved) -> dict[str, tuple[str, str]]:
+    """Return, of every stack of blocks, which one cuts the sequence and which one gathers it."""
+    found: dict[str, tuple[str, str]] = {}
+    lasts = {
+        stack_of(fqn): fqn
+        for fqn, move in resolved.outputs.items()
+        if move.source == Shard(1) and move.target == Replicate()
+    }
+    for (fqn, _), move in resolved.inputs.items():
+        stack = stack_of(fqn)
+        if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
+            found[stack] = (fqn, lasts[stack])
+    return found
+
+
+def _attention_borders(fqn: str, resolved: Resolved) -> Borders:
+    def arrives(argument: str) -> int | None:
+        named = resolved.entered.get((fqn, argument))
+        return _dim(named if named is not None else resolved.entered.get((fqn, "")))
+
+    return Borders(
+        query=arrives("query"),
+        key=arrives("key"),
+        value=arrives("value"),
+        output=_dim(resolved.left.get(fqn)),
+        stack=stack_of(fqn),
+    )
+
+
+def _keep_from_nesting(
+    modules: Mapping[str, nn.Module], attention: Mapping[str, nn.Module]
+) -> None:
+    """Have encoders of torch that hold cut attention pass on plain tensors in evaluation, too."""
+    for fqn, module in modules.items():
+        below = f"{fqn}." if fqn else ""
+        if isinstance(module, nn.TransformerEncoder) and any(
+            a.startswith(below) for a in attention
+        ):
+            module.use_nested_tensor = False
+
+
+def stack_of(fqn: str) -> str:
+    """Return the name of the stack of blocks that a module is in, empty outside of any."""
+    parts = fqn.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[:first])
+
+
+def _dim(placement: Placement | None) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
+    value = getattr(module, attribute, None)
+    if not isinstance(value, int) or value % parts:
+        raise ValueError(
+            f"expected {fqn}.{attribute} to be a multiple of {parts}, the parts that "
+            f"tensor-parallel ranks have of it, got {value!r}"
+        )
+    setattr(module, attribute, value // parts)
+
+
+def _column_wise(
+    module: nn.Module, fqn: str, kind: LinearKind, boundary: Boundary, *, enters: bool
+) -> None:
+    length: int = getattr(module, kind.out_attribute)
+    ranks = boundary.ranks
+    setattr(module, kind.out_attribute, part_sizes(length, ranks.size)[ranks.rank])
+    boundary.lengths[f"{fqn}.<out>"] = length
+    if enters:
+        _enter(module, "", None, stack_of(fqn), boundary)
+
+
+def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundary) -> None:
+    """Compute one part of a whole layer's output: key-value heads that several ranks share.
+
+    The gradient of the weight is zero outside the part; the sum over ranks is the whole one.
+    """
+    length: int = getattr(module, kind.out_attribute) // parts
+    first = boundary.ranks.rank * parts // boundary.ranks.size * length
+    setattr(module, kind.out_attribute, length)
+    whole: dict[str, Any] = {}
+
+    def before(_: nn.Module, args: Any) -> None:
+        for name, dim in (("weight", kind.out_dim), ("bias", 0)):
+            held = module._parameters.get(name)
+            if held is not None:
+                whole[name] = held
+                part: Any = held.narrow(dim, first, length)
+                module._parameters[name] = part
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        module._parameters.update(whole)
+        whole.clear()
+
+    module.register_forward_pre_hook(before)
+    # Also when forward raises: the module must not be left with a part.
+    module.register_forward_hook(after, prepend=True, always_call=True)
+
+
+def _row_wise(
+    module: nn.Module,
+    fqn: str,
+    kind: LinearKind,
+    boundary: Boundary,
+    leaves: Placement | None,
+    *,
+    split: bool,
+) -> None:
+    stack, dim, stays = stack_of(fqn), _dim(leaves), isinstance(leaves, Partial)
+    own = module.forward
+    bias: list[Tensor] = []
+
+    @functools.wraps(own)
+    def summed(*args: Any, **kwargs: Any) -> Tensor:
+        if stays:
+            return own(*args, **kwargs)
+        given = list(args) or [kwargs.pop(next(iter(kwargs)))]
+        return boundary.leave_layer(lambda x: own(x, *given[1:], **kwargs), given[0], dim, stack)
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        held = module._parameters.get("bias")
+        bias.clear()
+        if held is not None:
+            # The bias is added once, after the sum over ranks.
+            bias.append(held)
+            module._parameters["bias"] = None if kind.bias_optional else _zeros(held)
+        return (boundary.split(args[0], -1, f"{fqn}.<in>"), *args[1:]) if split else args
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Any:
+        if bias:
+            module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
+        return output + bias[0] if bias and output is not None else output
+
+    module.forward = summed
+    module.register_forward_pre_hook(before)
+    # Also when forward raises: the module must not be left without its bias.
+    module.register_forward_hook(after, prepend=True, always_call=True)
+
+
+def _zeros(bias: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+
+
+def _output(
+    module: nn.Module, fqn: str, move: Move, boundary: Boundary, keep_cut: KeepCut | None
+) -> None:
+    """Gather the output of a column-wise linear, or hand it on as it is cut."""
+    if move.source == move.target and keep_cut is not None:
+        keep_cut(module, num_features=boundary.lengths[f"{fqn}.<out>"])
+        return
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
+        boundary.forget()
+        return boundary.gather(output, -1, f"{fqn}.<out>")
+
+    module.register_forward_hook(after, prepend=True)
+
+
+def _enter(
+    module: nn.Module, argument: str, dim: int | None, stack: str, boundary: Boundary
+) -> None:
+    _on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
+
+
+def _move_in(module: nn.Module, argument: str, move: Move, stack: str, boundary: Boundary) -> None:
+    _on_argument(module, argument, _moved(move, stack, boundary))
+
+
+def _moved(move: Move, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
+    source, target = _dim(move.source), _dim(move.target)
+    if source is None and target is not None:
+        return lambda x: boundary.split(x, target, stack)
+    if source is not None and target is None:
+        return lambda x: boundary.gather(x, source, stack)
+    raise ValueError(
+        "tensor_parallel.sharding_plan: expected 'Replicate() -> Shard(d)' or "
+        f"'Shard(d) -> Replicate()', got a move from {move.source!r} to {move.target!r}"
+    )
+
+
+def _on_argument(module: nn.Module, argument: str, convert: Callable[[Tensor], Tensor]) -> None:
+    """Convert one argument of every call, by its name or the first activation."""
+    names = list(inspect.signature(module.forward).parameters)
+    position = names.index(argument) if argument in names else -1
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        for index, value in enumerate(args):
+            if _is_activation(value) and (not argument or index == position):
+                return (*args[:index], convert(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value) and argument in ("", name):
+                return args, {**kwargs, name: convert(value)}
+        return None
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _leave(module: nn.Module, dim: int | None, stack: str, boundary: Boundary) -> None:
+    _on_output(module, lambda x: boundary.leave(x, dim, stack))
+
+
+def _move_out(module: nn.Module, move: Move, stack: str, boundary: Boundary) -> None:
+    _on_output(module, _moved(move, stack, boundary))
+
+
+def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Convert the first activation that a module returns."""
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        index = next((i for i, leaf in enumerate(leaves) if _is_activation(leaf)), None)
+        if index is None:
+            return output
+        leaves[index] = convert(leaves[index])
+        return pytree.tree_unflatten(leaves, spec)
+
+    module.register_forward_hook(after, prepend=True)
+
+
+def _vocabulary_parallel(
+    module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
+) -> None:
+    """Look up the rows that are here, sum over ranks.
+
+    Around forward and not in hooks, so that hooks of users see whole tokens and embeddings,
+    whether they were added before or after.
+    """
+    ranks, own, dim = boundary.ranks, module.forward, _dim(leaves)
+    sizes = part_sizes(module.num_embeddings, ranks.size)
+    first, num_rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+    if module.padding_idx is not None:
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < num_rows else None
+
+    @functools.wraps(own)
+    def lookup(*args: Any, **kwargs: Any) -> Tensor:
+        name = None if args else next(iter(kwargs))
+        ids: Tensor = args[0] if name is None else kwargs[name]
+        is_row = (ids >= 0) & (ids < sum(sizes))
+        # What is no row on any rank stays, for the lookup to refuse.
+        elsewhere = is_row & ((ids < first) | (ids >= first + num_rows))
+        local = (ids - first).masked_fill(elsewhere, 0)
+        if name is None:
+            output = own(local, *args[1:], **kwargs)
+        else:
+            output = own(**{**kwargs, name: local})
+        here = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return boundary.leave(here, dim, stack)
+
+    module.forward = lookup

@@ -1,0 +1,177 @@
+"""Compute a layer's output in parts, and sum one part over ranks while the next is computed.
+
+[Note: overlap] The input of a row-cut layer is split along its positions. When the addends of a
+part are there, their sum starts beside the program, and so does, where activations are cut along
+the sequence, the gathering of a part's gradient before the layer's backward needs it. Sums are the
+same numbers, of matrix products that may be blocked otherwise: the last bits can differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .communicators import Ranks
+
+# Gives the result when it is there.
+Wait = Callable[[], Tensor]
+
+
+class Beside(Protocol):
+    """Runs collectives while the program goes on, one after the other."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """What the collectives are of: ranks that nobody else talks to meanwhile."""
+        ...
+
+    def start(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Wait:
+        """Begin ``run(x)``; ``x`` must not change before the result was waited for."""
+        ...
+
+
+class ThreadBeside:
+    """On a thread: for collectives of the host, which do not hold the interpreter's lock."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-overlap")
+
+    def start(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Wait:
+        return self._pool.submit(_without_autograd, run, x).result
+
+
+class StreamBeside:
+    """On a stream of the device."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._stream = torch.cuda.Stream()
+
+    def start(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Wait:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = _without_autograd(run, x)
+        x.record_stream(self._stream)
+
+        def wait() -> Tensor:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._stream)
+            result.record_stream(current)
+            return result
+
+        return wait
+
+
+def make_beside(ranks: Ranks) -> Beside:
+    """Return what runs collectives of this process's device beside the program."""
+    return StreamBeside(ranks) if torch.cuda.is_available() else ThreadBeside(ranks)
+
+
+def _without_autograd(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return run(x)
+
+
+def sum_in_parts(
+    compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, num_parts: int, beside: Beside
+) -> Tensor:
+    """Return the sum over ranks of what a layer computes, see [Note: overlap].
+
+    Args:
+        compute: The layer: each position of its output depends on that position of its input.
+        x: Its input, positions in all dims but the last.
+        dim: Keep this rank's part of the sum along it, which ranks must divide; None to keep all.
+        num_parts: How many parts, at most.
+        beside: What the sums are computed on.
+    """
+    steps: list[_Step] = []
+    addends: list[Tensor] = []
+    for part in _parts(x, dim, num_parts, beside.ranks.size):
+        step = _Step(beside, dim)
+        # Contiguous as the whole is: a layer may view it.
+        addend: Any = _Arrive.apply(compute(part.contiguous()), step)
+        step.start_sum(addend.detach())
+        steps.append(step)
+        addends.append(addend)
+    total: Any = _Together.apply(steps, -2 if dim is None else dim, *addends)
+    return total
+
+
+def _parts(x: Tensor, dim: int | None, num_parts: int, num_ranks: int) -> Sequence[Tensor]:
+    if dim is None:
+        return x.chunk(num_parts, -2)
+    # A part is one of every rank's positions, so that ranks keep their own in order.
+    by_rank = x.unflatten(dim, (num_ranks, -1))
+    return [part.flatten(dim, dim + 1) for part in by_rank.chunk(num_parts, dim + 1)]
+
+
+class _Step:
+    """One part on its way, forward and backward."""
+
+    def __init__(self, beside: Beside, dim: int | None) -> None:
+        self._beside, self._dim = beside, dim
+        self._length = 0
+        self._sum: Wait | None = None
+        self._grad: Wait | None = None
+
+    def start_sum(self, addend: Tensor) -> None:
+        ranks, dim = self._beside.ranks, self._dim
+        self._length = 0 if dim is None else addend.shape[dim]
+        run = ranks.all_reduce if dim is None else lambda x: ranks.reduce_scatter(x, dim)
+        self._sum = self._beside.start(run, addend)
+
+    def take_sum(self) -> Tensor:
+        wait, self._sum = self._sum, None
+        assert wait is not None
+        return wait()
+
+    def start_grad(self, grad: Tensor) -> Tensor:
+        """Begin to gather a gradient; return what stands for it until it was taken."""
+        ranks, dim, length = self._beside.ranks, self._dim, self._length
+        if dim is None:
+            return grad
+        self._grad = self._beside.start(lambda x: ranks.all_gather(x, dim, length), grad)
+        shape = (*grad.shape[:dim], length, *grad.shape[dim + 1 :])
+        return grad.new_empty(()).expand(shape)
+
+    def take_grad(self, stand_in: Tensor) -> Tensor:
+        wait, self._grad = self._grad, None
+        return stand_in if wait is None else wait()
+
+
+class _Arrive(torch.autograd.Function):
+    """Nothing forward; backward a part's gradient is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: _Step) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.step = step
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.step.take_grad(grad), None
+
+
+class _Together(torch.autograd.Function):
+    """The sums of all parts; backward every part's gradient is started."""
+
+    @staticmethod
+    def forward(ctx: Any, steps: Sequence[_Step], dim: int, *addends: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sums = [step.take_sum() for step in steps]
+        ctx.steps, ctx.dim, ctx.lengths = steps, dim, [part.shape[dim] for part in sums]
+        return torch.cat(sums, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = grad.split(ctx.lengths, ctx.dim)
+        # Autograd runs the last part's layer first.
+        started = [s.start_grad(g) for s, g in zip(ctx.steps[::-1], grads[::-1], strict=True)]
+        return None, None, *started[::-1]

@@ -1,0 +1,255 @@
+"""Where an activation changes hands between ranks: conversions that autograd knows.
+
+[Note: regions] Inside a region every rank computes with its own heads or features. A whole
+activation *enters*: forward nothing happens to it, backward the ranks' gradients, which are
+addends, are summed. What *leaves* are addends, which are summed forward; backward every rank
+gets the whole gradient. With sequence parallelism activations outside of regions are cut along
+the sequence: entering gathers, and backward sums and cuts; leaving sums and cuts, and backward
+gathers. These are f, g and their sequence-parallel forms of https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .async_reduce import Beside, sum_in_parts
+from .communicators import Ranks, own_part, part_sizes
+
+Conversion = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """An activation that crosses the border of a region, as a listener hears of it.
+
+    Attributes:
+        kind: Which method of :class:`Boundary` it was.
+        dim: That the activation is cut along outside of the region, None if it is whole there.
+        whole_nbytes: Of the whole activation.
+    """
+
+    kind: Literal["enter", "leave", "split", "gather"]
+    dim: int | None
+    whole_nbytes: int
+
+
+class _Convert(torch.autograd.Function):
+    """One conversion forward, another backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Conversion, back: Conversion) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.there, ctx.back = there, back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _convert(grad, ctx.back, ctx.there), None, None
+
+
+def _convert(x: Tensor, there: Conversion, back: Conversion) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Convert.apply(x, there, back)  # pyright: ignore[reportReturnType]: apply is untyped
+    return there(x)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+_ALWAYS = (
+    "call the first and the last block in every call, skip others only, or set "
+    "tensor_parallel.sequence to False"
+)
+
+
+class Boundary:
+    """The conversions of one group of ranks.
+
+    Args:
+        ranks: Who they are.
+        even: Refuse sequences that do not divide: the stages of a pipeline behind the first
+            only see parts.
+        beside: What sums of a layer's parts run on while the next part is computed.
+        num_parts: How many parts; 1 sums whole outputs.
+
+    Attributes:
+        lengths: How long the cut sequence of each stack of blocks is, as its split found it.
+        listener: Called for every activation that crosses; None costs nothing.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        even: bool = False,
+        beside: Beside | None = None,
+        num_parts: int = 1,
+    ) -> None:
+        self.ranks = ranks
+        self._beside, self._num_parts = beside, num_parts
+        self._even = even
+        self.lengths: dict[str, int] = {}
+        self.listener: Callable[[Crossing], None] | None = None
+        self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
+        self._ends: dict[str, tuple[str, str]] = {}
+        self._cut: set[str] = set()
+        self._is_running = False
+
+    def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
+        """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
+
+        Args:
+            model: Whose calls begin and end with whole activations.
+            ends: Of every stack of blocks, the modules that cut and that gather.
+        """
+        self._ends = dict(ends)
+
+        def begin(_: nn.Module, args: Any) -> None:
+            self._is_running = True
+            self._cut.clear()
+            for stack in self._ends:
+                self.lengths.pop(stack, None)
+
+        def end(_: nn.Module, args: Any, output: Any) -> None:
+            self._is_running = False
+            for stack in self._cut:
+                first, last = self._ends[stack]
+                raise ValueError(
+                    f"tensor_parallel.sequence: the sequence that {first!r} cut is gathered by "
+                    f"{last!r}, which was not the last of {stack!r} to be called; {_ALWAYS}"
+                )
+
+        if ends:
+            model.register_forward_pre_hook(begin, prepend=True)
+            model.register_forward_hook(end, prepend=True)
+
+    def _check_cut(self, x: Tensor, dim: int | None, stack: str) -> None:
+        """Raise if an activation is whole where this call should have cut it."""
+        if dim is None or stack not in self._ends or not self._is_running:
+            return  # what is called from outside of the model is refused as such
+        length = self.lengths.get(stack)
+        sizes = [] if length is None else part_sizes(length, self.ranks.size)
+        if not sizes or sizes[self.ranks.rank] != x.shape[dim]:
+            first, _ = self._ends[stack]
+            raise ValueError(
+                f"tensor_parallel.sequence: a block of {stack!r} got {x.shape[dim]} tokens, "
+                f"which {first!r} should have cut in this call and did not; {_ALWAYS}"
+            )
+
+    def enter(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
+        """Bring an activation into a region.
+
+        A tensor that several layers read enters once: gradients are summed before they are
+        sent, and a cut one is gathered once.
+
+        Args:
+            x: Whole, or this rank's part.
+            dim: Dim that ``x`` is cut along, None if it is whole.
+            stack: The stack of blocks that the region is in; names the sequence.
+        """
+        # Inference tensors have no version: nobody could tell whether they were changed since.
+        version = None if x.is_inference() else x._version
+        key = (version, torch.is_grad_enabled(), x.requires_grad, dim)
+        if self._entered is not None and self._entered[0]() is x and self._entered[1] == key:
+            return self._entered[2]
+        self._check_cut(x, dim, stack)
+        self._tell("enter", x, dim, self._parts(dim))
+        if dim is None:
+            entered = _convert(x, _as_it_is, self.ranks.all_reduce)
+        else:
+            entered = _convert(x, self._gather(dim, stack, x), self._scatter(dim))
+        self._entered = None if version is None else (weakref.ref(x), key, entered)
+        return entered
+
+    def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
+        """Sum the addends that leave a region; keep this rank's part along ``dim`` if given."""
+        self._entered = None
+        self._tell("leave", x, dim, 1)
+        if dim is None:
+            return _convert(x, self.ranks.all_reduce, _as_it_is)
+        self._note_cut(x, dim, stack)
+        return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
+
+    def leave_layer(
+        self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str
+    ) -> Tensor:
+        """Sum what a layer computes of ``x`` as :meth:`leave` does, perhaps in parts.
+
+        Args:
+            compute: The layer.
+            x: Its input, whose dims but the last are those of its output.
+            dim: As for :meth:`leave`.
+            stack: As for :meth:`leave`.
+        """
+        divides = x.dim() > 1 and (dim is None or x.shape[dim] % self.ranks.size == 0)
+        if self._beside is None or not divides:
+            return self.leave(compute(x), dim, stack)
+        self._entered = None
+        if dim is not None:
+            self._note_cut(x, dim, stack)
+        total = sum_in_parts(compute, x, dim, self._num_parts, self._beside)
+        self._tell("leave", total, dim, self._parts(dim))
+        return total
+
+    def split(self, x: Tensor, dim: int, stack: str) -> Tensor:
+        """Keep this rank's part of a whole activation.
+
+        Raises:
+            ValueError: If the parts would differ and must not.
+        """
+        length, size = x.shape[dim], self.ranks.size
+        if self._even and length % size:
+            raise ValueError(
+                f"tensor_parallel.sequence under a pipeline needs sequences that "
+                f"tensor_parallel.size ({size}) divides, got {length}; the nearest are "
+                f"{length // size * size} and {(length // size + 1) * size}"
+            )
+        self._note_cut(x, dim, stack)
+        self._tell("split", x, dim, 1)
+        return _convert(x, self._keep(dim), self._gather(dim, stack, x))
+
+    def gather(self, x: Tensor, dim: int, stack: str) -> Tensor:
+        """Put the parts of an activation together."""
+        self._check_cut(x, dim, stack)
+        self._cut.discard(stack)
+        self._tell("gather", x, dim, self.ranks.size)
+        return _convert(x, self._gather(dim, stack, x), self._keep(dim))
+
+    def _note_cut(self, x: Tensor, dim: int, stack: str) -> None:
+        self.lengths[stack] = x.shape[dim]
+        if stack in self._ends:
+            self._cut.add(stack)
+
+    def _parts(self, dim: int | None) -> int:
+        return 1 if dim is None else self.ranks.size
+
+    def _tell(
+        self,
+        kind: Literal["enter", "leave", "split", "gather"],
+        x: Tensor,
+        dim: int | None,
+        num_parts: int,
+    ) -> None:
+        if self.listener is not None:
+            self.listener(Crossing(kind, dim, num_parts * x.numel() * x.element_size()))
+
+    def forget(self) -> None:
+        """Let go of what entered last."""
+        self._entered = None
+
+    def _gather(self, dim: int, stack: str, x: Tensor) -> Conversion:
+        # Noted now: backward may run when the next batch has another length.
+        length = self.lengths.get(stack, x.shape[dim] * self.ranks.size)
+        return lambda part: self.ranks.all_gather(part, dim, length)
+
+    def _scatter(self, dim: int) -> Conversion:
+        return lambda whole: self.ranks.reduce_scatter(whole, dim)
+
+    def _keep(self, dim: int) -> Conversion:
+        return lambda whole: own_part(whole, dim, self.ranks)

@@ -1,0 +1,256 @@
+"""What tensor parallelism made of each module, and what every line of the model sends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+import vescale_dtensor
+from vescale_dtensor import CommCounter
+
+from .conversions import Boundary, Crossing
+from .sharding_spec import Resolved, generalize, matching, placement_text
+
+Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
+_QUIET = tuple(str(Path(each).parent) for each in (torch.__file__, vescale_dtensor.__file__))
+_OWN = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was done to a parallelized model.
+
+    Attributes:
+        resolved: The sharding plan.
+        placements: Of every cut parameter.
+        boundary: What does the collectives; None for one rank.
+        left_whole: Patterns of parameters that were not cut, and why.
+    """
+
+    resolved: Resolved
+    placements: dict[str, Placement]
+    boundary: Boundary | None
+    left_whole: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def said_whole(reasons: Sequence[str]) -> dict[str, str]:
+    """Return what a plan's reasons say of parameters that stay whole."""
+    start = "left whole: "
+    said = (each.removeprefix(start) for each in reasons if each.startswith(f"{start}"))
+    pairs = (each.partition(": ") for each in said)
+    return {names: why for names, _, why in pairs if why}
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """How a kind of module runs.
+
+    Attributes:
+        pattern: Its names, ``*`` for numbers.
+        outcome: ``"erased"``: its own forward on this rank's parts, plain tensors;
+            ``"localised"``: likewise, with integers divided that count local things;
+            ``"DTensor behind"``: it hands on a distributed tensor; ``"whole"``: every rank
+            does the same.
+        reason: What makes it so.
+        modules: How many there are.
+    """
+
+    pattern: str
+    outcome: Outcome
+    reason: str
+    modules: int
+
+
+@dataclass
+class Traffic:
+    """What one line of the model sent at the borders of regions.
+
+    Attributes:
+        source: File and line of the model's code.
+        module: Pattern of the module whose forward was running.
+        what: ``"enter"``, ``"leave"``, ``"split"`` or ``"gather"``.
+        forward: Collective of the forward pass, empty for none.
+        backward: Collective of its backward, empty for none.
+        calls: How often.
+        nbytes: Sent by this rank, forward and backward together.
+    """
+
+    source: str
+    module: str
+    what: str
+    forward: str
+    backward: str
+    calls: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class ParallelExplanation:
+    """What :func:`explain` saw; printed, it is two tables.
+
+    Attributes:
+        modules: One entry per kind of module.
+        traffic: One entry per line and kind, in the order of the forward pass.
+        counted: Every collective of the block, those of gradients and losses included.
+    """
+
+    modules: list[ModuleReport]
+    traffic: list[Traffic] = field(default_factory=list[Traffic])
+    counted: CommCounter = field(default_factory=CommCounter)
+
+    def __str__(self) -> str:
+        modules = [("module", "runs", "because")]
+        modules += [(m.pattern, m.outcome, m.reason) for m in self.modules]
+        traffic = [("line", "in", "forward", "backward", "calls", "bytes")]
+        traffic += [
+            (t.source, t.module, t.forward or "-", t.backward or "-", f"{t.calls}", f"{t.nbytes}")
+            for t in self.traffic
+        ]
+        others = self.counted.nbytes - sum(t.nbytes for t in self.traffic)
+        traffic.append(("gradients, parameters, loss", "", "", "", "", f"{others}"))
+        return "\n".join([*_aligned(modules), "", *_aligned(traffic)])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+@contextmanager
+def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
+    """Tell how each module of a parallelized model runs, and what its lines send inside.
+
+    Run a step, forward and backward, in the block; every rank must run it.
+
+    Args:
+        model: What :func:`parallelize` returned.
+
+    Raises:
+        ValueError: If the model was not parallelized.
+    """
+    sharding = getattr(model, "_vescale_sharding", None)
+    if not isinstance(sharding, Sharding):
+        raise ValueError(f"expected a parallelized model, got {type(model).__name__}")
+    found = ParallelExplanation(_modules(model, sharding))
+    inside: list[str] = []
+    entries: dict[tuple[str, str, str], Traffic] = {}
+    boundary = sharding.boundary
+
+    def hear(crossing: Crossing) -> None:
+        assert boundary is not None
+        module = generalize(inside[-1]) if inside else ""
+        key = (_source(), module, crossing.kind)
+        if key not in entries:
+            entries[key] = Traffic(*key, *_collectives(crossing))
+            found.traffic.append(entries[key])
+        entries[key].calls += 1
+        entries[key].nbytes += _nbytes(crossing, boundary.ranks.size)
+
+    with ExitStack() as stack:
+        _follow(model, inside, stack)
+        stack.enter_context(found.counted)
+        if boundary is not None:
+            boundary.listener = hear
+            stack.callback(setattr, boundary, "listener", None)
+        yield found
+
+
+def _modules(model: nn.Module, sharding: Sharding) -> list[ModuleReport]:
+    reports: dict[tuple[str, str, str], int] = {}
+    resolved = sharding.resolved
+    for fqn, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        cut = [
+            f"{name} {placement_text(sharding.placements[f'{fqn}.{name}'])}"
+            for name in own
+            if sharding.placements.get(f"{fqn}.{name}", Replicate()) != Replicate()
+        ]
+        integers = [
+            f"{name} / {parts or 'ranks'}"
+            for (owner, name), parts in resolved.attributes.items()
+            if owner == fqn
+        ]
+        shared = [f"part of {resolved.shared[fqn]}"] if fqn in resolved.shared else []
+        move = resolved.outputs.get(fqn)
+        outcome: Outcome = "whole"
+        if move is not None and move.source == move.target == Shard(-1):
+            outcome = "DTensor behind"
+        elif integers:
+            outcome = "localised"
+        elif cut or shared:
+            outcome = "erased"
+        if own or integers:
+            why = ", ".join([*cut, *integers, *shared])
+            why = why or _why_whole(fqn, own, sharding.left_whole)
+            key = (generalize(fqn), outcome, why)
+            reports[key] = reports.get(key, 0) + 1
+    return [
+        ModuleReport(pattern or "(the model)", outcome, why, count)  # pyright: ignore[reportArgumentType]: an Outcome
+        for (pattern, outcome, why), count in reports.items()
+    ]
+
+
+def _why_whole(fqn: str, own: Sequence[str], left_whole: Mapping[str, str]) -> str:
+    """Return what was said of a module's parameters when the plan was made."""
+    names = {f"{fqn}.{name}".strip(".") for name in own}
+    for said, why in left_whole.items():
+        patterns = [each.partition(" ")[0] for each in said.split(", ")]
+        if any(matching(pattern, names) for pattern in patterns):
+            return f"nothing of it is cut: {why}"
+    return "nothing of it is cut"
+
+
+def _collectives(crossing: Crossing) -> tuple[str, str]:
+    cut = crossing.dim is not None
+    match crossing.kind:
+        case "enter":
+            return ("all_gather", "reduce_scatter") if cut else ("", "all_reduce")
+        case "leave":
+            return ("reduce_scatter", "all_gather") if cut else ("all_reduce", "")
+        case "split":
+            return "", "all_gather"
+        case "gather":
+            return "all_gather", ""
+
+
+def _nbytes(crossing: Crossing, num_ranks: int) -> int:
+    """Return what a ring sends, forward and backward, if both happen."""
+    passes = 1 if crossing.kind in ("split", "gather") else 2
+    return passes * crossing.whole_nbytes * (num_ranks - 1) // num_ranks
+
+
+def _follow(model: nn.Module, inside: list[str], stack: ExitStack) -> None:
+    """Keep the name of the module whose forward is running at the end of ``inside``."""
+    for fqn, module in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, fqn: str = fqn) -> None:
+            inside.append(fqn)
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            inside.pop()
+
+        stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+
+def _source() -> str:
+    """Return the innermost line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((*_QUIET, _OWN)):
+            return f"{Path(filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,254 @@
+"""The sharding plan of tensor parallelism: patterns and placements as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.fqns import merged, renamed_owner
+
+K = TypeVar("K")
+_SHARD = re.compile(r"Shard\((-?\d+)\)")
+_INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
+# What a mark can say; its opposite is said by leaving it out.
+_ONLY = {"grad": "Partial()"}
+_PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
+_MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
+_MARKS = "<in>, <out>, <enter>, <leave>, <grad>, <part>, <attr:name> or <random:k>"
+
+
+def parse_placement(text: str) -> Placement:
+    """Read a placement from its text.
+
+    Raises:
+        ValueError: With the texts that are understood.
+    """
+    if text == "Replicate()":
+        return Replicate()
+    if text == "Partial()":
+        return Partial()
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    if match := _INTERLEAVED.fullmatch(text):
+        return InterleavedShard(int(match[1]), int(match[2]))
+    raise ValueError(
+        "expected 'Shard(d)', 'InterleavedShard(d, parts)', 'Replicate()' or 'Partial()', "
+        f"got {text!r}"
+    )
+
+
+def placement_text(placement: Placement) -> str:
+    """Return what :func:`parse_placement` reads."""
+    match placement:
+        case Shard():
+            return f"Shard({placement.dim})"
+        case InterleavedShard():
+            return f"InterleavedShard({placement.dim}, {placement.parts})"
+        case Partial():
+            return "Partial()"
+        case _:
+            return "Replicate()"
+
+
+@dataclass(frozen=True)
+class Move:
+    """How an activation is placed, and how it shall be. Equal ones: it stays so."""
+
+    source: Placement
+    target: Placement
+
+
+def parse_move(text: str) -> Move:
+    """Read ``"Replicate() -> Shard(1)"``.
+
+    One placement stands for the move of a linear layer's last dim: ``"Replicate()"`` as an
+    input that arrives whole or an output that is gathered, ``"Shard(-1)"`` as one that stays.
+    """
+    source, arrow, target = text.partition(" -> ")
+    if arrow:
+        return Move(parse_placement(source), parse_placement(target))
+    return Move(Shard(-1), parse_placement(text))
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A sharding plan applied to one model: exact names instead of patterns.
+
+    Attributes:
+        parameters: Parameter FQN to placement.
+        inputs: (module FQN, argument) to how the argument is moved; argument empty for the
+            first activation.
+        outputs: Module FQN to how what it returns is moved.
+        entered: (module FQN, argument) of regions to how the argument arrives.
+        left: Module FQN, whose outputs are addends, to how their sum leaves.
+        grads: Parameter FQN to placement of its gradient.
+        shared: FQN of whole linear layers of whose output a rank computes a part, to the
+            number of parts; neighbouring ranks compute the same one.
+        attributes: (module FQN, attribute) of integers that count local things, to what they
+            are divided by; None for the number of ranks.
+        draws: (module FQN, number of the draw within a call) of random numbers to the dim
+            that they are cut along.
+    """
+
+    parameters: Mapping[str, Placement]
+    inputs: Mapping[tuple[str, str], Move]
+    outputs: Mapping[str, Move]
+    entered: Mapping[tuple[str, str], Placement]
+    left: Mapping[str, Placement]
+    grads: Mapping[str, Placement]
+    shared: Mapping[str, int]
+    attributes: Mapping[tuple[str, str], int | None]
+    draws: Mapping[tuple[str, int], Shard]
+
+    def renamed(self, names: Mapping[str, str]) -> Resolved:
+        """Return the same with modules of several names under one of them.
+
+        Args:
+            names: Other names of modules to the one to use.
+
+        Raises:
+            ValueError: If the plan says different things of one module.
+        """
+
+        def module(fqn: str) -> str:
+            return names.get(fqn, fqn)
+
+        def pair(key: tuple[str, K]) -> tuple[str, K]:
+            return module(key[0]), key[1]
+
+        def parameter(fqn: str) -> str:
+            return renamed_owner(fqn, names)
+
+        if not names:
+            return self
+        return Resolved(
+            merged(self.parameters, parameter),
+            merged(self.inputs, pair),
+            merged(self.outputs, module),
+            merged(self.entered, pair),
+            merged(self.left, module),
+            merged(self.grads, parameter),
+            merged(self.shared, module),
+            merged(self.attributes, pair),
+            merged(self.draws, pair),
+        )
+
+
+def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
+    """Apply a sharding plan's patterns to the names of a model.
+
+    Raises:
+        ValueError: If a pattern matches nothing or a placement cannot be read.
+    """
+    parameters: dict[str, Placement] = {}
+    inputs: dict[tuple[str, str], Move] = {}
+    outputs: dict[str, Move] = {}
+    entered: dict[tuple[str, str], Placement] = {}
+    left: dict[str, Placement] = {}
+    grads: dict[str, Placement] = {}
+    shared: dict[str, int] = {}
+    attributes: dict[tuple[str, str], int | None] = {}
+    draws: dict[tuple[str, int], Shard] = {}
+    parameter_fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    module_fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
+    for pattern, text in sharding_plan.items():
+        mark = _MARK.fullmatch(pattern)
+        if mark is None:
+            found = _matches(pattern, pattern, parameter_fqns)
+            parameters |= dict.fromkeys(found, _parameter_placement(pattern, text))
+            continue
+        base, kind, name = mark[1], mark[2], mark[3] or ""
+        if kind in _ONLY and text != _ONLY[kind]:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
+                f"only placement that <{kind}> can have, got {text!r}"
+            )
+        names = _matches(pattern, base, parameter_fqns if kind == "grad" else module_fqns)
+        match kind:
+            case "in":
+                inputs |= {(fqn, name): parse_move(text) for fqn in names}
+            case "out":
+                outputs |= dict.fromkeys(names, parse_move(text))
+            case "enter":
+                entered |= {(fqn, name): parse_placement(text) for fqn in names}
+            case "leave":
+                left |= dict.fromkeys(names, parse_placement(text))
+            case "grad":
+                grads |= dict.fromkeys(names, Partial())
+            case "part":
+                shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
+            case "attr":
+                attributes |= {(fqn, name): _parts(pattern, text) for fqn in names}
+            case "random":
+                index, drawn = _parse_draw(pattern, name, text)
+                draws |= {(fqn, index): drawn for fqn in names}
+            case _:
+                raise ValueError(
+                    f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, "
+                    f"got <{kind}>"
+                )
+    return Resolved(parameters, inputs, outputs, entered, left, grads, shared, attributes, draws)
+
+
+def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard]:
+    placement = parse_placement(text)
+    if not number.isdigit() or not isinstance(placement, Shard) or placement.dim < 0:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected '<random:k>': 'Shard(d)', the k-th draw of "
+            f"a module's call, both counted from 0, got {pattern!r}: {text!r}"
+        )
+    return int(number), placement
+
+
+def _parts(pattern: str, text: str) -> int | None:
+    match = _PARTS.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected 'Shard(0)' or 'Shard(0) of n' for "
+            f"{pattern!r}, got {text!r}"
+        )
+    return None if match[1] is None else int(match[1])
+
+
+def _parameter_placement(pattern: str, text: str) -> Placement:
+    placement = parse_placement(text)
+    if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.dim < 0):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected 'Shard(d)' with d from 0, "
+            f"'InterleavedShard(d, parts)' or 'Replicate()' for {pattern!r}, got {text!r}"
+        )
+    return placement
+
+
+def _matches(pattern: str, base: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    found = matching(base, names)
+    if not found:
+        shown = ", ".join(repr(name) for name in names[1:4])
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: pattern {pattern!r} matches nothing in the "
+            f"model; names look like {shown}"
+        )
+    return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches."""
+    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def generalize(fqn: str) -> str:
+    """Return ``fqn`` with its numeric components replaced by ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def generalize_first(fqn: str) -> str:
+    """Return ``fqn`` with its first numeric component, the block's, replaced by ``*``."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\g<1>*", fqn, count=1)

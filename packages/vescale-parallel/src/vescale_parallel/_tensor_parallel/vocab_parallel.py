@@ -1,0 +1,153 @@
+"""Logits that stay cut by vocabulary: distributed from the head on, plain again once reduced.
+
+[Note: sharded logits] A head whose weight is cut by output features computes this rank's part of
+the logits. Gathering them would make every rank hold, and send, tokens x vocabulary elements. So
+they become a DTensor of the global shape, cut along the last dim, and what the model does with
+them (slices, casts, soft caps, F.cross_entropy of any kind, z-losses) runs by the rules of
+vescale_dtensor, which send a few numbers a token. Everything before the head is plain.
+
+Three borders keep the two worlds apart:
+
+- :func:`keep_sharded`, behind the head, from plain to distributed;
+- :class:`LiftPlain`, where a plain tensor with a gradient meets logits (an auxiliary loss that
+  is added, a learned scale): it is whole on every rank, and so must be its gradient;
+- :func:`returned`, where the model returns: what is not cut any more, a loss above all, is plain
+  for the caller. Logits stay distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from vescale_dtensor import DTensor, Replicate, Shard, is_sharded
+from vescale_parallel._torch_private import pytree
+
+
+def keep_sharded(
+    module: nn.Module, mesh: DeviceMesh, *, num_features: int, lift: LiftPlain | None = None
+) -> None:
+    """Have a module that returns this rank's part of its features return a DTensor of them all.
+
+    Nothing is sent, in forward or backward. Hooks that were there before see the DTensor.
+
+    Args:
+        module: Returns features that are cut as ``Shard`` cuts them, in the last dim.
+        mesh: The one axis of ranks that share the features.
+        num_features: Of all ranks together; need not divide into them.
+        lift: Begins when the module has run.
+    """
+
+    def after(_: nn.Module, args: Any, output: Tensor) -> DTensor:
+        if lift is not None:
+            lift.begin()
+        shape = (*output.shape[:-1], num_features)
+        return DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), shape=shape)
+
+    module.register_forward_hook(after, prepend=True)
+
+
+class LiftPlain(TorchFunctionMode):
+    """Gives plain tensors that meet tensors of a mesh the gradient that they have on one device.
+
+    A plain tensor is whole on every rank. Without this mode, what one rank's part of the logits
+    does with it would come back as its gradient, without the parts of other ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._is_waiting = self._is_entered = False
+
+    @contextlib.contextmanager
+    def when_needed(self) -> Iterator[None]:
+        """Let :meth:`begin` enter the mode, which costs time for every function, until the end."""
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+            if self._is_entered:
+                self._is_entered = False
+                self.__exit__(None, None, None)
+
+    def begin(self) -> None:
+        """Enter the mode from here on, if somebody waits for that."""
+        if self._is_waiting and not self._is_entered:
+            self._is_entered = True
+            self.__enter__()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (tuple(args), dict(kwargs or {}))
+        if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
+            given = pytree.tree_map_only(Tensor, self._lifted, given)
+        return func(*given[0], **given[1])
+
+    def _is_on_any(self, values: Sequence[Any]) -> bool:
+        """Whether a tensor of the mesh is among arguments, which may be lists of tensors."""
+        for value in values:
+            if isinstance(value, list | tuple):
+                if any(is_on(each, self._mesh) for each in value):
+                    return True
+            elif is_on(value, self._mesh):
+                return True
+        return False
+
+    def _lifted(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or not tensor.requires_grad:
+            return tensor
+        return DTensor.from_local(tensor, self._mesh, (Replicate(),), shape=tensor.shape)
+
+
+def returned(output: Any, mesh: DeviceMesh, *, gathers: bool = False) -> Any:
+    """Return a model's output with what ranks of ``mesh`` have reduced as plain tensors.
+
+    Tensors that are still cut stay as they are, unless ``gathers``. Every rank of ``mesh``
+    must call this.
+    """
+
+    def is_meant(leaf: object) -> bool:
+        return is_on(leaf, mesh) if gathers else _is_reduced(leaf, mesh)
+
+    if not any(map(is_meant, pytree.tree_leaves(output))):
+        return output
+    return pytree.tree_map(lambda leaf: Returned.apply(leaf) if is_meant(leaf) else leaf, output)
+
+
+def is_on(leaf: object, mesh: DeviceMesh | None) -> TypeGuard[DTensor]:
+    """Whether a value is a tensor distributed over ``mesh``."""
+    return isinstance(leaf, DTensor) and leaf.device_mesh == mesh
+
+
+def _is_reduced(leaf: object, mesh: DeviceMesh) -> bool:
+    return is_on(leaf, mesh) and not any(map(is_sharded, leaf.placements))
+
+
+class Returned(torch.autograd.Function):
+    """A distributed tensor as a plain one that is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mesh = tensor.device_mesh
+        return tensor.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return DTensor.from_local(grad, ctx.mesh, (Replicate(),), shape=grad.shape)
+
+
+def plain_gradient(grad: Tensor) -> Tensor | None:
+    """Replace the gradient of a plain tensor that met logits outside of the model, as a hook."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else None

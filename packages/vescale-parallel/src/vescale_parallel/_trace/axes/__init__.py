@@ -1,0 +1,36 @@
+"""Named axes: what every dimension of a model's tensors is, from one forward on fakes."""
+
+from .algebra import Axes as Axes, Dim as Dim
+from .graph import (
+    Obstacle as Obstacle,
+    Step as Step,
+    Trace as Trace,
+    UnknownOperator as UnknownOperator,
+    Value as Value,
+)
+from .infer import infer_axes as infer_axes
+from .propagate import (
+    Flow as Flow,
+    Graph as Graph,
+    RefusedError as RefusedError,
+    check_addends as check_addends,
+    follow as follow,
+    is_within as is_within,
+)
+
+__all__ = [
+    "Axes",
+    "Dim",
+    "Flow",
+    "Graph",
+    "Obstacle",
+    "RefusedError",
+    "Step",
+    "Trace",
+    "UnknownOperator",
+    "Value",
+    "check_addends",
+    "follow",
+    "infer_axes",
+    "is_within",
+]

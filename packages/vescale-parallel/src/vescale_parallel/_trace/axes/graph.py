@@ -1,0 +1,221 @@
+"""What one forward did to axes: tensors, the operators between them, and what stops an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vescale_parallel._trace.fake_tensors import is_float
+
+from .algebra import Axes, Dim
+
+# Which inputs of an operator its output is linear in: none, all of them together (a sum), each
+# of them alone (a product), the first alone, or the last alone.
+Linearity = Literal["no", "jointly", "each", "first", "last"]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the forward, as its dimensions.
+
+    Attributes:
+        index: Its place among all values.
+        dims: One for each of its dimensions.
+        nbytes: Of the whole tensor.
+        parameter: FQN if it is a parameter.
+        from_batch: Whether it depends on the batch.
+        from_parameter: Whether it depends on a parameter.
+        has_grad: Whether it is floating-point and depends on a parameter that is trained, or
+            on a floating-point input.
+        is_float: Whether it is floating-point.
+        is_zero: Whether it is made of zeros.
+    """
+
+    index: int
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    parameter: str | None = None
+    from_batch: bool = False
+    from_parameter: bool = False
+    has_grad: bool = False
+    is_float: bool = False
+    is_zero: bool = False
+
+
+@dataclass(eq=False)
+class Step:
+    """One call of an operator.
+
+    Attributes:
+        index: Its place among all steps.
+        module: FQN of the innermost module that was running.
+        operator: Its name without overload.
+        inputs: Tensors read.
+        outputs: Tensors made, or written.
+        linear: See :data:`Linearity`.
+        contracted: Dimensions that were multiplied and summed, or only summed.
+        looked_up: Dimension whose elements were chosen by an index, of an embedding.
+        flops: Floating-point operations.
+        into_view: Whether it wrote some elements of a larger tensor.
+    """
+
+    index: int
+    module: str
+    operator: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    linear: Linearity
+    contracted: list[Dim] = field(default_factory=list[Dim])
+    looked_up: Dim = ()
+    flops: int = 0
+    into_view: bool = False
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a dimension cannot be cut."""
+
+    dim: Dim
+    why: str
+    module: str
+
+
+@dataclass(frozen=True)
+class UnknownOperator:
+    """An operator without a rule that read something with a gradient."""
+
+    operator: str
+    module: str
+
+
+@dataclass
+class Trace:
+    """One forward."""
+
+    axes: Axes = field(default_factory=Axes)
+    values: list[Value] = field(default_factory=list[Value])
+    steps: list[Step] = field(default_factory=list[Step])
+    obstacles: list[Obstacle] = field(default_factory=list[Obstacle])
+    experts: list[tuple[Dim, str]] = field(default_factory=list[tuple[Dim, str]])
+    unknown: list[UnknownOperator] = field(default_factory=list[UnknownOperator])
+    returned: list[Value] = field(default_factory=list[Value])
+    parameters: dict[str, Value] = field(default_factory=dict[str, Value])
+    called: set[str] = field(default_factory=set[str])
+    _current: Any = field(default_factory=WeakIdKeyDictionary)
+
+    def add(self, tensor: torch.Tensor, dims: Sequence[Dim] | None = None, **facts: Any) -> Value:
+        """Give a tensor a value, of fresh axes unless told which; it replaces an older one."""
+        if dims is None:
+            dims = [self.axes.fresh(length) for length in tensor.shape]
+        value = Value(
+            index=len(self.values),
+            dims=tuple(dims),
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            is_float=is_float(tensor.dtype),
+            **facts,
+        )
+        self.values.append(value)
+        self._current[tensor] = value
+        return value
+
+    def source(self, tensor: torch.Tensor, name: str, **facts: Any) -> Value:
+        """Give a value to a tensor whose elements differ and are not parameters."""
+        value = self.add(tensor, **facts)
+        why = f"{name} has an element for each"
+        self.obstacles += [Obstacle(dim, why, "") for dim in value.dims if dim]
+        return value
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        found: Value | None = self._current.get(tensor)
+        if found is None or found.shape != tuple(tensor.shape):
+            return self.source(tensor, "a constant")
+        return found
+
+
+@dataclass(eq=False)
+class Call:
+    """One operator being run: what a rule reads, and where it says what it found.
+
+    Attributes:
+        name: Of the operator, without overload and without what marks it as in place.
+        args: By the names of the operator's schema, defaults filled in.
+        inputs: Tensors among ``args``, in order.
+        outputs: Tensors returned.
+    """
+
+    trace: Trace
+    name: str
+    module: str
+    args: dict[str, Any]
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    step: Step
+    made: dict[int, Sequence[Dim]] = field(default_factory=dict[int, Sequence[Dim]])
+
+    @property
+    def axes(self) -> Axes:
+        return self.trace.axes
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.outputs[0]
+
+    def dims(self, tensor: torch.Tensor) -> tuple[Dim, ...]:
+        return self.trace.value(tensor).dims
+
+    def give(self, tensor: torch.Tensor, dims: Sequence[Dim]) -> None:
+        """Say what an output's dimensions are."""
+        for position, output in enumerate(self.outputs):
+            if output is tensor:
+                self.made[position] = dims
+
+    def unify(self, one: Dim, other: Dim) -> None:
+        if not self.axes.unify(one, other):
+            self.block(one, "meets a dimension that is divided differently")
+            self.block(other, "meets a dimension that is divided differently")
+
+    def block(self, dim: Dim, why: str = "") -> None:
+        """Say that the operator needs all of a dimension."""
+        if dim:
+            why = why or f"{self.name} needs all of it"
+            self.trace.obstacles.append(Obstacle(dim, why, self.module))
+
+    def note_experts(self, tensor: torch.Tensor) -> None:
+        """Say that elements of a parameter's first dimension are used one by one."""
+        value = self.trace.value(tensor)
+        if value.from_parameter and not value.from_batch and len(value.dims) > 1:
+            self.trace.experts.append((value.dims[0], self.module))
+
+    def contract(self, dim: Dim) -> None:
+        self.step.contracted.append(dim)
+
+    def fresh(self, length: int) -> Dim:
+        return self.axes.fresh(length)
+
+    def whole(self, length: int) -> Dim:
+        """Return a new dimension that the operator makes, and that cannot be made in parts."""
+        dim = self.fresh(length)
+        self.block(dim, f"comes whole out of {self.name}")
+        return dim
+
+    def block_all(self, tensors: Iterable[torch.Tensor], why: str = "") -> None:
+        for tensor in tensors:
+            for dim in self.dims(tensor):
+                self.block(dim, why)
+
+
+__all__ = [
+    "Call",
+    "Linearity",
+    "Obstacle",
+    "Step",
+    "Trace",
+    "UnknownOperator",
+    "Value",
+]

@@ -1,0 +1,271 @@
+"""Run a model on fakes and follow its axes through every operator."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_parallel._model.copies import drop_hooks
+from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from vescale_parallel._trace.fake_tensors import (
+    ObservationError,
+    all_integer,
+    bind,
+    fake_output,
+    is_float,
+    skeleton,
+    stand_ins,
+)
+from vescale_parallel._trace.flops import flops_of
+from vescale_parallel._trace.generators import untouched_generators
+
+from .graph import Call, Linearity, Step, Trace, UnknownOperator, Value
+from .registry import Rule
+from .rules import (
+    attention,
+    indexing,
+    normalisation,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
+
+_RULES = {
+    **attention.rule,
+    **indexing.rule,
+    **normalisation.rule,
+    **pointwise.rule,
+    **products.rule,
+    **reductions.rule,
+    **views.rule,
+}
+# They make elements that differ, of nothing; what else makes tensors of nothing is uniform.
+_DIFFERENT = frozenset(
+    ("arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices", "randperm",
+     "rand", "randn", "randint", "range", "normal_functional", "hann_window")
+)  # fmt: skip
+_ZERO = frozenset(("zeros", "zeros_like", "new_zeros", "zero"))
+# Of these every output that is not zero is zero where the first input is.
+_KEEPS_ZERO = frozenset(("view", "to_copy", "expand", "clone", "unsqueeze", "transpose"))
+
+
+def infer_axes(model: nn.Module, batch: Any) -> Trace:
+    """Run one forward of a copy of the model that has shapes and no memory.
+
+    Args:
+        model: May be real, on the meta device, or deferred; it is not changed.
+        batch: As in :func:`vescale_parallel.observe`.
+
+    Raises:
+        ObservationError: If the forward needs values that a fake tensor does not have.
+    """
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # pytree does not open every mapping
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
+    run = _Run(fake_mode, copied)
+    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
+    run.forward(args, kwargs)
+    return run.trace
+
+
+@dataclass(eq=False)
+class _Run:
+    fake_mode: FakeTensorMode
+    model: nn.Module
+    trace: Trace = field(default_factory=Trace)
+    modules: list[str] = field(default_factory=lambda: [""])
+    operator: str = ""
+
+    def forward(self, args: Any, kwargs: Any) -> None:
+        self._sources(args, kwargs)
+        handles = list(self._register())
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of a block
+        try:
+            with untouched_generators(), torch.no_grad(), _Mode(self):
+                output = self.model(*args, **kwargs)
+        except Exception as error:
+            raise ObservationError(
+                f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
+                f"module {self.modules[-1]!r} at operator {self.operator or 'none'}: {error}"
+            ) from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for handle in handles:
+                handle.remove()
+        leaves = pytree.tree_leaves(output)
+        self.trace.returned += [self.trace.value(t) for t in leaves if _is_tensor(t)]
+
+    def _sources(self, args: Any, kwargs: Any) -> None:
+        """Give axes to parameters, buffers and the batch."""
+        trace = self.trace
+        made: dict[int, Value] = {}
+        for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in made:
+                trained = parameter.requires_grad and is_float(parameter.dtype)
+                made[id(parameter)] = trace.add(
+                    parameter, parameter=fqn, from_parameter=True, has_grad=trained
+                )
+            trace.parameters[fqn] = made[id(parameter)]
+        for fqn, buffer in self.model.named_buffers():
+            trace.source(buffer, f"buffer {fqn!r}")
+        for tensor in filter(_is_tensor, pytree.tree_leaves((args, kwargs))):
+            has_grad = is_float(tensor.dtype)
+            trace.source(tensor, "the batch", from_batch=True, has_grad=has_grad)
+
+    def _register(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        for fqn, module in self.model.named_modules():
+            yield module.register_forward_pre_hook(self._entered(fqn), prepend=True)
+            yield module.register_forward_hook(self._left)
+
+    def _entered(self, fqn: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.modules.append(fqn)
+            self.trace.called.add(fqn)
+
+        return hook
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.modules.pop()
+
+    def record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int
+    ) -> None:
+        """Apply an operator's rule and add it to the trace."""
+        outputs = tuple(filter(_is_tensor, pytree.tree_leaves(out)))
+        if not outputs:
+            return
+        trace = self.trace
+        named = _named(func, args, kwargs)
+        inputs = tuple(filter(_is_tensor, pytree.tree_leaves((args, kwargs))))
+        name = _name(func)
+        values = tuple(trace.value(tensor) for tensor in inputs)
+        rule, linear = _rule(func, name)
+        step = Step(
+            index=len(trace.steps),
+            module=self.modules[-1],
+            operator=name,
+            inputs=values,
+            outputs=(),
+            linear="no" if _adds_number(name, named) else linear,
+            flops=flops,
+            into_view=func._schema.is_mutable and _is_part(args[0]),
+        )
+        call = Call(trace, name, self.modules[-1], named, inputs, outputs, step)
+        if not inputs:
+            self._constructed(call)
+        elif rule is not None:
+            rule(call)
+        else:
+            self._unknown(call)
+        step.outputs = tuple(self._output(call, p) for p in range(len(outputs)))
+        trace.steps.append(step)
+
+    def _output(self, call: Call, position: int) -> Value:
+        tensor, step = call.outputs[position], call.step
+        old = [self.trace.value(t) for t in call.inputs if t is tensor]
+        dims = call.made.get(position) or (old[0].dims if old else None)
+        if dims is None:
+            dims = [call.whole(n) for n in tensor.shape]
+        grads = any(value.has_grad for value in step.inputs) and call.name != "detach"
+        first_zero = bool(step.inputs) and step.inputs[0].is_zero
+        return self.trace.add(
+            tensor,
+            dims,
+            from_batch=any(value.from_batch for value in step.inputs),
+            from_parameter=any(value.from_parameter for value in step.inputs),
+            has_grad=grads and is_float(tensor.dtype) and not call.name.endswith("_like"),
+            is_zero=call.name in _ZERO or (call.name in _KEEPS_ZERO and first_zero),
+        )
+
+    def _constructed(self, call: Call) -> None:
+        for out in call.outputs:
+            dims = [call.fresh(n) for n in out.shape]
+            call.give(out, dims)
+            if call.name in _DIFFERENT:
+                for dim in dims:
+                    call.block(dim, f"is numbered by {call.name}")
+
+    def _unknown(self, call: Call) -> None:
+        call.block_all(call.inputs, f"meets {call.name}, which has no rule")
+        if any(value.from_parameter for value in call.step.inputs):
+            self.trace.unknown.append(UnknownOperator(call.name, call.module))
+
+
+class _Mode(TorchDispatchMode):
+    """Runs every operator as :func:`vescale_parallel.observe` does, and records it."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        run = self.run
+        run.operator = str(func)
+        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if _is_tensor(a)]
+        flops = 0
+        if all_integer(inputs, kwargs, func, args):
+            out = func(*args, **kwargs)
+        else:
+            out = fake_output(func, args, kwargs, run.fake_mode)
+            flops = flops_of(func, args, kwargs, out) or 0
+        run.record(func, args, kwargs, out, flops)
+        return out
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of some elements of another."""
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _rule(func: Any, name: str) -> tuple[Rule | None, Linearity]:
+    found = _RULES.get(name)
+    if found is not None:
+        return found
+    return (pointwise.pointwise if torch.Tag.pointwise in func.tags else None), "no"
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    """Return an operator's name without namespace, overload and what marks it as in place."""
+    return func._schema.name.rpartition("::")[2].strip("_")
+
+
+@functools.cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = func._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return tuple(a.name for a in arguments), defaults
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names, defaults = _signature(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _adds_number(name: str, args: dict[str, Any]) -> bool:
+    """Whether an operator adds a number to a tensor, which a sum of parts must not see."""
+    if name not in ("add", "sub", "rsub", "masked_fill"):
+        return False
+    other = args["value"] if name == "masked_fill" else args.get("other")
+    if name == "masked_fill" and _is_tensor(other):
+        return True
+    return isinstance(other, int | float) and not math.isclose(other, 0.0)

@@ -1,0 +1,365 @@
+"""What cutting one axis does to the rest of the forward, and of the backward.
+
+[Note: whole, cut, addend]
+With an axis cut, a tensor of the forward is *whole* on every rank, *cut* if one of its
+dimensions has the axis, or an *addend* of a sum over the ranks: what an operator returns that
+contracts the axis. An addend becomes whole where the module that made it returns; until then
+only operators that are linear may touch it. The gradient of a whole tensor is whole, or an
+addend if what it met was cut; it becomes whole where the module that was called with the
+tensor begins. A cut that cannot be arranged so is refused, with the operator that forbids it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .graph import Step, Trace, Value
+
+# Tensors behind one after which it is the model's main stream, which is whole.
+_FAR = 2000
+
+
+class RefusedError(Exception):
+    """An axis cannot be cut; the message says why."""
+
+
+@dataclass(eq=False)
+class Graph:
+    """A trace, and who made and read each value."""
+
+    trace: Trace
+    producer: dict[int, Step] = field(default_factory=dict[int, Step])
+    readers: dict[int, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    carriers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    contracts: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    returned: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        self.returned |= {value.index for value in self.trace.returned}
+        axes = self.trace.axes
+        for value in self.trace.values:
+            for atom in axes.atoms(axis for dim in value.dims for axis in dim):
+                self.carriers[atom].add(value.index)
+        for step in self.trace.steps:
+            for value in step.inputs:
+                self.readers[value.index].append(step)
+            for value in step.outputs:
+                self.producer[value.index] = step
+            for atom in axes.atoms(axis for dim in step.contracted for axis in dim):
+                self.contracts[atom].add(step.index)
+
+    def is_dead(self, step: Step) -> bool:
+        """Whether nobody looks at what a step made, such as attention's unused mean weights."""
+        outputs = {value.index for value in step.outputs}
+        read = any(self.readers[index] for index in outputs)
+        return not (read or step.into_view or outputs & self.returned)
+
+    def steps(self, values: Iterable[int]) -> set[int]:
+        """Return the steps that make or read any of the values."""
+        found = {self.producer[v].index for v in values if v in self.producer}
+        return found | {step.index for v in values for step in self.readers[v]}
+
+
+@dataclass(eq=False)
+class Flow:
+    """What :func:`follow` found.
+
+    Attributes:
+        cut: Values that have the axis.
+        addends: Values that are addends, and the module at whose end they are summed.
+        summed: Values whose gradients are addends, and the modules at whose beginning they
+            are summed.
+        replicated: Parameters that are whole and whose gradients are addends.
+        biases: Whole parameters that are added to addends.
+        added: Values that are these parameters, or linear in one of them.
+    """
+
+    cut: set[int]
+    addends: dict[int, str] = field(default_factory=dict[int, str])
+    summed: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    replicated: set[str] = field(default_factory=set[str])
+    biases: set[str] = field(default_factory=set[str])
+    added: set[int] = field(default_factory=set[int])
+
+    @property
+    def entries(self) -> set[str]:
+        return set[str]().union(*self.summed.values())
+
+
+def follow(graph: Graph, atom: int) -> Flow:
+    """Follow one cut axis through the forward and back.
+
+    Raises:
+        RefusedError: If it cannot be cut.
+    """
+    flow = Flow(cut=graph.carriers[atom])
+    _forward(graph, atom, flow)
+    _check_biases(graph, flow)
+    _backward(graph, flow)
+    return flow
+
+
+def is_within(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(f"{outer}.")
+
+
+# ---------------------------------------------------------------------- forward
+
+
+def check_addends(graph: Graph, steps: Iterable[Step]) -> None:
+    """Check that modules return the addends that steps in them make, or a linear function.
+
+    Raises:
+        RefusedError: If a module does something else with them.
+    """
+    made = {value.index: step.module for step in steps for value in step.outputs}
+    flow = Flow(cut=set(), addends=made)
+    waiting = sorted({step.index for index in made for step in graph.readers[index]})
+    seen = set(waiting)
+    while waiting:
+        step = graph.trace.steps[heapq.heappop(waiting)]
+        summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        if summed and not graph.is_dead(step):
+            _spread(graph, flow, step, _pass_on(graph, flow, step, summed), waiting, seen)
+
+
+def _forward(graph: Graph, atom: int, flow: Flow) -> None:
+    waiting = sorted(graph.steps(flow.cut))
+    seen = set(waiting)
+    while waiting:
+        step = graph.trace.steps[heapq.heappop(waiting)]
+        summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        if graph.is_dead(step):
+            continue
+        if atom in graph.trace.axes.atoms(step.looked_up):
+            raise RefusedError(f"is looked up in {step.module!r}")
+        if step.index in graph.contracts[atom]:
+            made_at = _contract(graph, flow, step, summed)
+        elif summed:
+            made_at = _pass_on(graph, flow, step, summed)
+        else:
+            continue
+        _spread(graph, flow, step, made_at, waiting, seen)
+
+
+def _spread(
+    graph: Graph, flow: Flow, step: Step, made_at: str, waiting: list[int], seen: set[int]
+) -> None:
+    """Note that a step's outputs are addends, and ask their readers."""
+    if step.into_view:
+        raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
+    for value in step.outputs:
+        flow.addends[value.index] = made_at
+        for reader in graph.readers[value.index]:
+            if reader.index not in seen:
+                seen.add(reader.index)
+                heapq.heappush(waiting, reader.index)
+
+
+def _is_addend(flow: Flow, value: Value, step: Step) -> bool:
+    made_at = flow.addends.get(value.index)
+    return made_at is not None and is_within(step.module, made_at)
+
+
+def _contract(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
+    """Return where the sum of a contraction with a parameter is taken."""
+    having = [v for v in step.inputs if v.index in flow.cut]
+    if summed or len(having) < 2 or all(v.from_batch or not v.from_parameter for v in having):
+        raise RefusedError(f"{step.operator} sums it without a parameter in {step.module!r}")
+    if not any(v.from_batch for v in having):
+        raise RefusedError(f"{step.operator} sums it between parameters in {step.module!r}")
+    _add_biases(graph, flow, step, [v for v in step.inputs if v.index not in flow.cut])
+    return step.module
+
+
+def _add_biases(graph: Graph, flow: Flow, step: Step, values: Iterable[Value]) -> None:
+    """Note the parameters that are added to addends; nothing else that is whole may be."""
+    for value in values:
+        if not value.is_float or value.is_zero:
+            continue
+        chain = [value]
+        while chain[-1].parameter is None:
+            made_by = graph.producer.get(chain[-1].index)
+            if made_by is None or made_by.linear != "first":
+                raise RefusedError(
+                    f"{step.operator} adds something whole to its sum in {step.module!r}"
+                )
+            chain.append(made_by.inputs[0])
+        flow.added.update(each.index for each in chain)
+        flow.biases.add(chain[-1].parameter)
+
+
+def _check_biases(graph: Graph, flow: Flow) -> None:
+    """Refuse parameters that are added to addends and used in another way too."""
+    for index in flow.added:
+        for step in graph.readers[index]:
+            for value in step.outputs:
+                if value.index not in flow.added and not _is_addend(flow, value, step):
+                    raise RefusedError(f"a bias of its sum is used by {step.operator} too")
+
+
+def _pass_on(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
+    if any(value.index in flow.cut for value in step.inputs + step.outputs):
+        raise RefusedError(f"{step.operator} meets it with its own sum in {step.module!r}")
+    others = [v for v in step.inputs if v not in summed]
+    match step.linear:
+        case "first":
+            linear = summed == [step.inputs[0]]
+        case "last":
+            linear = summed == [step.inputs[-1]]
+        case "each":
+            linear = len(summed) == 1 and (len(step.inputs) == 2 or step.operator == "mul")
+        case "jointly":
+            linear = True
+            _add_biases(graph, flow, step, others)
+        case _:
+            linear = False
+    if not linear:
+        raise RefusedError(f"{step.operator} needs its sum in {step.module!r}, before it returns")
+    return flow.addends[summed[0].index]
+
+
+# ---------------------------------------------------------------------- backward
+
+
+class _Again(Exception):
+    """Gradients must not be summed at the beginning of these modules, but further out."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
+
+
+def _backward(graph: Graph, flow: Flow) -> None:
+    unsummed: set[str] = set()
+    while True:
+        flow.summed.clear()
+        flow.replicated.clear()
+        try:
+            _gradients(graph, flow, unsummed)
+        except _Again as again:
+            unsummed |= again.modules
+        else:
+            return
+
+
+def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
+    """Find the whole values whose gradients are addends, from the last to the first."""
+    touched = {*flow.cut, *flow.addends}
+    waiting: list[int] = []
+    seen: set[int] = set()
+
+    def ask(values: Iterable[Value]) -> None:
+        for value in values:
+            if value.has_grad and value.index not in seen and value.index not in flow.cut:
+                seen.add(value.index)
+                heapq.heappush(waiting, -value.index)
+
+    for index in graph.steps(touched):
+        step = graph.trace.steps[index]
+        if any(_is_cut_or_addend(flow, value, step) for value in step.outputs):
+            ask(step.inputs)
+    addends: set[int] = set()
+    while waiting:
+        value = graph.trace.values[-heapq.heappop(waiting)]
+        if _collect(graph, flow, value, addends, unsummed):
+            addends.add(value.index)
+            if value.parameter is not None:
+                flow.replicated.add(value.parameter)
+            elif value.index in graph.producer:
+                ask(graph.producer[value.index].inputs)
+
+
+def _is_cut_or_addend(flow: Flow, value: Value, step: Step) -> bool:
+    return value.index in flow.cut or _is_addend(flow, value, step)
+
+
+def _collect(
+    graph: Graph, flow: Flow, value: Value, addends: set[int], unsummed: set[str]
+) -> bool:
+    """Return whether a value's gradient is an addend where the value is made."""
+    raw, whole = list[Step](), list[Value]()
+    summed: set[str] = set()
+    for step in graph.readers[value.index]:
+        if _is_addend(flow, value, step):
+            continue
+        is_addend, others = _contributions(flow, step, value, addends)
+        whole += others
+        if is_addend:
+            boundary = _boundary(graph, value, step, unsummed)
+            if boundary is None:
+                raw.append(step)
+            else:
+                summed.add(boundary)
+                others = [out for out in others if is_within(step.module, boundary)]
+    nested = {b for b in summed if any(b != o and is_within(b, o) for o in summed)}
+    if nested or (raw and summed):
+        raise _Again(nested or summed)
+    if raw:
+        further = {b for out in whole for b in _summed_behind(graph, flow, out)}
+        if further:
+            raise _Again(further)
+        if value.index in flow.addends:
+            raise RefusedError(f"its sum is used by what is cut in {raw[0].module!r}")
+    flow.summed[value.index] = summed
+    return bool(raw)
+
+
+def _contributions(
+    flow: Flow, step: Step, value: Value, addends: set[int]
+) -> tuple[bool, list[Value]]:
+    """Return whether a step adds an addend to a gradient, and its outputs that add a whole."""
+    is_addend, whole = False, list[Value]()
+    for out in step.outputs:
+        if not out.has_grad:
+            continue
+        is_part = _is_addend(flow, out, step) and value.index not in flow.added
+        if is_part or out.index in flow.cut or out.index in addends:
+            is_addend = True
+        else:
+            whole.append(out)
+    return is_addend, whole
+
+
+def _summed_behind(graph: Graph, flow: Flow, start: Value) -> set[str]:
+    """Return the modules that made a gradient whole, by summing it where they begin.
+
+    Raises:
+        RefusedError: If a part of the gradient is whole because it never was an addend.
+    """
+    found: set[str] = set()
+    waiting, seen = [start], {start.index}
+    while waiting:
+        value = waiting.pop()
+        if value.index in graph.returned or value.index in flow.addends or len(seen) > _FAR:
+            made_by = graph.producer[start.index]
+            raise RefusedError(
+                f"a tensor is used by what is cut and by {made_by.operator} in "
+                f"{made_by.module!r}, which is whole"
+            )
+        summed = flow.summed.get(value.index, set())
+        found |= summed
+        for step in graph.readers[value.index]:
+            if not any(is_within(step.module, module) for module in summed):
+                fresh = [o for o in step.outputs if o.has_grad and o.index not in seen]
+                seen.update(out.index for out in fresh)
+                waiting += fresh
+    return found
+
+
+def _boundary(graph: Graph, value: Value, step: Step, unsummed: set[str]) -> str | None:
+    """Return the innermost module around a step that was called with the value."""
+    if value.parameter is not None or not value.from_batch:
+        return None
+    made_at = graph.producer[value.index].module if value.index in graph.producer else None
+    module = step.module
+    while True:
+        if made_at is not None and is_within(made_at, module):
+            return None
+        if module in graph.trace.called and module not in unsummed:
+            return module
+        if not module:
+            return None
+        module = module.rpartition(".")[0]

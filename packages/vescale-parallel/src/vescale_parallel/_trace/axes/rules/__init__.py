@@ -1,0 +1,1 @@
+"""How each operator passes named axes on."""

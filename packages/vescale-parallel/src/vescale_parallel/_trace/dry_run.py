@@ -1,0 +1,326 @@
+"""Run a whole model, or one rank's part of it, without memory, and note how modules are called."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import local_boxes
+from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.copies import drop_hooks
+from vescale_parallel._tensor_parallel.apply import install
+from vescale_parallel._tensor_parallel.communicators import FakeRanks, part_sizes
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+
+from .fake_tensors import all_integer, bind, fake_output, skeleton, stand_ins
+from .generators import untouched_generators
+from .rng_trace import DrawNotes, NotedDraw
+
+
+class RehearsalError(ValueError):
+    """A model, or one rank's part of it, does not run; names the module."""
+
+    def __init__(self, fqn: str, error: Exception) -> None:
+        super().__init__(f"in module {fqn!r}: {type(error).__name__}: {error}")
+        self.fqn = fqn
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module was called with and returned: trees of fake floats and real integers."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+def rehearse_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> dict[str, Call]:
+    """Return the first call of every watched module in a forward of the whole model.
+
+    Raises:
+        RehearsalError: If the forward needs values.
+    """
+    return _rehearse(model, bind(model, opened(batch)), watched, lambda _: None)
+
+
+def rehearse_part(
+    model: nn.Module,
+    batch: Any,
+    watched: Collection[str],
+    resolved: Resolved,
+    placements: dict[str, Placement],
+    size: int,
+) -> dict[str, Call]:
+    """Return the same for the first rank's part of the model, collectives included.
+
+    Raises:
+        RehearsalError: If shapes do not fit each other.
+    """
+
+    def cut(copied: nn.Module) -> None:
+        cut_parameters(copied, placements, size, 0)
+        install(copied, resolved, placements, Boundary(FakeRanks(size)))
+
+    return _rehearse(model, bind(model, opened(batch)), watched, cut)
+
+
+def rehearse_draws(
+    model: nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    resolved: Resolved,
+    placements: dict[str, Placement],
+    size: int,
+    *,
+    training: bool = False,
+) -> tuple[NotedDraw, ...]:
+    """Return what random numbers a forward draws on the first of some ranks.
+
+    Args:
+        model: Whole.
+        given: Positional and keyword arguments.
+        resolved: The plan.
+        placements: Of every cut parameter.
+        size: How many ranks.
+        training: Whether to run all of it in training mode.
+
+    Raises:
+        RehearsalError: If the forward needs values, or shapes do not fit each other.
+    """
+    notes = DrawNotes()
+
+    def prepare(copied: nn.Module) -> None:
+        if size > 1:
+            cut_parameters(copied, placements, size, 0)
+            install(copied, resolved, placements, Boundary(FakeRanks(size)))
+        notes.watch(copied.train() if training else copied)
+
+    _rehearse(model, given, (), prepare)
+    for first, others in _repeated(model):
+        notes.repeat(first, others)
+    return tuple(notes.draws)
+
+
+def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
+    """Return the modules in whose own forward each parameter, tied names included, is read.
+
+    Raises:
+        RehearsalError: If the forward needs values.
+    """
+    found: dict[int, set[str]] = {}
+    named: dict[str, int] = {}
+
+    def prepare(copied: nn.Module) -> None:
+        named.update((n, id(p)) for n, p in copied.named_parameters(remove_duplicate=False))
+        kept.append(copied)
+
+    kept: list[nn.Module] = []  # or identities would be used again
+    _rehearse(model, bind(model, opened(batch)), (), prepare, found)
+    return {fqn: found.get(identity, set()) for fqn, identity in named.items()}
+
+
+def cut_parameters(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    size: int,
+    rank: int,
+    prefix: str = "",
+) -> None:
+    """Replace whole parameters by a rank's parts, tied ones by tied ones."""
+    parts: dict[int, nn.Parameter] = {}
+    for fqn, parameter in list(module.named_parameters(remove_duplicate=False)):
+        placement = placements.get(f"{prefix}.{fqn}".strip("."), Replicate())
+        if placement == Replicate():
+            continue
+        if id(parameter) not in parts:
+            part = rank_part(parameter.detach(), placement, size, rank)
+            parts[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
+        owner, _, name = fqn.rpartition(".")
+        module.get_submodule(owner)._parameters[name] = parts[id(parameter)]
+
+
+def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
+    """Return a copy of what one rank holds of a tensor."""
+    boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
+    dim = getattr(placement, "dim", 0)
+    if not boxes:  # of few rows the last rank has none
+        return tensor.narrow(dim, 0, 0).clone()
+    return torch.cat([tensor[held.box.slices] for held in boxes], dim)
+
+
+def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | None:
+    """Return how the first rank's part of an activation lies in the whole; None if it does not."""
+    if whole.dim() != part.dim():
+        return None
+    different = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
+    if not different:
+        return Replicate()
+    dim = different[0]
+    fits = part.shape[dim] == part_sizes(whole.shape[dim], size)[0]
+    return Shard(dim) if fits and len(different) == 1 else None
+
+
+def opened(batch: Any) -> Any:
+    """Return a batch that pytree opens: not every mapping is one for it."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _rehearse(
+    model: nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    watched: Collection[str],
+    prepare: Callable[[nn.Module], None],
+    readers: dict[int, set[str]] | None = None,
+) -> dict[str, Call]:
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
+    with fake_mode:
+        prepare(copied)
+    calls: dict[str, Call] = {}
+    inside: list[str] = []
+    mode = _FloatsAreFake(fake_mode, inside, readers)
+    for first, others in _repeated(copied):
+        _repeat(copied, first, others)
+    for fqn, module in copied.named_modules():
+        _watch(fqn, module, inside, calls if fqn in watched else None)
+    # A forward may change objects that it is given, caches for example.
+    args, kwargs = snapshot(stand_ins(given, fake_mode))
+    try:
+        with untouched_generators(), torch.enable_grad(), _quiet(), mode:
+            copied(*args, **kwargs)
+    # Arbitrary user code: whatever it raises means that it cannot be rehearsed.
+    except Exception as error:
+        raise RehearsalError(inside[-1] if inside else "", error) from error
+    return calls
+
+
+def _repeated(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield runs of equal blocks: the second one of a stack, and those behind but the last."""
+    for stack in block_stacks(model):
+        kinds = [_kind(model.get_submodule(fqn)) for fqn in stack]
+        middle = [fqn for fqn, kind in zip(stack, kinds, strict=True) if kind == kinds[1]]
+        if len(middle) == len(stack) > 3:
+            yield stack[1], list(stack[2:-1])
+
+
+def _kind(module: nn.Module) -> object:
+    layout = [(name, type(each)) for name, each in module.named_modules()]
+    return layout, [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+
+
+def _repeat(model: nn.Module, first: str, others: Sequence[str]) -> None:
+    """Have blocks return what an equal one returned: tensors have no values here."""
+    returned: list[Any] = []
+
+    def fresh(x: Tensor) -> Tensor:
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        returned[:] = [output]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, fresh, returned[0])
+
+    model.get_submodule(first).register_forward_hook(note)
+    for fqn in others:
+        model.get_submodule(fqn).forward = again
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep fake tensors from logging errors: shapes that do not fit are an answer here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call] | None) -> None:
+    given: list[tuple[Any, Any]] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        inside.append(fqn)
+        if calls is not None and fqn not in calls:
+            given.append(snapshot((args, kwargs)))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+        if calls is not None and fqn not in calls:
+            calls[fqn] = Call(*given.pop(), snapshot(output))
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def snapshot(tree: Any) -> Any:
+    """Copy the containers of a tree, and objects that a module might change: caches."""
+    return pytree.tree_map(_copied_leaf, tree)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        return leaf
+    return copied_object(leaf)
+
+
+def copied_object(thing: Any) -> Any:
+    """Return a deep copy that shares tensors; the thing itself if it cannot be copied."""
+    memo: dict[int, Any] = {}
+    todo, seen = [thing], set[int]()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            memo[id(each)] = each
+        elif isinstance(each, Mapping):
+            todo += each.values()
+        elif isinstance(each, list | tuple | set):
+            todo += each
+        elif hasattr(each, "__dict__") and not isinstance(each, type):
+            todo += vars(each).values()
+    try:
+        return copy.deepcopy(thing, memo)
+    # Arbitrary user objects.
+    except Exception:
+        return thing
+
+
+class _FloatsAreFake(TorchDispatchMode):
+    """Runs operators on fake tensors, and for real if all they see and give is integer."""
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        inside: Sequence[str] = (),
+        readers: dict[int, set[str]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._fake_mode, self._inside, self._readers = fake_mode, inside, readers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if self._readers is not None:
+            where = self._inside[-1] if self._inside else ""
+            for each in inputs:
+                self._readers.setdefault(id(each), set()).add(where)
+        if all_integer(inputs, kwargs, func, args):
+            return func(*args, **kwargs)
+        return fake_output(func, args, kwargs, self._fake_mode)

@@ -1,0 +1,132 @@
+"""Run a module on tensors without memory: its skeleton, a batch of stand-ins, real integers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_parallel._model.copies import deep_copied
+from vescale_parallel._torch_private import FakeTensor, FakeTensorMode, fake_like, pytree
+
+# Elements above which an integer operator is not run for real.
+_LARGE_NUMEL = 1 << 27
+
+
+class ObservationError(ValueError):
+    """The forward cannot run without values; names the operator and the module."""
+
+
+def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of a model whose tensors have no storage."""
+    memo: dict[int, Any] = {}
+    originals: list[Any] = []
+    for module in model.modules():
+        for attribute in vars(module).values():
+            for leaf in pytree.tree_leaves(attribute):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+                    memo[id(leaf)] = _stand_in(leaf, fake_mode)
+                    originals.append(leaf)
+    memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
+    try:
+        return deep_copied(model, memo)
+    except Exception as error:
+        raise ObservationError(
+            f"expected a model that copy.deepcopy can copy, {type(model).__name__} cannot be: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def stand_ins(batch: Any, fake_mode: FakeTensorMode) -> Any:
+    """Return a batch of stand-ins, one for a tensor that appears twice."""
+    leaves, spec = pytree.tree_flatten(batch)
+    made = {id(leaf): _stand_in(leaf, fake_mode) for leaf in leaves}
+    return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
+
+
+def _stand_in(leaf: Any, fake_mode: FakeTensorMode) -> Any:
+    """Return a tensor's shape and dtype as a fake tensor, or a real copy of readable integers."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if _is_readable(leaf) and not is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
+        return leaf.detach().cpu().clone()
+    return fake_like(leaf, fake_mode)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that forward takes for a batch."""
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        named = {str(name): value for name, value in batch.items()}
+        if _binds(signature, (), named):
+            return (), named
+    if isinstance(batch, tuple | list) and _binds(signature, tuple(batch), {}):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def all_integer(inputs: list[torch.Tensor], kwargs: Any, func: Any, args: Any) -> bool:
+    """Return whether an operator has real integers only, in and out, and not too many."""
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    if inputs:
+        if any(isinstance(t, FakeTensor) or t.is_meta or is_float(t.dtype) for t in inputs):
+            return False
+        name = func._schema.name.rpartition("::")[2]
+        to_float = name in ("div", "true_divide", "mean", "log", "exp", "sqrt", "rsqrt", "sin")
+        small = sum(t.numel() for t in inputs) < _LARGE_NUMEL
+        return small and not to_float and (dtype is None or not is_float(dtype))
+    name = func._schema.name.rpartition("::")[2]
+    if name not in _CONSTRUCTORS:
+        return False
+    if dtype is None:
+        values = pytree.tree_leaves(args)
+        return name in ("arange", "full") and all(isinstance(v, int) for v in values)
+    return not is_float(dtype)
+
+
+_CONSTRUCTORS = frozenset(("arange", "zeros", "ones", "full", "empty", "scalar_tensor"))
+
+
+def fake_output(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: FakeTensorMode
+) -> Any:
+    """Return what an operator gives for fake tensors, where torch has no answer as well."""
+    aten = torch.ops.aten
+    with fake_mode:
+        if func is aten._grouped_mm.default:
+            return _grouped_mm(func, args, kwargs)
+        if func is aten.masked_fill.Tensor:  # reads the value that it fills with
+            return aten.masked_fill.Scalar(*args[:2], 0)
+        return func(*args, **kwargs)
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Run a grouped matrix product whose shape function insists on bfloat16."""
+    bfloat16 = [a.bfloat16() if is_float(a.dtype) else a for a in args[:2]]
+    return func(*bfloat16, *args[2:], **kwargs).to(args[0].dtype)
+
+
+def grouped_mm_flops(left: torch.Size, right: torch.Size) -> int:
+    """Return the flops of rows that each meet one matrix, which torch's registry leaves out."""
+    return 2 * math.prod(left) * right[-1]
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,365 @@
+"""Observe a model: one forward without memory, and what it computed, kept and passed on."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._model.copies import drop_hooks
+from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+
+from .fake_tensors import (
+    ObservationError,
+    all_integer,
+    bind,
+    fake_output,
+    is_float,
+    skeleton,
+    stand_ins,
+)
+from .flops import Uncounted, flops_of
+from .generators import untouched_generators
+from .observation import (
+    BlockObservation,
+    ModuleObservation,
+    Observation,
+    OutsideObservation,
+    Shapes,
+)
+
+
+def observe(model: nn.Module, batch: Any = None) -> Observation:
+    """Run one forward of a copy of the model that has shapes and no memory.
+
+    Floating-point tensors are fake. Integers stay real, so that code that looks at masks
+    and positions works. The model is not changed, and nothing is drawn from the random
+    number generators.
+
+    Args:
+        model: May be real, on the meta device, or deferred: only shapes and dtypes are read.
+        batch: What one micro-batch looks like: a mapping (``model(**batch)``, or
+            ``model(batch)`` if forward takes no such names), a tuple (``model(*batch)``), or
+            a tensor. Without one nothing is run.
+
+    Raises:
+        ObservationError: If the forward needs values that a fake tensor does not have.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> found = observe(model, torch.zeros(3, 4))
+        >>> found.flops, found.rows
+        (48, 3)
+    """
+    blocks = _block_fqns(model)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # pytree does not open every mapping
+    if batch is None:
+        return Observation(
+            ran=False,
+            numel=_numel(model),
+            blocks=tuple(
+                BlockObservation(fqn=fqn, numel=_numel(model.get_submodule(fqn))) for fqn in blocks
+            ),
+            outside=tuple(OutsideObservation(fqn=f, numel=n) for f, n in _owners(model, blocks)),
+        )
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = skeleton(model, fake_mode)
+    drop_hooks(copied)
+    run = _Run(fake_mode, copied, blocks)
+    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
+    output = run.forward(args, kwargs)
+    return _summary(run, output, batch)
+
+
+def _summary(run: _Run, output: Any, batch: Any) -> Observation:
+    """Add up what a run recorded. ``output`` keeps alive what backward would need."""
+    saved, modules = run.saved_bytes(), run.module_observations()
+    blocks = tuple(
+        BlockObservation(
+            fqn=fqn,
+            numel=_numel(run.model.get_submodule(fqn)),
+            flops=run.flops.get(index, 0),
+            saved_bytes=saved.get(index, 0),
+            output_bytes=run.output_bytes.get(index, 0),
+        )
+        for index, fqn in enumerate(run.blocks)
+    )
+    before, after = -1, len(run.blocks)
+    owners = dict(_owners(run.model, run.blocks))
+    outside = [
+        OutsideObservation(fqn=fqn, numel=owners.pop(fqn), position=run.position(where))
+        for fqn, where in run.uses().items()
+    ]
+    outside += [OutsideObservation(fqn=fqn, numel=numel) for fqn, numel in owners.items()]
+    rows, tokens = _rows_and_tokens(batch)
+    return Observation(
+        ran=True,
+        numel=_numel(run.model),
+        flops=sum(run.flops.values()),
+        saved_bytes=sum(saved.values()),
+        output_bytes=_activation_bytes(output),
+        blocks=blocks,
+        outside=tuple(outside),
+        modules=modules,
+        uncounted=tuple(run.uncounted.operators),
+        before_flops=run.flops.get(before, 0),
+        after_flops=run.flops.get(after, 0),
+        before_saved_bytes=saved.get(before, 0),
+        after_saved_bytes=saved.get(after, 0),
+        rows=rows,
+        tokens=tokens,
+    )
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that autograd keeps. Dies with the graph node that keeps it."""
+
+    tensor: torch.Tensor
+    where: int
+    call: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module; ``parent`` is the index of the call that it was made in."""
+
+    fqn: str
+    parent: int
+    inputs: Shapes
+    outputs: Shapes = ()
+    flops: int = 0
+
+
+@dataclass(eq=False)
+class _Run:
+    """One forward: where it is (-1 before the blocks, then the block) and what it did there."""
+
+    fake_mode: FakeTensorMode
+    model: nn.Module
+    blocks: tuple[str, ...]
+    where: int = -1
+    flops: dict[int, int] = field(default_factory=dict[int, int])
+    output_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    called: dict[str, int] = field(default_factory=dict[str, int])
+    read: dict[torch.UntypedStorage, int] = field(
+        default_factory=dict["torch.UntypedStorage", int]
+    )
+    operator: str = ""
+    calls: list[_Call] = field(default_factory=list[_Call])
+    call: int = -1
+    _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
+
+    def __post_init__(self) -> None:
+        self.uncounted = Uncounted(self.model.parameters())
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        handles = list(self._register())
+        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        try:
+            # Real integer operators may draw; forking also covers dropout's checks.
+            with untouched_generators(), torch.enable_grad(), hooks, _Mode(self):
+                return self.model(*args, **kwargs)
+        except Exception as error:
+            where = self.calls[self.call].fqn if self.calls else ""
+            inside = f"{where!r} ({type(self.model.get_submodule(where)).__name__})"
+            raise ObservationError(
+                f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
+                f"module {inside} at operator {self.operator or 'none'}: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _register(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        # On the copy, whose hooks nobody else sees.
+        indices = {fqn: index for index, fqn in enumerate(self.blocks)}
+        for fqn, module in self.model.named_modules():
+            index = indices.get(fqn)
+            entered = self._entered(fqn, index)
+            yield module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True)
+            yield module.register_forward_hook(self._left(index))
+
+    def _entered(self, fqn: str, index: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
+            self.call = len(self.calls) - 1
+            if index is not None:
+                self.where = index
+            self.called.setdefault(fqn, self.where)
+
+        return hook
+
+    def _left(self, index: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            call = self.calls[self.call]
+            call.outputs = _shapes(output)
+            self.call = call.parent
+            if index is not None:
+                self.output_bytes[index] = _activation_bytes(output)
+                self.where = index + (index == len(self.blocks) - 1)
+
+        return hook
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor, self.where, self.call)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def add_flops(self, flops: int) -> None:
+        """Count the flops of an operator where it ran."""
+        self.flops[self.where] = self.flops.get(self.where, 0) + flops
+        self.calls[self.call].flops += flops
+
+    def uses(self) -> dict[str, int]:
+        """Return where each module outside the blocks was first used, in that order.
+
+        A module that holds the blocks is entered before them whatever it does with its own
+        parameters, and some modules are never called: there the first operator counts.
+        """
+        found: dict[str, int] = {}
+        for fqn, _ in _owners(self.model, self.blocks):
+            own = self.model.get_submodule(fqn).parameters(recurse=False)
+            reads = [self.read[s] for s in (p.untyped_storage() for p in own) if s in self.read]
+            holds = any(not fqn or block.startswith(f"{fqn}.") for block in self.blocks)
+            if fqn in self.called and not holds:
+                found[fqn] = self.called[fqn]
+            elif reads:
+                found[fqn] = min(reads)
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    def saved_bytes(self) -> dict[int, int]:
+        """Return the bytes that are still kept, by where they were kept first."""
+        found: dict[int, int] = {}
+        for saved, nbytes in self._kept():
+            found[saved.where] = found.get(saved.where, 0) + nbytes
+        return found
+
+    def module_observations(self) -> tuple[ModuleObservation, ...]:
+        """Return what every call of a module did, the calls inside of it included."""
+        flops = [call.flops for call in self.calls]
+        saved_bytes = [0] * len(self.calls)
+        for saved, nbytes in self._kept():
+            saved_bytes[saved.call] += nbytes
+        # A call comes before those that are made in it.
+        for index in range(len(self.calls) - 1, 0, -1):
+            parent = self.calls[index].parent
+            flops[parent] += flops[index]
+            saved_bytes[parent] += saved_bytes[index]
+        return tuple(
+            ModuleObservation(
+                fqn=call.fqn,
+                inputs=call.inputs,
+                outputs=call.outputs,
+                flops=flops[index],
+                saved_bytes=saved_bytes[index],
+            )
+            for index, call in enumerate(self.calls)
+        )
+
+    def _kept(self) -> Iterator[tuple[_Saved, int]]:
+        """Yield the first of what keeps each storage still, and the bytes of the storage."""
+        state = [*self.model.parameters(), *self.model.buffers()]
+        seen = {tensor.untyped_storage() for tensor in state}
+        for saved in filter(None, (reference() for reference in self._saved)):
+            storage = saved.tensor.untyped_storage()
+            if storage not in seen:
+                seen.add(storage)
+                yield saved, storage.nbytes()
+
+    def position(self, where: int) -> Literal["before", "between", "after"]:
+        if where < 0:
+            return "before"
+        return "after" if where == len(self.blocks) else "between"
+
+
+class _Mode(TorchDispatchMode):
+    """Runs every operator: on fake tensors, or for real if all it sees and gives is integer."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+        self.parameters = {parameter.untyped_storage() for parameter in run.model.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked for by most operators, through us
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        run = self.run
+        run.operator = str(func)
+        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        for storage in (tensor.untyped_storage() for tensor in inputs):
+            if storage in self.parameters:
+                run.read.setdefault(storage, run.where)
+        if all_integer(inputs, kwargs, func, args):
+            return func(*args, **kwargs)
+        out = fake_output(func, args, kwargs, run.fake_mode)
+        flops = flops_of(func, args, kwargs, out)
+        if flops is None:
+            run.uncounted.see(func, inputs, out)
+        else:
+            run.add_flops(flops)
+        return out
+
+
+def _block_fqns(model: nn.Module) -> tuple[str, ...]:
+    try:
+        return pipeline_blocks(model)
+    except ValueError:  # no list of blocks, or more than one
+        return ()
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _owners(model: nn.Module, blocks: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the modules outside the blocks that own parameters directly, and how many."""
+    if not blocks:
+        return []
+    inside = {b for fqn in blocks for b in _names_below(model, fqn)}
+    found: list[tuple[str, int]] = []
+    for fqn, module in model.named_modules():
+        numel = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if numel and fqn not in inside:
+            found.append((fqn, numel))
+    return found
+
+
+def _names_below(model: nn.Module, fqn: str) -> list[str]:
+    return [
+        f"{fqn}.{name}" if name else fqn for name, _ in model.get_submodule(fqn).named_modules()
+    ]
+
+
+def _shapes(values: Any) -> Shapes:
+    leaves = pytree.tree_leaves(values)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _activation_bytes(output: Any) -> int:
+    """Return the bytes of the distinct floating-point tensors in a module's output."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    sizes = {id(t): t.numel() * t.element_size() for t in tensors if is_float(t.dtype)}
+    return sum(sizes.values())
+
+
+def _rows_and_tokens(batch: Any) -> tuple[int, int]:
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
+    if not tensors:
+        return 1, 1
+    rows = tensors[0].shape[0]
+    for tensor in tensors:
+        if tensor.dim() == (3 if is_float(tensor.dtype) else 2):
+            return rows, math.prod(tensor.shape[:2])
+    return rows, rows

@@ -1,0 +1,149 @@
+"""Prove a plan again when its model is called in a form that it was not proven for.
+
+A proof shows that a plan is right for the way that forward takes for one example. An argument that
+the example lacks may lead elsewhere: another mask, a second input, a branch. Sizes may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.inputs import small_example
+from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._user_line import warn_at_user_line
+
+from .call_signature import CallForms
+from .equivalence import NOT_REACHED, Contradiction, blocks_of_whole, prove
+from .scaled_down_model import is_large, plan_of_twin, tiny_twin
+from .threads import in_fresh_thread
+
+
+class CallGuard:
+    """Knows the forms of call that a plan was proven for, and proves it for others.
+
+    Args:
+        model: Still whole; what a proof needs of it is copied. One that cannot be copied, and
+            so was never proven, is not guarded.
+        sharding_plan: The plan.
+        resolved: The same for this model, with what a proof has added to it.
+        size: Tensor-parallel ranks.
+        proven: Forms that need no proof.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding_plan: Mapping[str, str],
+        resolved: Resolved,
+        size: int,
+        proven: Iterable[str],
+    ) -> None:
+        self._forms, self._proven, self._size = CallForms(model), set(proven), size
+        self._sharding_plan, self._resolved = dict(sharding_plan), resolved
+        self._whole, self._class = _copy_without_values(model), type(model).__name__
+        is_cut = bool(resolved.parameters or resolved.shared)
+        self._needs_proof = is_cut and self._whole is not None
+
+    @contextlib.contextmanager
+    def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Prove the plan for a call, unless one of its form was seen, and run the call inside.
+
+        Raises:
+            ValueError: With the module that the plan has compute something else.
+        """
+        form = self._forms.form(args, kwargs) if self._needs_proof else ""
+        if not self._needs_proof or form in self._proven:
+            yield
+            return
+        doubt = self._doubt(form, args, kwargs)
+        yield
+        # Not of a call that has raised: it could not be proven for the same reason.
+        self._proven.add(form)
+        if doubt is not None:
+            warn_at_user_line(
+                f"the sharding plan was not proven for calls with ({form}), and cannot be: "
+                f"{doubt}",
+            )
+
+    def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Return why there is no proof; raise if the plan is wrong."""
+        named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
+        small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
+        try:
+            return in_fresh_thread(lambda: self._prove(small))
+        except Contradiction as error:
+            raise ValueError(
+                f"the sharding plan was not proven for calls with ({form}), and is wrong for "
+                f"them: in {self._told(error.fqn)}, {error.why}. Make a plan with such a call as "
+                "example_batch, and call the model in no other form"
+            ) from error
+        except RehearsalError as error:
+            return str(error)
+
+    def _told(self, fqn: str) -> str:
+        return repr(fqn) if fqn else f"{self._class} itself"
+
+    def _prove(self, named: Mapping[str, Any]) -> str | None:
+        subject, resolved = self._whole, self._resolved
+        assert subject is not None
+        if is_large(subject):
+            twin = tiny_twin(subject, self._size)
+            smaller = None if twin is None else self._resolved_for(twin)
+            if twin is not None and smaller is not None:
+                subject, resolved = twin, smaller
+        placements = complete_placements(resolved, subject, self._size)
+        whole, doubt = None, None
+        try:
+            whole = blocks_of_whole(subject, named)
+        except RehearsalError as error:
+            # Values decide what is run: right for these ones may be wrong for others.
+            whole, doubt = {}, str(error)
+        proof = prove(subject, named, resolved, placements, self._size, whole=whole)
+        marked = frozenset(resolved.grads)
+        for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
+            raise Contradiction(
+                fqn, "the gradient is a sum over ranks in some forms of call and not in others"
+            )
+        # What results do not depend on in this form of call cannot make them wrong.
+        doubts = {fqn: why for fqn, why in proof.unproven.items() if why != NOT_REACHED}
+        reasons = (f"{fqn} was not compared: {why}" for fqn, why in doubts.items())
+        too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
+        return doubt or next(itertools.chain(reasons, too_large), None)
+
+    def _resolved_for(self, twin: nn.Module) -> Resolved | None:
+        """Return the plan for a twin, None if it names blocks that the twin does not have."""
+        assert self._whole is not None
+        try:
+            return resolve(plan_of_twin(self._sharding_plan, self._whole, twin), twin)
+        except ValueError:
+            return None
+
+
+def _copy_without_values(model: nn.Module) -> nn.Module | None:
+    try:
+        return copied_without_hooks(model, _without_values, lambda buffer: buffer)
+    # Arbitrary attributes of a user's modules: locks, files, process groups.
+    except Exception:
+        return None
+
+
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, parameter.requires_grad)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()

@@ -1,0 +1,417 @@
+"""Run a module whole and on all ranks, forward and backward, and compare every number."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
+from vescale_parallel._tensor_parallel.apply import install, stack_of
+from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.dry_run import (
+    Call,
+    RehearsalError,
+    copied_object,
+    cut_parameters,
+    rank_part,
+)
+from vescale_parallel._trace.generators import (
+    set_generators,
+    states_of_generators,
+    untouched_generators,
+)
+
+from .threads import run_in_threads
+from .without_chance import WithoutChance
+
+
+class Contradiction(ValueError):
+    """A plan changes what a module computes.
+
+    Attributes:
+        fqn: The module.
+        why: What differs.
+    """
+
+    def __init__(self, fqn: str, why: str) -> None:
+        super().__init__(f"{fqn or 'the model'}: {why}")
+        self.fqn, self.why = fqn, why
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A plan for some ranks.
+
+    Attributes:
+        resolved: The plan.
+        placements: Of every cut parameter.
+        size: Tensor-parallel ranks.
+    """
+
+    resolved: Resolved
+    placements: dict[str, Placement]
+    size: int
+
+
+@dataclass(frozen=True)
+class How:
+    """How the leaves of a call's inputs and output lie over the ranks.
+
+    Attributes:
+        output: None if all of it is whole.
+    """
+
+    inputs: tuple[Placement | None, ...]
+    output: tuple[Placement | None, ...] | None
+
+
+@dataclass(eq=False)
+class Findings:
+    """What runs have shown of parameters' gradients, by parameter FQN.
+
+    Attributes:
+        partial: Whole ones of which ranks hold partial gradients.
+        whole: Whole ones of which every rank has the whole gradient, and not zero.
+        reached: Those with a gradient that is not zero.
+    """
+
+    partial: set[str] = field(default_factory=set[str])
+    whole: set[str] = field(default_factory=set[str])
+    reached: set[str] = field(default_factory=set[str])
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is run.
+
+    Attributes:
+        module: A block, or a whole model.
+        fqn: Its name.
+        inputs: Leaves of the arguments: random float64 numbers, real integers.
+        spec: How the leaves make up (args, kwargs).
+        how: How they lie over ranks.
+        empty: Parameters, by identity, that need no values since nothing reads them.
+        prepare: Changes every copy of the module before it is run.
+    """
+
+    module: nn.Module
+    fqn: str
+    inputs: Sequence[Any]
+    spec: Any
+    how: How
+    empty: frozenset[int] = frozenset()
+    prepare: Callable[[nn.Module], None] = lambda _: None
+
+
+def compare(
+    make: Callable[[], Region], sharded: Sharded, found: Findings, *, seed: int = 0
+) -> None:
+    """Run a region whole and on all ranks, and note what gradients are.
+
+    Args:
+        make: Makes the region; random numbers that it draws are always the same.
+        sharded: The plan.
+        found: Gets what is found.
+        seed: Of the random numbers.
+
+    Raises:
+        Contradiction: If anything differs.
+        RehearsalError: If the whole region cannot be run.
+    """
+    region = _compare_once(make, sharded, found, seed, training=False)
+    if averaging := _averaging_norms(region.module):
+        try:
+            _compare_once(make, sharded, found, seed, training=True)
+        except RehearsalError:
+            return  # in training it does not run on one device either
+        except Contradiction as error:
+            raise Contradiction(
+                error.fqn,
+                f"in training, where {averaging[0]!r} normalizes by statistics of what it gets, "
+                f"{error.why}",
+            ) from error
+
+
+def _averaging_norms(module: nn.Module) -> list[str]:
+    """Return norms that are other functions in training: their statistics are the batch's."""
+    return [
+        fqn
+        for fqn, each in module.named_modules()
+        if "_NormBase" in {base.__name__ for base in type(each).__mro__}
+        and getattr(each, "track_running_stats", False)
+    ]
+
+
+def _compare_once(
+    make: Callable[[], Region], sharded: Sharded, found: Findings, seed: int, *, training: bool
+) -> Region:
+    with untouched_generators(seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        region = make()
+        base = random_copy(region.module, region.empty).train(training)
+        before = states_of_generators()
+        expected, cotangents = _run_whole(region, base)
+        how = _completed(region.how, expected)
+        # What torch draws is looked at apart: it may be cut, too.
+        draw_alike = before.differs_outside_of_torch(states_of_generators())
+        if draw_alike:
+            set_generators(before)
+        try:
+            runs = _run_ranks(
+                region, base, sharded, expected, cotangents, how, draw_alike=draw_alike
+            )
+        except Exception as error:
+            raise Contradiction(
+                region.fqn, f"a rank's part raises {type(error).__name__}: {error}"
+            ) from error
+    _compare_results(region.fqn, expected, runs, how, sharded.size)
+    _compare_gradients(region.fqn, expected, runs, sharded.placements, found)
+    return region
+
+
+def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]:
+    whole = sharing_copy(base)
+    region.prepare(whole)
+    inputs, before = list(region.inputs), states_of_generators()
+    try:
+        first = _run(whole, _Given(inputs, region.spec, []))
+    # Arbitrary user code: whatever it raises means that it cannot be compared.
+    except Exception as error:
+        raise RehearsalError(region.fqn, error) from error
+    if not all(bool(x.isfinite().all()) for x in first.outputs):
+        error = ValueError("its outputs on random float64 numbers are not finite")
+        raise RehearsalError(region.fqn, error)
+    cotangents = [torch.randn_like(out) for out in first.outputs]
+    if before.differs_outside_of_torch(states_of_generators()):
+        set_generators(before)
+    # Made anew, should a module keep something between calls.
+    whole = sharing_copy(base)
+    region.prepare(whole)
+    return _run(whole, _Given(inputs, region.spec, cotangents)), cotangents
+
+
+def _run_ranks(
+    region: Region,
+    base: nn.Module,
+    sharded: Sharded,
+    expected: _Results,
+    cotangents: Sequence[Tensor],
+    how: How,
+    *,
+    draw_alike: bool,
+) -> list[_Results]:
+    size, fqn = sharded.size, region.fqn
+    lengths = _sequence_lengths(region.inputs, how)
+    kept = _of_floats(how, expected)
+
+    def on_rank(rank: int, meeting: Meeting) -> _Results:
+        local = sharing_copy(base)
+        cut_parameters(local, sharded.placements, size, rank, fqn)
+        region.prepare(local)
+        boundary = Boundary(ThreadRanks(meeting, rank))
+        boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
+        install(local, sharded.resolved, sharded.placements, boundary, prefix=fqn)
+        mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
+        parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
+        return _run(local, _Given(mine, region.spec, parts))
+
+    return run_in_threads(size, on_rank, draw_alike=draw_alike)
+
+
+def _completed(how: How, expected: _Results) -> How:
+    whole = tuple(Replicate() if x is not None else None for x in expected.tensors)
+    return How(how.inputs, whole if how.output is None else how.output)
+
+
+def _of_floats(how: How, expected: _Results) -> list[Placement | None]:
+    assert how.output is not None
+    return [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
+
+
+def region_of_call(module: nn.Module, fqn: str, call: Call, how: How) -> Region:
+    """Return a module with random inputs like those of a call."""
+    leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    return Region(module, fqn, [_random_input(leaf) for leaf in leaves], spec, how)
+
+
+def _random_input(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        values = torch.randn(leaf.shape, dtype=torch.float64)
+        return values.requires_grad_(leaf.requires_grad)
+    if type(leaf) is Tensor and leaf.device.type != "meta":
+        return leaf.detach().cpu().clone()
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def given_input(leaf: Any) -> Any:
+    """Return an example's input in float64, random if it is only made up or has no values."""
+    if type(leaf) is Tensor and leaf.is_floating_point() and leaf.device.type != "meta":
+        values = leaf.detach().cpu().double()
+        if values.numel() and bool(values.isfinite().all()) and bool((values != 0).any()):
+            return values.clone().requires_grad_(leaf.requires_grad)
+    return _random_input(leaf)
+
+
+def _sequence_lengths(leaves: Sequence[Any], how: How) -> int:
+    """Return the length of the sequence that activations at the border are cut along, or 0."""
+    for leaf, placement in zip(leaves, how.inputs, strict=True):
+        if isinstance(placement, Shard) and leaf.is_floating_point() and placement.dim == 1:
+            return leaf.shape[placement.dim]
+    return 0
+
+
+@dataclass(frozen=True)
+class _Given:
+    inputs: list[Any]
+    spec: Any
+    cotangents: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Results:
+    """One forward and backward: outputs and gradients.
+
+    Attributes:
+        outputs: Floats with a gradient.
+        tensors: Every leaf of the output that is a tensor, detached; None for others.
+        floats: For every leaf of the output, whether it is one of ``outputs``.
+        grads: Of every parameter, None without one.
+    """
+
+    outputs: list[Tensor]
+    tensors: list[Tensor | None]
+    floats: list[bool]
+    input_grads: list[Tensor | None]
+    grads: dict[str, Tensor | None]
+
+
+def _run(module: nn.Module, given: _Given) -> _Results:
+    inputs = [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in given.inputs
+    ]
+    args, kwargs = pytree.tree_unflatten(
+        [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
+    )
+    # Caches and the like hold nothing that was computed without values.
+    with torch.enable_grad(), InDouble(), _chance_of(module):
+        output = module(*args, **kwargs)
+    leaves = pytree.tree_leaves(output)
+    floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]
+    outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
+    if given.cotangents:
+        with InDouble():
+            torch.autograd.backward(outputs, given.cotangents)
+    return _Results(
+        [x.detach() for x in outputs],
+        [x.detach() if isinstance(x, Tensor) else None for x in leaves],
+        floats,
+        [x.grad if isinstance(x, Tensor) else None for x in inputs],
+        {name: p.grad for name, p in module.named_parameters()},
+    )
+
+
+def _chance_of(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Take chance out of training: dropout is other numbers on every rank."""
+    return WithoutChance() if module.training else contextlib.nullcontext()
+
+
+def _compare_results(
+    fqn: str, expected: _Results, runs: Sequence[_Results], how: How, size: int
+) -> None:
+    assert how.output is not None
+    for rank, run in enumerate(runs):
+        if run.floats != expected.floats:
+            raise Contradiction(fqn, "a rank's part returns something else")
+        for out, whole, placement in zip(run.tensors, expected.tensors, how.output, strict=True):
+            if (out is None) != (whole is None):
+                raise Contradiction(fqn, "a rank's part returns something else")
+            if out is None or whole is None:
+                continue
+            if not _close(out, _part(whole, placement, size, rank), whole):
+                raise Contradiction(fqn, "what it returns differs")
+        for grad, whole, placement in zip(
+            run.input_grads, expected.input_grads, how.inputs, strict=True
+        ):
+            if not _same_gradient(grad, whole, placement, size, rank):
+                raise Contradiction(fqn, "the gradient of an input differs")
+
+
+def _compare_gradients(
+    fqn: str,
+    expected: _Results,
+    runs: Sequence[_Results],
+    placements: Mapping[str, Placement],
+    found: Findings,
+) -> None:
+    size = len(runs)
+    for name, whole in expected.grads.items():
+        full = f"{fqn}.{name}".strip(".")
+        grads = [run.grads[name] for run in runs]
+        if whole is None:
+            if any(grad is not None and bool(grad.any()) for grad in grads):
+                raise Contradiction(fqn, f"the gradient of {full!r} differs")
+            continue
+        placement = placements.get(full, Replicate())
+        is_whole = placement == Replicate()
+        parts = [_part(whole, placement, size, rank) for rank in range(size)]
+        given = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads, strict=True)
+        ]
+        if bool(whole.any()):
+            found.reached.add(full)
+        if all(_close(grad, part, whole) for grad, part in zip(given, parts, strict=True)):
+            if is_whole and bool(whole.any()):
+                _note(found.whole, found.partial, full, fqn)
+        elif is_whole and _close(torch.stack(given).sum(0), whole, whole):
+            _note(found.partial, found.whole, full, fqn)
+        else:
+            raise Contradiction(fqn, f"the gradient of {full!r} differs")
+
+
+def _note(found: set[str], other: set[str], name: str, fqn: str) -> None:
+    if name in other:
+        raise Contradiction(
+            fqn, f"the gradient of {name!r} is a sum over ranks in a block alone and not in all"
+        )
+    found.add(name)
+
+
+def _same_gradient(
+    grad: Tensor | None, whole: Tensor | None, placement: Placement | None, size: int, rank: int
+) -> bool:
+    """Return whether a rank has its part of an input's gradient; none is zero."""
+    if whole is None:
+        return grad is None or not grad.any()
+    part = _part(whole, placement, size, rank)
+    return _close(torch.zeros_like(part) if grad is None else grad, part, whole)
+
+
+def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    if found.shape != expected.shape or found.is_complex() != expected.is_complex():
+        return False
+    if not found.is_complex():
+        found, expected = found.double(), expected.double()
+    largest = float(scale.abs().max()) if scale.numel() else 0.0
+    return torch.allclose(
+        found, expected, rtol=1e-9, atol=1e-10 * (largest + 1e-3), equal_nan=False
+    )
+
+
+def _part(x: Any, placement: Placement | None, size: int, rank: int) -> Any:
+    if not isinstance(x, Tensor) or placement is None or placement == Replicate():
+        return x
+    part = rank_part(x.detach(), placement, size, rank)
+    return part.requires_grad_(x.requires_grad)

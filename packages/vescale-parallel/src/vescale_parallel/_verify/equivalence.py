@@ -1,0 +1,308 @@
+"""Prove a sharding plan by running it: every kind of block, and the model, whole and on all ranks.
+
+The ranks are threads, each with its own part of the parameters and the very hooks that will
+run. In float64 and on random weights, what a block returns, what the model returns and every
+gradient must agree with those of one device. Nothing about operators is assumed.
+
+[Note: regions that are run] Blocks first, one of each kind, since what differs is found there by
+name. Then the model from its first input to its last output, with all that lies outside of blocks;
+of a long stack equal blocks in the middle pass on what they get. What is cut and was in neither
+run, or had no part in any gradient, is named in ``unproven``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate
+
+from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.hook_readers import read_by_hooks
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved, generalize
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.dry_run import (
+    Call,
+    RehearsalError,
+    placement_between,
+    rehearse_part,
+    rehearse_whole,
+)
+
+from .compared_runs import (
+    Contradiction as Contradiction,
+    Findings,
+    How,
+    Sharded,
+    compare,
+    region_of_call,
+)
+from .large_tables import checked_tables
+from .whole_model import passed_over, whole_region
+
+# Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.
+MAX_NUMEL = 2**26
+NOT_REACHED = "no result of the example depends on it"
+# How many sets of weights a model whose forward depends on values is run on.
+_DRAWS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What running a plan showed.
+
+    Attributes:
+        partial_grads: Whole parameters of which ranks hold partial gradients.
+        whole_grads: Whole parameters of which every rank has the whole gradient, and not zero.
+        proven: Blocks that were run, one of each kind, the model itself being ``""``.
+        too_large: Blocks that only fit in shape, being too large to run.
+        unproven: Cut parameters outside of all that was run, and why.
+    """
+
+    partial_grads: frozenset[str]
+    whole_grads: frozenset[str]
+    proven: tuple[str, ...]
+    too_large: tuple[str, ...]
+    unproven: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(eq=False)
+class _Blocks:
+    """The blocks of a model, and which of them were run.
+
+    Attributes:
+        kinds: Of every block, what makes it equal to another under the plan.
+        proven: Blocks that were run.
+        compared: Blocks that were run, or are equal to one that was.
+    """
+
+    kinds: dict[str, object] = field(default_factory=dict[str, object])
+    proven: list[str] = field(default_factory=list[str])
+    compared: list[str] = field(default_factory=list[str])
+    too_large: list[str] = field(default_factory=list[str])
+
+
+def prove(
+    model: nn.Module,
+    batch: Any,
+    resolved: Resolved,
+    placements: dict[str, Placement],
+    size: int,
+    *,
+    whole: Mapping[str, Call] | None = None,
+) -> Proof:
+    """Run a plan without a second rank.
+
+    Args:
+        model: Whole.
+        batch: An example, small.
+        resolved: The plan.
+        placements: Of every cut parameter.
+        size: Tensor-parallel ranks.
+        whole: What :func:`blocks_of_whole` gave for the model and batch, to save the time; empty
+            for a forward that needs values, which is run as one region then, more than once.
+
+    Raises:
+        Contradiction: If the results or gradients of a block or the model differ, or shapes do
+            not fit.
+        RehearsalError: If the model cannot be run, with values or without.
+    """
+    whole = blocks_of_whole(model, batch) if whole is None else whole
+    sharded = Sharded(resolved, placements, size)
+    part: Mapping[str, Call] = {}
+    if whole:
+        try:
+            part = rehearse_part(model, batch, list(whole), resolved, placements, size)
+        except RehearsalError as error:
+            raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
+    found = Findings()
+    blocks = _prove_blocks(model, whole, part, sharded, found)
+    unproven = _prove_rest(model, batch, whole, blocks, sharded, found)
+    hooked = read_by_hooks(model)
+    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharded) if fqn in hooked}
+    return Proof(
+        partial_grads=frozenset(found.partial),
+        whole_grads=frozenset(found.whole),
+        proven=tuple(blocks.proven),
+        too_large=tuple(blocks.too_large),
+        unproven=unproven,
+    )
+
+
+def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, Call]:
+    """Return how the whole model calls its blocks, or the model itself if it has none.
+
+    Raises:
+        RehearsalError: If the forward needs values.
+    """
+    blocks = [fqn for stack in block_stacks(model) for fqn in stack] or [""]
+    return rehearse_whole(model, batch, blocks)
+
+
+def _prove_blocks(
+    model: nn.Module,
+    whole: Mapping[str, Call],
+    part: Mapping[str, Call],
+    sharded: Sharded,
+    found: Findings,
+) -> _Blocks:
+    blocks = _Blocks()
+    firsts: dict[object, str] = {}
+    for fqn in whole:
+        if fqn not in part:
+            continue
+        module = model.get_submodule(fqn)
+        how = _match(fqn, whole[fqn], part[fqn], sharded.size)
+        said = _said(sharded, fqn)
+        kind = blocks.kinds[fqn] = (
+            *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
+            *(said, _scalars(module)),
+        )
+        first = firsts.setdefault(kind, fqn)
+        if not fqn or (not said and _is_whole(how)):
+            continue
+        if _numel(module) > MAX_NUMEL:
+            if first == fqn:
+                blocks.too_large.append(fqn)
+            continue
+        blocks.compared.append(fqn)
+        if first != fqn:
+            found.partial |= _renamed(found.partial, first, fqn)
+            found.whole |= _renamed(found.whole, first, fqn)
+            found.reached |= _renamed(found.reached, first, fqn)
+            continue
+        make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
+        compare(make, sharded, found)
+        blocks.proven.append(fqn)
+    return blocks
+
+
+def _prove_rest(
+    model: nn.Module,
+    batch: Any,
+    whole: Mapping[str, Call],
+    blocks: _Blocks,
+    sharded: Sharded,
+    found: Findings,
+) -> dict[str, str]:
+    """Run the model itself; return what is cut and was not compared, and why."""
+    if blocks.too_large:
+        return {}
+    calls = {fqn: call for fqn, call in whole.items() if fqn}
+    over = passed_over(model, calls, blocks.kinds)
+    skipped = [fqn for fqns in over.values() for fqn in fqns]
+    numel = _numel(model) - sum(_numel(model.get_submodule(fqn)) for fqn in skipped)
+    if numel > MAX_NUMEL:
+        why = f"{type(model).__name__} is too large to be run whole"
+        return _not_compared(model, batch, blocks, sharded, why)
+    try:
+        # Values may decide what is run.
+        for seed in range(1 if whole else _DRAWS):
+            compare(lambda: whole_region(model, batch, over), sharded, found, seed=seed)
+    except RehearsalError as error:
+        if not blocks.proven:
+            raise
+        return _not_compared(
+            model, batch, blocks, sharded, f"the model was not run whole: {error}"
+        )
+    blocks.proven.append("")
+    return _not_reached(model, sharded, found)
+
+
+def _not_compared(
+    model: nn.Module, batch: Any, blocks: _Blocks, sharded: Sharded, why: str
+) -> dict[str, str]:
+    """Return what is cut outside of the blocks that were run, but for tables run apart."""
+    inside = tuple(f"{fqn}." for fqn in blocks.compared)
+    outside = [fqn for fqn in _cut(sharded) if not fqn.startswith(inside)]
+    apart = checked_tables(model, batch, sharded, _cut(sharded), inside)
+    return {fqn: why_not for fqn in [*outside, *apart] if (why_not := apart.get(fqn, why))}
+
+
+def _not_reached(model: nn.Module, sharded: Sharded, found: Findings) -> dict[str, str]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ids = {id(named[fqn]) for fqn in found.reached}
+    patterns = {generalize(fqn) for fqn, p in named.items() if id(p) in ids}
+    return {fqn: NOT_REACHED for fqn in _cut(sharded) if generalize(fqn) not in patterns}
+
+
+def _cut(sharded: Sharded) -> list[str]:
+    """Return the parameters of which ranks hold, or use, parts."""
+    shared = [f"{fqn}.weight" for fqn in sharded.resolved.shared]
+    cut = [fqn for fqn, each in sharded.placements.items() if each != Replicate()]
+    return [*cut, *shared]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _renamed(names: set[str], old: str, new: str) -> set[str]:
+    return {new + name.removeprefix(old) for name in names if name.startswith(f"{old}.")}
+
+
+def _said(sharded: Sharded, fqn: str) -> tuple[object, ...]:
+    """Return what a plan says of a block, by names within it."""
+    found: list[tuple[str, ...]] = []
+    for field_name, said in {**vars(sharded.resolved), "placements": sharded.placements}.items():
+        pairs = said.items() if isinstance(said, Mapping) else ((key, True) for key in said)
+        for key, value in pairs:
+            owner, rest = key if isinstance(key, tuple) else (key, "")
+            if not fqn or f"{owner}.".startswith(f"{fqn}."):
+                found.append((field_name, owner.removeprefix(fqn), str(rest), repr(value)))
+    return tuple(sorted(found))
+
+
+def _scalars(module: nn.Module) -> str:
+    """Return the plain attributes that may steer a forward, but for where the module is."""
+    return repr(
+        [
+            (name, value)
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if type(value) in (bool, int, float, str)
+            and not name.endswith(("idx", "index", "_id"))
+        ]
+    )
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(p.shape) for p in module.parameters())
+
+
+def _shapes_of(call: Call) -> str:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return repr([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
+
+
+def _is_whole(how: How) -> bool:
+    placements = (*how.inputs, *(how.output or ()))
+    return all(each is None or each == Replicate() for each in placements)
+
+
+def _match(fqn: str, whole: Call, part: Call, size: int) -> How:
+    def placements(ours: Any, theirs: Any, what: str) -> tuple[Placement | None, ...]:
+        found: list[Placement | None] = []
+        pairs = (pytree.tree_leaves(ours), pytree.tree_leaves(theirs))
+        if len(pairs[0]) != len(pairs[1]):
+            raise Contradiction(fqn, f"{what} has {len(pairs[1])} leaves, not {len(pairs[0])}")
+        for one, other in zip(*pairs, strict=True):
+            placement = None
+            if isinstance(one, Tensor):
+                placement = placement_between(one, other, size)
+                if placement is None:
+                    raise Contradiction(
+                        fqn,
+                        f"{what} of shape {tuple(one.shape)} has shape {tuple(other.shape)} "
+                        f"on a rank of {size}",
+                    )
+            found.append(placement)
+        return tuple(found)
+
+    return How(
+        placements((whole.args, dict(whole.kwargs)), (part.args, dict(part.kwargs)), "an input"),
+        placements(whole.output, part.output, "an output"),
+    )

@@ -1,0 +1,101 @@
+"""Check a sharding plan that a person wrote, by running it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from vescale_parallel._model.inputs import small_example
+from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._trace.dry_run import RehearsalError
+
+from .equivalence import Contradiction, Proof, prove
+from .linear_pairs import contradicted_module
+from .threads import in_fresh_thread
+
+
+def checked_plan(
+    model: nn.Module, resolved: Resolved, size: int, batch: Any, *, declared: bool = False
+) -> tuple[Resolved, bool]:
+    """Return the plan, completed by the gradients that are addends, and whether it was proven.
+
+    Without an example, or if the model cannot be run without values, only pairs of linears
+    within modules that can be called on one tensor are run.
+
+    Args:
+        model: Whole.
+        resolved: The plan.
+        size: Tensor-parallel ranks.
+        batch: An example; None if there is none.
+        declared: Refuse a plan that does not say itself which gradients are addends.
+
+    Raises:
+        ValueError: With the module whose results or gradients the plan changes.
+    """
+    if batch is not None:
+        try:
+            placements = complete_placements(resolved, model, size)
+            small = small_example(batch)
+            proof = in_fresh_thread(lambda: prove(model, small, resolved, placements, size))
+        except Contradiction as error:
+            raise ValueError(
+                "tensor_parallel.sharding_plan changes what "
+                f"{error.fqn or type(model).__name__!r} computes: run whole "
+                f"and on {size} ranks on random weights, {error.why}"
+            ) from error
+        except RehearsalError:
+            return checked_plan(model, resolved, size, None, declared=declared)
+        for fqn in sorted(proof.whole_grads.intersection(resolved.grads)):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
+                f"of {fqn!r}; leave out its <grad>"
+            )
+        for fqn in sorted(proof.partial_grads.difference(resolved.grads)) if declared else ():
+            raise ValueError(
+                f"tensor_parallel.communication is 'declared', and ranks hold addends of the "
+                f"gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the sharding plan"
+            )
+        _warn_of_unproven(proof)
+        grads = {**resolved.grads, **dict.fromkeys(proof.partial_grads, Partial())}
+        return replace(resolved, grads=grads), True
+    _check_kinds(model, resolved)
+    wrong = contradicted_module(model, resolved, size)
+    if wrong is not None:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
+            "rank by rank on random weights, its output or gradients differ"
+        )
+    return resolved, False
+
+
+def _warn_of_unproven(proof: Proof) -> None:
+    """Say what was only found to fit in shape."""
+    reasons = dict.fromkeys(proof.too_large, "it is too large to be run") | dict(proof.unproven)
+    for fqn, why in reasons.items():
+        warnings.warn(
+            f"tensor_parallel.sharding_plan: {fqn!r} fits in shape and was not compared with one "
+            f"device: {why}",
+            stacklevel=2,
+        )
+        return
+
+
+def _check_kinds(model: nn.Module, resolved: Resolved) -> None:
+    """Refuse cuts that only a run can show to be right."""
+    for fqn, placement in resolved.parameters.items():
+        owner_fqn, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(owner_fqn)
+        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
+        linear = linear_kind(owner) is not None and name in ("weight", "bias")
+        if placement != Replicate() and not rows and not linear:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn!r} cannot be {placement!r} without an "
+                "example to prove it on; without one, weights of linear layers and rows of "
+                "embeddings can be cut. Give parallelize a data set"
+            )

@@ -1,0 +1,112 @@
+"""A small model of the same make as a large one of transformers, to prove plans on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._tensor_parallel.sharding_spec import generalize
+
+from .equivalence import MAX_NUMEL
+
+# Sizes that a transformers configuration may name, and what they become. Numbers of heads and
+# experts stay: they decide what can be cut.
+_HEAD_DIM = 8
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "n_embed")
+_HEAD_DIMS = ("head_dim", "d_kv", "attention_head_dim")
+_FEATURES = (
+    "intermediate_size", "d_ff", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim",
+    "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+_ROWS = ("vocab_size",)
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+_FEW_LAYERS = 4
+
+
+def is_large(model: nn.Module) -> bool:
+    """Return whether a block, or the model with few of its blocks, is too large to be run."""
+    total = sum(p.numel() for p in model.parameters())
+    for stack in block_stacks(model):
+        numels = [sum(p.numel() for p in model.get_submodule(fqn).parameters()) for fqn in stack]
+        if max(numels) > MAX_NUMEL:
+            return True
+        total -= sum(numels[2:-1])
+    return total > MAX_NUMEL
+
+
+def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:
+    """Return a model of the same class with few small layers, on the meta device.
+
+    Args:
+        model: A transformers model.
+        size: What the small layers' features shall divide by.
+
+    Returns:
+        None if the class or its configuration is not understood, or the modules differ.
+    """
+    config = copy.deepcopy(getattr(model, "config", None))
+    heads = _first(config, _HEADS)
+    if config is None or heads is None:
+        return None
+    _set(config, _HEAD_DIMS, _HEAD_DIM)
+    _set(config, _HIDDEN, heads * _HEAD_DIM)
+    _set(config, _FEATURES, 4 * size)
+    # More rows than columns, as tables of a vocabulary have.
+    _set(config, _ROWS, size * (2 * heads * _HEAD_DIM // size + 1))
+    if len(set(getattr(config, "layer_types", None) or ())) < 2:
+        _set(config, _LAYERS, _FEW_LAYERS)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:_FEW_LAYERS]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, 0)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    make: Any = type(model)
+    try:
+        with torch.device("meta"):
+            twin: nn.Module = make(config)
+    # Arbitrary constructors: one that does not take the small sizes has no twin.
+    except Exception:
+        return None
+    finally:
+        logger.setLevel(level)
+    return twin if _layout(twin) == _layout(model) else None
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _set(config: Any, names: tuple[str, ...], value: int) -> None:
+    for name in names:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(value, getattr(config, name)))
+
+
+def _layout(model: nn.Module) -> set[tuple[str, type]]:
+    return {(generalize(fqn), type(module)) for fqn, module in model.named_modules()}
+
+
+def plan_of_twin(plan: Mapping[str, str], twin: nn.Module, model: nn.Module) -> dict[str, str]:
+    """Return a plan of a twin with the names of the model's own last blocks."""
+    last = {
+        theirs[-1]: ours[-1]
+        for theirs, ours in zip(block_stacks(twin), block_stacks(model), strict=True)
+    }
+    return {_renamed(pattern, last): text for pattern, text in plan.items()}
+
+
+def _renamed(pattern: str, last: Mapping[str, str]) -> str:
+    head, mark, tail = pattern.partition(".<")
+    return last.get(head, head) + mark + tail

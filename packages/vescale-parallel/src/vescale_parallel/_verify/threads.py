@@ -1,0 +1,91 @@
+"""Ranks that are threads of this process, and threads without their caller's modes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from vescale_parallel._tensor_parallel.communicators import Meeting
+from vescale_parallel._trace.generators import set_generators, states_of_generators
+
+T = TypeVar("T")
+
+
+class _OwnGenerators:
+    """Turns of threads, each with the host's generators as if it alone drew from them."""
+
+    def __init__(self, size: int) -> None:
+        self._lock = threading.Lock()
+        self._states = [states_of_generators() for _ in range(size)]
+
+    @contextlib.contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        self._take(rank)
+        try:
+            yield
+        finally:
+            self._give(rank)
+
+    @contextlib.contextmanager
+    def passed_on(self, rank: int) -> Iterator[None]:
+        self._give(rank)
+        try:
+            yield
+        finally:
+            self._take(rank)
+
+    def _take(self, rank: int) -> None:
+        self._lock.acquire()
+        set_generators(self._states[rank])
+
+    def _give(self, rank: int) -> None:
+        self._states[rank] = states_of_generators()
+        self._lock.release()
+
+
+def run_in_threads(
+    size: int, on_rank: Callable[[int, Meeting], Any], *, draw_alike: bool = False
+) -> list[Any]:
+    """Call a function on every rank, each in a thread of its own.
+
+    Args:
+        size: How many ranks.
+        on_rank: Gets the rank, and where ranks meet.
+        draw_alike: All draw the same numbers from the host's generators, as processes do;
+            only one runs at a time then.
+
+    Raises:
+        Exception: Whatever the first rank that failed raised.
+    """
+    turns = _OwnGenerators(size) if draw_alike else None
+    meeting = Meeting(size, turns)
+    results: list[Any] = [None] * size
+    errors: list[Exception] = []
+
+    def work(rank: int) -> None:
+        try:
+            with contextlib.nullcontext() if turns is None else turns.turn(rank):
+                results[rank] = on_rank(rank, meeting)
+        # Handed to the caller below.
+        except Exception as error:
+            errors.append(error)
+            meeting.give_up()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return results
+
+
+def in_fresh_thread(run: Callable[[], T]) -> T:
+    """Run something without the modes of this thread: autocast, inference, counters, devices."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,48 @@
+"""Take chance out of a forward that is run to be compared with another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_parallel._torch_private import TorchDispatchMode, pytree
+from vescale_parallel._trace.random_ops import is_draw
+
+aten = torch.ops.aten
+
+
+class WithoutChance(TorchDispatchMode):
+    """Has operators that draw random numbers give constants: dropout keeps everything.
+
+    The number of draws, and so what is drawn for a row, depends on how many rows there are.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        return without_chance(func, args, kwargs)
+
+
+def without_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return constants in place of what an operator would draw."""
+    if func is aten.native_dropout.default:
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" in names:
+        given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
+        return func(**given)
+    if func is aten.randperm.default:
+        return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64)
+    return pytree.tree_map_only(Tensor, _constant, func(*args, **kwargs))
+
+
+def _constant(drawn: Tensor) -> Tensor:
+    if not drawn.is_floating_point():
+        return drawn.fill_(drawn.dtype == torch.bool)
+    # A layer is left out, by custom, if a single number is small.
+    return drawn.fill_(0.5 if drawn.dim() else 1.0)
