@@ -7,7 +7,7 @@ import pytest
 from .families import FAMILIES, sharded, verdict
 from .family_table import said, shown, with_sharded
 
-_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "families.md"
+_PAGE = Path(__file__).parents[4] / "docs" / "reference" / "families.md"
 
 # One of each kind of block: dense, gated, fused, latent, of experts, recurrent, two stacks.
 _SLICE = ("gpt_neox", "qwen3", "gpt_oss", "deepseek_v2", "rwkv", "bart-encoder-decoder", "vit")

@@ -1,6 +1,6 @@
 """Tiny models of transformers' families, and what cutting each of them comes to.
 
-python -m packages.vescale-parallel.tests.families NAME... > families.jsonl
+python -m packages.vescale-parallel.tests.auto_sharding.families NAME... > families.jsonl
 """
 
 from __future__ import annotations

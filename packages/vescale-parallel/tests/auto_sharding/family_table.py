@@ -1,12 +1,12 @@
 """Make the page of families from the records of `families`.
 
-python -m packages.vescale-parallel.tests.families > families.jsonl
-python -m packages.vescale-parallel.tests.family_table families*.jsonl > docs/reference/families.md
+python -m packages.vescale-parallel.tests.auto_sharding.families > families.jsonl
+python -m packages.vescale-parallel.tests.auto_sharding.family_table families*.jsonl > docs/reference/families.md
 
 When only the plans have changed, the column of what is sharded can be made anew alone:
 
-python -m packages.vescale-parallel.tests.families --sharded > sharded.jsonl
-python -m packages.vescale-parallel.tests.family_table \\
+python -m packages.vescale-parallel.tests.auto_sharding.families --sharded > sharded.jsonl
+python -m packages.vescale-parallel.tests.auto_sharding.family_table \\
     --page docs/reference/families.md sharded.jsonl
 
 Nightly tests fail when the page is out of date.
