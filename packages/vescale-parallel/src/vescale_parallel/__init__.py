@@ -6,15 +6,12 @@ from ._auto_sharding.policies import (
     tensor_parallel_plan as tensor_parallel_plan,
 )
 from ._data_parallel.loader import ParallelLoader as ParallelLoader
-from ._model.blocks import (
-    block_stacks as block_stacks,
-    model_signature as model_signature,
-    pipeline_blocks as pipeline_blocks,
-    split_blocks as split_blocks,
-)
+from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
+from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._parameters.shard_model import read_real as read_real
 from ._pipeline.check import check_pipeline as check_pipeline
+from ._pipeline.partition import split_blocks as split_blocks
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
 from ._plan.config import (
     Batch as Batch,

@@ -19,19 +19,12 @@ from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.regions import RowRegions
 from ._data_parallel.loader import ParallelLoader
 from ._data_parallel.param_group import Unit
-from ._mesh.mesh import (
-    axis_group,
-    axis_rank,
-    axis_size,
-    build_mesh,
-    check_agreement,
-    data_groups,
-    meet,
-    second_group,
-    start_process_group,
-)
-from ._model.blocks import block_stacks, check_signature, described_values, model_signature
+from ._mesh.agreement import check_agreement, meet
+from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_groups, second_group
+from ._mesh.process_group import start_process_group
+from ._model.blocks import block_stacks
 from ._model.inputs import example_from, example_of
+from ._model.signature import check_signature, described_values, model_signature
 from ._parameters.shard_model import Read, make_slots, move_buffers, read_real, torch_dtype
 from ._parameters.sharded_parameter import Slot
 from ._pipeline.placeholders import stand_in
@@ -40,20 +33,22 @@ from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_buffers import StageBuffers
 from ._pipeline.stage_module import Staging, stage_module
 from ._plan.plan import ParallelPlan
+from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.predict import TensorParallelism
 from ._rng.sharded_rng import Draws, Place
-from ._runtime.checks import check_arguments, check_supported
+from ._runtime.checks import check_arguments
 from ._runtime.engine import Engine, ParallelModule, namespace_of
 from ._runtime.optimizer import parallelize_optimizer
 from ._runtime.outside import KnownModules, refuse_parts
 from ._runtime.recompute import keep_no_caches, recompute
 from ._runtime.same_inputs import SameInputs
-from ._tensor_parallel.apply import complete_placements, install, sequence_ends
+from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
 from ._tensor_parallel.explain import Sharding, said_whole
+from ._tensor_parallel.placements import complete_placements
 from ._tensor_parallel.sharding_spec import Resolved, resolve
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
 from ._trace.fake_tensors import bind
@@ -142,8 +137,8 @@ def _carry_out(
         has_parts = plan.data_parallel.size > 1
         forms = DrawForms(model, looks, batch, cut, exchange, has_parts=has_parts)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
-    if row_guard is not None:
-        row_guard.loader = loader
+    if row_guard is not None and loader is not None:
+        row_guard.is_rows_first = loader.gave
     staging = Staging()
     if stages is not None:
         _stage_modules(plan, model, stages, staging)

@@ -27,8 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vescale_dtensor import is_sharded
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.find_candidates import Cut, Cuts, cuts
-from vescale_parallel._tensor_parallel.apply import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import generalize, resolve
+from vescale_parallel._model.fqns import generalize
+from vescale_parallel._tensor_parallel.placements import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 
 from .masked_ranks import worst_error
 from .permutation import change, matrices, randomize

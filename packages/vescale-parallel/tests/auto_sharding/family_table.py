@@ -1,7 +1,8 @@
 """Make the page of families from the records of `families`.
 
 python -m packages.vescale-parallel.tests.auto_sharding.families > families.jsonl
-python -m packages.vescale-parallel.tests.auto_sharding.family_table families*.jsonl > docs/reference/families.md
+python -m packages.vescale-parallel.tests.auto_sharding.family_table \\
+    families*.jsonl > docs/reference/families.md
 
 When only the plans have changed, the column of what is sharded can be made anew alone:
 

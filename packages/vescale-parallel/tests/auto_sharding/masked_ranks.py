@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from vescale_parallel._auto_sharding.find_candidates import Cut
-from vescale_parallel._tensor_parallel.communicators import part_sizes
+from vescale_parallel._tensor_parallel.chunks import part_sizes
 
 _PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
 

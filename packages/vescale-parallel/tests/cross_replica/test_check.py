@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel import ParallelLoader
 from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, num_rows_of
 from vescale_parallel._cross_replica.call_guard import RowGuard, some_rows
 
@@ -296,10 +295,5 @@ def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> No
     with pytest.raises(ValueError, match=r"of length 3, they meet in .*; if the one of length 5"):
         meetings(Tokens(divided_by_rows), *tokens())
     guard = RowGuard(Tokens(divided_by_rows), lambda mine: [mine])
-    guard.loader = cast("ParallelLoader", _Gives())
+    guard.is_rows_first = lambda tree: True
     assert [*guard.meetings(Tokens(divided_by_rows), tokens(), {})[0].regions] == [""]
-
-
-class _Gives:
-    def gave(self, tree: object) -> bool:
-        return True

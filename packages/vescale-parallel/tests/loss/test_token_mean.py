@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
+from vescale_parallel._loss.token_mean import _RETURNED, TokenCounts, TokenMeans
+from vescale_parallel._tensor_parallel.vocab_parallel import Returned
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.25])
@@ -109,3 +110,7 @@ def test_means_get_no_warning(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         means.warn_of_sums(loss)
+
+
+def test_distributed_scalars_are_known_by_their_name() -> None:
+    assert Returned.__name__ == _RETURNED

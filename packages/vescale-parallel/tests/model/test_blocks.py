@@ -15,8 +15,9 @@ from vescale_parallel import (
     split_blocks,
     with_constraints,
 )
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._pipeline.stage_assignment import stage_map
-from vescale_parallel._tensor_parallel.sharding_spec import generalize, resolve
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 
 
 class Tower(nn.Module):

@@ -24,7 +24,7 @@ from vescale_parallel._rng.predict import (
 )
 from vescale_parallel._rng.sharded_rng import WHOLE, Cut, Draws, KnownDraws, Place, Scope
 from vescale_parallel._runtime.recompute import recompute
-from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 
 

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._tensor_parallel.communicators import (
-    FakeRanks,
-    Meeting,
-    ThreadRanks,
-    part_sizes,
-)
+from vescale_parallel._tensor_parallel.chunks import part_sizes
+from vescale_parallel._tensor_parallel.communicators import FakeRanks, Meeting, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._verify.threads import run_in_threads
 

@@ -11,12 +11,13 @@ from torch.distributed.tensor import Replicate
 
 from vescale_parallel import ShardingProposal, propose_sharding
 from vescale_parallel._model.copies import copied_without_hooks
-from vescale_parallel._tensor_parallel.apply import complete_placements, install
+from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.placements import complete_placements
+from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import cut_parameters, rank_part
 from vescale_parallel._verify.threads import run_in_threads
 
 # A loss and the gradient of every parameter.

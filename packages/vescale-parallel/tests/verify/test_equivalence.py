@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.place_collectives import Group, arrange
-from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._verify import equivalence
 from vescale_parallel._verify.equivalence import Contradiction, prove

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._trace.axes import Axes, Dim, Graph, Obstacle, RefusedError, Trace, Value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._trace.axes import Value, is_within
 
 from .axis_search import Search

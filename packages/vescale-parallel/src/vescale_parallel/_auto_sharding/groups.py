@@ -8,13 +8,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.fqns import generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.attention_heads import parameters_by_heads, why_whole
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    generalize_first,
-    matching,
-    parse_placement,
-)
+from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
 from .find_candidates import Cut
 from .place_collectives import Group

@@ -16,14 +16,10 @@ from typing import Any
 from torch import nn
 
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.apply import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    generalize,
-    generalize_first,
-    matching,
-    resolve,
-)
+from vescale_parallel._tensor_parallel.placements import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._trace.dry_run import Call, RehearsalError
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._verify.call_signature import CallForms, proof_record

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
 from vescale_parallel._model.linear_layout import features, linear_kind
 from vescale_parallel._rng.predict import draw_marks
-from vescale_parallel._tensor_parallel.apply import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import generalize, matching, resolve
+from vescale_parallel._tensor_parallel.placements import complete_placements
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import RehearsalError
 from vescale_parallel._trace.fake_tensors import ObservationError

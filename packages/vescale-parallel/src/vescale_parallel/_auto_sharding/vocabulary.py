@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vescale_parallel._tensor_parallel.communicators import part_sizes
+from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._trace.axes import RefusedError, Step, Value, check_addends, is_within
 
 from .axis_search import Search

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
 

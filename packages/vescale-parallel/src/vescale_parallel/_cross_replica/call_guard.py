@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_parallel._data_parallel.loader import ParallelLoader
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import common_length, some_that_count
 from vescale_parallel._model.random_copies import random_copy
@@ -54,7 +53,8 @@ class RowGuard:
         losses_only: Whether numbers that have no gradient do not matter.
 
     Attributes:
-        loader: Gives batches whose rows are the first dim; None if the program has its own.
+        is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
+            batch that a loader of this package gave.
         whole: A copy of the model without values; None if it cannot be copied.
         latest: The form of the latest call; None before the first one.
     """
@@ -73,7 +73,7 @@ class RowGuard:
         self._trained: dict[str, RowMeetings] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
-        self.loader: ParallelLoader | None = None
+        self.is_rows_first: Callable[[Any], bool] = lambda tree: False
 
     def meetings(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -112,7 +112,7 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        is_rows_first = self.loader is not None and self.loader.gave((args, kwargs))
+        is_rows_first = self.is_rows_first((args, kwargs))
         found, why, is_wrong = NOWHERE, "", False
         try:
             found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
-from vescale_parallel._tensor_parallel.vocab_parallel import Returned
 from vescale_parallel._user_line import warn_at_user_line
 
 # Divides by the number of counted targets, or by the sum of their weights.
@@ -75,7 +74,8 @@ class TokenMeans(TorchFunctionMode):
 
 # Backward nodes of what a scalar loss is put together with from other scalars.
 _SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
-_RETURNED = Returned.__name__  # a scalar that was distributed over tensor-parallel ranks
+# A scalar that was distributed over tensor-parallel ranks: vocab_parallel.Returned.
+_RETURNED = "Returned"
 _SUM_REDUCTION = 2  # at::Reduction::Sum
 
 

@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import os
-from datetime import timedelta
-
-import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_dtensor import named_failures
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import set_timeout
 
-# Longer than any step; a collective that takes as long is a bug or a dead rank.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
-def this_device() -> torch.device:
-    """Return the accelerator of this rank, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def start_process_group() -> None:
-    """Join torchrun's process group, or a group of one without torchrun, if nobody did yet."""
-    device = this_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    else:
-        dist.init_process_group(
-            backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
-        )
-    atexit.register(_leave_process_group)
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+from .agreement import meet
+from .process_group import COLLECTIVE_TIMEOUT, this_device
 
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:
@@ -92,34 +55,3 @@ def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(own, dist.ProcessGroup)
     return own
-
-
-def meet() -> None:
-    """Wait for all ranks, or raise what one of them did. Every rank must call this.
-
-    New process groups meet by way of the store, which does not know that a rank has died: the
-    others would wait there for their timeout. What user code does on one rank comes before this.
-    """
-    check_agreement()
-
-
-def check_agreement(**described: str) -> None:
-    """Raise on every rank if ranks were given different things. Every rank must call this.
-
-    Args:
-        described: What to compare, by the name the error uses.
-
-    Raises:
-        ValueError: Naming what differs and the ranks that differ from rank 0.
-    """
-    digests = {k: hashlib.sha256(v.encode()).hexdigest()[:16] for k, v in described.items()}
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    with named_failures():
-        dist.all_gather_object(everyone, digests)
-    for name in described:
-        differing = [r for r, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
-        if differing:
-            raise ValueError(
-                f"expected the same {name} on every rank, but ranks {differing} differ from "
-                f"rank 0; this is rank {dist.get_rank()} with {described[name][:500]!r}"
-            )

@@ -123,3 +123,38 @@ def _is_filled(cell: types.CellType) -> bool:
         return (cell.cell_contents, True)[1]
     except ValueError:
         return False
+
+
+def snapshot(tree: Any) -> Any:
+    """Copy the containers of a tree, and objects that a module might change: caches."""
+    return pytree.tree_map(_copied_leaf, tree)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        return leaf
+    return copied_object(leaf)
+
+
+def copied_object(thing: Any) -> Any:
+    """Return a deep copy that shares tensors; the thing itself if it cannot be copied."""
+    memo: dict[int, Any] = {}
+    todo, seen = [thing], set[int]()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            memo[id(each)] = each
+        elif isinstance(each, Mapping):
+            todo += each.values()
+        elif isinstance(each, list | tuple | set):
+            todo += each
+        elif hasattr(each, "__dict__") and not isinstance(each, type):
+            todo += vars(each).values()
+    try:
+        return copy.deepcopy(thing, memo)
+    # Arbitrary user objects.
+    except Exception:
+        return thing

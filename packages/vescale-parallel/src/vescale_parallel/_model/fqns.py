@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -44,3 +45,26 @@ def merged(said: Mapping[K, V], rename: Callable[[K], K]) -> dict[K, V]:
                 f"the plan has {value!r} for it and {found[name]!r}; say the same of both"
             )
     return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches."""
+    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def generalize(fqn: str) -> str:
+    """Return ``fqn`` with its numeric components replaced by ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def generalize_first(fqn: str) -> str:
+    """Return ``fqn`` with its first numeric component, the block's, replaced by ``*``."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\g<1>*", fqn, count=1)
+
+
+def stack_of(fqn: str) -> str:
+    """Return the name of the stack of blocks that a module is in, empty outside of any."""
+    parts = fqn.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[:first])

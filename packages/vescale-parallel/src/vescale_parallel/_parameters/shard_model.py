@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale_dtensor import Box, DTensor, local_boxes, local_shape
-from vescale_parallel._mesh.mesh import axis_rank, axis_size, this_device
+from vescale_parallel._mesh.mesh import axis_rank, axis_size
+from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.sharding_spec import Resolved
 

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import named_failures
 from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
-from vescale_parallel._mesh.mesh import axis_rank, meet
+from vescale_parallel._mesh.agreement import meet
+from vescale_parallel._mesh.mesh import axis_rank
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import group_timeout, pytree
 
+from .microbatches import split_batch
 from .placeholders import StandIn
 from .schedules import Action, actions_of, forward_actions
 from .stage_module import StageDone, StageRun, Staging
@@ -309,36 +311,6 @@ def _signature(part: tuple[Any, Any]) -> object:
     ]
     shapes = tuple((t.shape, t.dtype) for t in tensors)
     return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())
-
-
-def split_batch(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut a batch into equal parts along dim 0 of its tensors.
-
-    A tensor is cut if its dim 0 has the size of the first tensor's; others go to every part.
-
-    Raises:
-        ValueError: If there is no tensor, or its rows do not divide into the parts.
-    """
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), None)
-    if rows is None or rows % num_parts:
-        raise ValueError(
-            f"expected a batch whose rows divide into {num_parts} micro-batches "
-            f"(pipeline_parallel.microbatches), got {rows} rows"
-        )
-    step = rows // num_parts
-    parts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    for index in range(num_parts):
-        cut = [
-            x[index * step : (index + 1) * step]
-            if isinstance(x, Tensor) and x.ndim and x.shape[0] == rows
-            else x
-            for x in leaves
-        ]
-        parts.append(pytree.tree_unflatten(cut, spec))
-    return parts
 
 
 def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -9,8 +9,10 @@ from typing import Literal
 
 from torch import nn
 
-from vescale_parallel._model.blocks import pipeline_blocks, stage_starts
+from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._plan.plan import ParallelPlan
+
+from .partition import stage_starts
 
 
 @dataclass(frozen=True)

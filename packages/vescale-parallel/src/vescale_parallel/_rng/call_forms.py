@@ -22,8 +22,8 @@ from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard, plain, some_rows, within
 from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError
 from vescale_parallel._trace.fake_tensors import ObservationError

@@ -15,24 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import small_example
-from vescale_parallel._tensor_parallel.apply import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    Resolved,
-    generalize,
-    generalize_first,
-    matching,
-    resolve,
-)
+from vescale_parallel._tensor_parallel.placements import complete_placements
+from vescale_parallel._tensor_parallel.shard_module import placement_between
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import (
-    RehearsalError,
-    opened,
-    placement_between,
-    rehearse_draws,
-)
+from vescale_parallel._trace.dry_run import RehearsalError, opened
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
 from vescale_parallel._trace.rng_trace import NotedDraw
+from vescale_parallel._verify.rank_dry_run import rehearse_draws
 
 from .sharded_rng import WHOLE, Cut, Scope, mark
 

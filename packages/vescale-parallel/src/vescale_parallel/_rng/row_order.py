@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vescale_dtensor.random import Fill, RandomOperator
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.runs import seeded
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 from vescale_parallel._trace.random_ops import draw_with, is_draw
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from vescale_parallel._tensor_parallel.vocab_parallel import (
 )
 from vescale_parallel._torch_private import call_after_backward, is_in_backward, pytree
 from vescale_parallel._user_line import user_line, warn_at_user_line
-from vescale_parallel._verify.call_guard import CallGuard
 
 from .outside import KnownModules, read_in, refuse_stray_gradients
 from .same_inputs import SameInputs
@@ -82,6 +81,16 @@ def namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     return namespace
 
 
+class ProvesCalls(Protocol):
+    """What a plan was proven for, and a proof of it for other calls."""
+
+    def proven(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Prove the plan for a call, unless one of its form was seen, and run the call inside."""
+        ...
+
+
 class Engine:
     """Runs one rank's part of a parallelized model.
 
@@ -109,7 +118,7 @@ class Engine:
         self._root, self._units = root, [unit for _, unit in blocks]
         self.pipeline: Pipeline | None = None
         self.buffers: StageBuffers | None = None
-        self.guard: CallGuard | None = None
+        self.guard: ProvesCalls | None = None
         self.inputs: SameInputs | None = None
         self.known: KnownModules | None = None
         self.is_running = False

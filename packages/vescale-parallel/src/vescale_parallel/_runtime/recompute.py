@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
-from vescale_parallel._trace.dry_run import snapshot
+from vescale_parallel._model.copies import snapshot
 
 Around = Callable[[], AbstractContextManager[None]]
 

@@ -17,108 +17,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._model.fqns import merged, once_each, renamed_owner
+from vescale_parallel._model.fqns import merged, once_each, renamed_owner, stack_of
 from vescale_parallel._model.linear_layout import LinearKind, linear_kind
 from vescale_parallel._torch_private import pytree
 
-from .attention_heads import Borders, attend_by_heads, check_attention, cut_attention
-from .communicators import part_sizes
+from .attention_heads import Borders, attend_by_heads, cut_attention
+from .chunks import part_sizes
 from .conversions import Boundary
-from .sharding_spec import Move, Resolved
+from .sharding_spec import Move, Resolved, shard_dim
+from .vocab_embedding import shard_embedding_rows
 
 
 class KeepCut(Protocol):
     """Makes a column-wise linear hand on its output as it is cut."""
 
     def __call__(self, module: nn.Module, *, num_features: int) -> None: ...
-
-
-def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
-    """Return the placement of every sharded parameter, biases of column-wise linears included.
-
-    Raises:
-        ValueError: If a parameter has no such dim, or it does not divide into the ranks.
-    """
-    placements = dict(resolved.parameters)
-    _check_moves(resolved, model)
-    _check_shared(resolved, model, size)
-    check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
-    for fqn, placement in resolved.parameters.items():
-        if not isinstance(placement, Shard | InterleavedShard):
-            continue
-        owner_fqn, _, name = fqn.rpartition(".")
-        owner = model.get_submodule(owner_fqn)
-        kind = linear_kind(owner)
-        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
-        head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
-        shape = model.get_parameter(fqn).shape
-        # Biases are as long as the weights that they belong to.
-        uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
-        _check_divides(fqn, shape, placement, size, even=not uneven)
-        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
-            raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
-        if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
-            raise ValueError(f"{owner_fqn} has too few rows for tensor_parallel.size {size}")
-        if kind is None or name != "weight" or owner._parameters.get("bias") is None:
-            continue
-        if placement.dim == kind.out_dim:
-            placements[f"{owner_fqn}.bias"] = (
-                Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
-            )
-    return placements
-
-
-def _check_moves(resolved: Resolved, model: nn.Module) -> None:
-    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
-    moves = [(fqn, "<in>", move) for (fqn, _), move in resolved.inputs.items()]
-    moves += [(fqn, "<out>", move) for fqn, move in resolved.outputs.items()]
-    for fqn, mark, move in moves:
-        kind = linear_kind(model.get_submodule(fqn))
-        if move.source != Shard(-1):
-            continue
-        cut = getattr(resolved.parameters.get(f"{fqn}.weight"), "dim", None)
-        wanted = None if kind is None else kind.out_dim if mark == "<out>" else kind.in_dim
-        stays = mark == "<out>" and move.target == Shard(-1)
-        if kind is None or cut != wanted or not (stays or move.target == Replicate()):
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
-                "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
-                f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
-            )
-
-
-def _check_shared(resolved: Resolved, model: nn.Module, size: int) -> None:
-    for fqn, parts in resolved.shared.items():
-        module = model.get_submodule(fqn)
-        kind = linear_kind(module)
-        if kind is None or f"{fqn}.weight" in resolved.parameters:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
-            )
-        length = module.get_parameter("weight").shape[kind.out_dim]
-        if size % parts or length % parts:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: expected the parts of {fqn}.<part> to divide "
-                f"tensor_parallel.size ({size}) and its output features ({length}), got {parts}"
-            )
-
-
-def _check_divides(
-    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
-) -> None:
-    unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
-    if not 0 <= placement.dim < len(shape):
-        raise ValueError(
-            f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
-            f"{placement.dim} to cut"
-        )
-    length = shape[placement.dim]
-    if even and length % unit:
-        raise ValueError(
-            f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
-            f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
-            f"{length // unit * unit or unit} and {(length // unit + 1) * unit}"
-        )
 
 
 def install(
@@ -160,7 +73,7 @@ def install(
             _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
     for (fqn, argument), arrives in resolved.entered.items():
         if fqn in modules and fqn not in attention:
-            _enter(modules[fqn], argument, _dim(arrives), stack_of(fqn), boundary)
+            _enter(modules[fqn], argument, shard_dim(arrives), stack_of(fqn), boundary)
     for (fqn, argument), move in resolved.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
@@ -190,11 +103,11 @@ def install(
                 _enter(modules[fqn], "", None, stack_of(fqn), boundary)
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
-            _vocabulary_parallel(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+            shard_embedding_rows(module, boundary, resolved.left.get(fqn), stack_of(fqn))
         elif fqn in attention:
             continue
         elif linear_kind(module) is None and resolved.left.get(fqn, Partial()) != Partial():
-            _leave(module, _dim(resolved.left[fqn]), stack_of(fqn), boundary)
+            _leave(module, shard_dim(resolved.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in resolved.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_out(modules[fqn], move, stack_of(fqn), boundary)
@@ -218,13 +131,13 @@ def sequence_ends(resolved: Resolved) -> dict[str, tuple[str, str]]:
 def _attention_borders(fqn: str, resolved: Resolved) -> Borders:
     def arrives(argument: str) -> int | None:
         named = resolved.entered.get((fqn, argument))
-        return _dim(named if named is not None else resolved.entered.get((fqn, "")))
+        return shard_dim(named if named is not None else resolved.entered.get((fqn, "")))
 
     return Borders(
         query=arrives("query"),
         key=arrives("key"),
         value=arrives("value"),
-        output=_dim(resolved.left.get(fqn)),
+        output=shard_dim(resolved.left.get(fqn)),
         stack=stack_of(fqn),
     )
 
@@ -239,17 +152,6 @@ def _keep_from_nesting(
             a.startswith(below) for a in attention
         ):
             module.use_nested_tensor = False
-
-
-def stack_of(fqn: str) -> str:
-    """Return the name of the stack of blocks that a module is in, empty outside of any."""
-    parts = fqn.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[:first])
-
-
-def _dim(placement: Placement | None) -> int | None:
-    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
@@ -309,7 +211,7 @@ def _row_wise(
     *,
     split: bool,
 ) -> None:
-    stack, dim, stays = stack_of(fqn), _dim(leaves), isinstance(leaves, Partial)
+    stack, dim, stays = stack_of(fqn), shard_dim(leaves), isinstance(leaves, Partial)
     own = module.forward
     bias: list[Tensor] = []
 
@@ -370,7 +272,7 @@ def _move_in(module: nn.Module, argument: str, move: Move, stack: str, boundary:
 
 
 def _moved(move: Move, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
-    source, target = _dim(move.source), _dim(move.target)
+    source, target = shard_dim(move.source), shard_dim(move.target)
     if source is None and target is not None:
         return lambda x: boundary.split(x, target, stack)
     if source is not None and target is None:
@@ -424,36 +326,3 @@ def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
         return pytree.tree_unflatten(leaves, spec)
 
     module.register_forward_hook(after, prepend=True)
-
-
-def _vocabulary_parallel(
-    module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
-) -> None:
-    """Look up the rows that are here, sum over ranks.
-
-    Around forward and not in hooks, so that hooks of users see whole tokens and embeddings,
-    whether they were added before or after.
-    """
-    ranks, own, dim = boundary.ranks, module.forward, _dim(leaves)
-    sizes = part_sizes(module.num_embeddings, ranks.size)
-    first, num_rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
-    if module.padding_idx is not None:
-        padding = module.padding_idx - first
-        module.padding_idx = padding if 0 <= padding < num_rows else None
-
-    @functools.wraps(own)
-    def lookup(*args: Any, **kwargs: Any) -> Tensor:
-        name = None if args else next(iter(kwargs))
-        ids: Tensor = args[0] if name is None else kwargs[name]
-        is_row = (ids >= 0) & (ids < sum(sizes))
-        # What is no row on any rank stays, for the lookup to refuse.
-        elsewhere = is_row & ((ids < first) | (ids >= first + num_rows))
-        local = (ids - first).masked_fill(elsewhere, 0)
-        if name is None:
-            output = own(local, *args[1:], **kwargs)
-        else:
-            output = own(**{**kwargs, name: local})
-        here = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return boundary.leave(here, dim, stack)
-
-    module.forward = lookup

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vescale_dtensor import all_gather, all_reduce, reduce_scatter
 
+from .chunks import part_sizes
+
 
 class Ranks(Protocol):
     """Ranks that share a layer. Parts of a dim are those of ``torch.chunk``, in rank order."""
@@ -40,12 +42,6 @@ class Ranks(Protocol):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part along ``dim`` of the sum over ranks."""
         ...
-
-
-def part_sizes(length: int, num_parts: int) -> list[int]:
-    """Return the lengths of the parts that ``torch.chunk`` makes, empty ones included."""
-    step = -(-length // num_parts)
-    return [max(0, min(step, length - rank * step)) for rank in range(num_parts)]
 
 
 def own_part(x: Tensor, dim: int, ranks: Ranks) -> Tensor:

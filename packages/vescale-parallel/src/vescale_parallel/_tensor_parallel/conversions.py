@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .async_reduce import Beside, sum_in_parts
-from .communicators import Ranks, own_part, part_sizes
+from .chunks import part_sizes
+from .communicators import Ranks, own_part
 
 Conversion = Callable[[Tensor], Tensor]
 

@@ -16,9 +16,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import vescale_dtensor
 from vescale_dtensor import CommCounter
+from vescale_parallel._model.fqns import generalize, matching
 
 from .conversions import Boundary, Crossing
-from .sharding_spec import Resolved, generalize, matching, placement_text
+from .sharding_spec import Resolved, placement_text
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
 _QUIET = tuple(str(Path(each).parent) for each in (torch.__file__, vescale_dtensor.__file__))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._model.fqns import merged, renamed_owner
+from vescale_parallel._model.fqns import matching, merged, renamed_owner
 
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
@@ -238,17 +238,5 @@ def _matches(pattern: str, base: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a pattern matches."""
-    expression = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
-    return [name for name in names if expression.fullmatch(name)]
-
-
-def generalize(fqn: str) -> str:
-    """Return ``fqn`` with its numeric components replaced by ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
-
-
-def generalize_first(fqn: str) -> str:
-    """Return ``fqn`` with its first numeric component, the block's, replaced by ``*``."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\g<1>*", fqn, count=1)
+def shard_dim(placement: Placement | None) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None

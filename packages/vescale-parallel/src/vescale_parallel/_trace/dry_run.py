@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import local_boxes
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._model.copies import drop_hooks
-from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.communicators import FakeRanks, part_sizes
-from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._model.copies import drop_hooks, snapshot
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 from .fake_tensors import all_integer, bind, fake_output, skeleton, stand_ins
 from .generators import untouched_generators
-from .rng_trace import DrawNotes, NotedDraw
 
 
 class RehearsalError(ValueError):
@@ -50,64 +42,7 @@ def rehearse_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> di
     Raises:
         RehearsalError: If the forward needs values.
     """
-    return _rehearse(model, bind(model, opened(batch)), watched, lambda _: None)
-
-
-def rehearse_part(
-    model: nn.Module,
-    batch: Any,
-    watched: Collection[str],
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
-) -> dict[str, Call]:
-    """Return the same for the first rank's part of the model, collectives included.
-
-    Raises:
-        RehearsalError: If shapes do not fit each other.
-    """
-
-    def cut(copied: nn.Module) -> None:
-        cut_parameters(copied, placements, size, 0)
-        install(copied, resolved, placements, Boundary(FakeRanks(size)))
-
-    return _rehearse(model, bind(model, opened(batch)), watched, cut)
-
-
-def rehearse_draws(
-    model: nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
-    *,
-    training: bool = False,
-) -> tuple[NotedDraw, ...]:
-    """Return what random numbers a forward draws on the first of some ranks.
-
-    Args:
-        model: Whole.
-        given: Positional and keyword arguments.
-        resolved: The plan.
-        placements: Of every cut parameter.
-        size: How many ranks.
-        training: Whether to run all of it in training mode.
-
-    Raises:
-        RehearsalError: If the forward needs values, or shapes do not fit each other.
-    """
-    notes = DrawNotes()
-
-    def prepare(copied: nn.Module) -> None:
-        if size > 1:
-            cut_parameters(copied, placements, size, 0)
-            install(copied, resolved, placements, Boundary(FakeRanks(size)))
-        notes.watch(copied.train() if training else copied)
-
-    _rehearse(model, given, (), prepare)
-    for first, others in _repeated(model):
-        notes.repeat(first, others)
-    return tuple(notes.draws)
+    return dry_run(model, bind(model, opened(batch)), watched, lambda _: None)
 
 
 def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
@@ -124,49 +59,8 @@ def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
         kept.append(copied)
 
     kept: list[nn.Module] = []  # or identities would be used again
-    _rehearse(model, bind(model, opened(batch)), (), prepare, found)
+    dry_run(model, bind(model, opened(batch)), (), prepare, found)
     return {fqn: found.get(identity, set()) for fqn, identity in named.items()}
-
-
-def cut_parameters(
-    module: nn.Module,
-    placements: Mapping[str, Placement],
-    size: int,
-    rank: int,
-    prefix: str = "",
-) -> None:
-    """Replace whole parameters by a rank's parts, tied ones by tied ones."""
-    parts: dict[int, nn.Parameter] = {}
-    for fqn, parameter in list(module.named_parameters(remove_duplicate=False)):
-        placement = placements.get(f"{prefix}.{fqn}".strip("."), Replicate())
-        if placement == Replicate():
-            continue
-        if id(parameter) not in parts:
-            part = rank_part(parameter.detach(), placement, size, rank)
-            parts[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
-        owner, _, name = fqn.rpartition(".")
-        module.get_submodule(owner)._parameters[name] = parts[id(parameter)]
-
-
-def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    """Return a copy of what one rank holds of a tensor."""
-    boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
-    dim = getattr(placement, "dim", 0)
-    if not boxes:  # of few rows the last rank has none
-        return tensor.narrow(dim, 0, 0).clone()
-    return torch.cat([tensor[held.box.slices] for held in boxes], dim)
-
-
-def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | None:
-    """Return how the first rank's part of an activation lies in the whole; None if it does not."""
-    if whole.dim() != part.dim():
-        return None
-    different = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
-    if not different:
-        return Replicate()
-    dim = different[0]
-    fits = part.shape[dim] == part_sizes(whole.shape[dim], size)[0]
-    return Shard(dim) if fits and len(different) == 1 else None
 
 
 def opened(batch: Any) -> Any:
@@ -174,7 +68,7 @@ def opened(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _rehearse(
+def dry_run(
     model: nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     watched: Collection[str],
@@ -189,7 +83,7 @@ def _rehearse(
     calls: dict[str, Call] = {}
     inside: list[str] = []
     mode = _FloatsAreFake(fake_mode, inside, readers)
-    for first, others in _repeated(copied):
+    for first, others in equal_blocks(copied):
         _repeat(copied, first, others)
     for fqn, module in copied.named_modules():
         _watch(fqn, module, inside, calls if fqn in watched else None)
@@ -204,7 +98,7 @@ def _rehearse(
     return calls
 
 
-def _repeated(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def equal_blocks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield runs of equal blocks: the second one of a stack, and those behind but the last."""
     for stack in block_stacks(model):
         kinds = [_kind(model.get_submodule(fqn)) for fqn in stack]
@@ -263,41 +157,6 @@ def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
-
-
-def snapshot(tree: Any) -> Any:
-    """Copy the containers of a tree, and objects that a module might change: caches."""
-    return pytree.tree_map(_copied_leaf, tree)
-
-
-def _copied_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
-        return leaf
-    return copied_object(leaf)
-
-
-def copied_object(thing: Any) -> Any:
-    """Return a deep copy that shares tensors; the thing itself if it cannot be copied."""
-    memo: dict[int, Any] = {}
-    todo, seen = [thing], set[int]()
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            memo[id(each)] = each
-        elif isinstance(each, Mapping):
-            todo += each.values()
-        elif isinstance(each, list | tuple | set):
-            todo += each
-        elif hasattr(each, "__dict__") and not isinstance(each, type):
-            todo += vars(each).values()
-    try:
-        return copy.deepcopy(thing, memo)
-    # Arbitrary user objects.
-    except Exception:
-        return thing
 
 
 class _FloatsAreFake(TorchDispatchMode):

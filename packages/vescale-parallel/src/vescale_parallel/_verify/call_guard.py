@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import small_example
-from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError

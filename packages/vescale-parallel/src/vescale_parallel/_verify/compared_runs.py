@@ -12,19 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from vescale_parallel._model.copies import copied_object
+from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
-from vescale_parallel._tensor_parallel.apply import install, stack_of
+from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.sharding_spec import Resolved
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import (
-    Call,
-    RehearsalError,
-    copied_object,
-    cut_parameters,
-    rank_part,
-)
+from vescale_parallel._trace.dry_run import Call, RehearsalError
 from vescale_parallel._trace.generators import (
     set_generators,
     states_of_generators,

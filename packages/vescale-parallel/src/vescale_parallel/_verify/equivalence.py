@@ -21,16 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.hook_readers import read_by_hooks
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved, generalize
+from vescale_parallel._tensor_parallel.shard_module import placement_between
+from vescale_parallel._tensor_parallel.sharding_spec import Resolved
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import (
-    Call,
-    RehearsalError,
-    placement_between,
-    rehearse_part,
-    rehearse_whole,
-)
+from vescale_parallel._trace.dry_run import Call, RehearsalError, rehearse_whole
 
 from .compared_runs import (
     Contradiction as Contradiction,
@@ -41,6 +37,7 @@ from .compared_runs import (
     region_of_call,
 )
 from .large_tables import checked_tables
+from .rank_dry_run import rehearse_part
 from .whole_model import passed_over, whole_region
 
 # Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError, readers_of

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard, local_boxes
 from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import (
     Resolved,
-    generalize,
     parse_placement,
     placement_text,
 )

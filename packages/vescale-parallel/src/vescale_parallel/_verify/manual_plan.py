@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.apply import complete_placements
+from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import Resolved
 from vescale_parallel._trace.dry_run import RehearsalError
 

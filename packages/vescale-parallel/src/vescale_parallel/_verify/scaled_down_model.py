@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._tensor_parallel.sharding_spec import generalize
+from vescale_parallel._model.fqns import generalize
 
 from .equivalence import MAX_NUMEL
 

@@ -1,0 +1,102 @@
+"""The placement of every sharded parameter, checked against the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.linear_layout import linear_kind
+
+from .attention_heads import check_attention
+from .chunks import part_sizes
+from .sharding_spec import Resolved
+
+
+def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
+    """Return the placement of every sharded parameter, biases of column-wise linears included.
+
+    Raises:
+        ValueError: If a parameter has no such dim, or it does not divide into the ranks.
+    """
+    placements = dict(resolved.parameters)
+    _check_moves(resolved, model)
+    _check_shared(resolved, model, size)
+    check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
+    for fqn, placement in resolved.parameters.items():
+        if not isinstance(placement, Shard | InterleavedShard):
+            continue
+        owner_fqn, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(owner_fqn)
+        kind = linear_kind(owner)
+        rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
+        head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
+        shape = model.get_parameter(fqn).shape
+        # Biases are as long as the weights that they belong to.
+        uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
+        _check_divides(fqn, shape, placement, size, even=not uneven)
+        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+            raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
+        if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
+            raise ValueError(f"{owner_fqn} has too few rows for tensor_parallel.size {size}")
+        if kind is None or name != "weight" or owner._parameters.get("bias") is None:
+            continue
+        if placement.dim == kind.out_dim:
+            placements[f"{owner_fqn}.bias"] = (
+                Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
+            )
+    return placements
+
+
+def _check_moves(resolved: Resolved, model: nn.Module) -> None:
+    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
+    moves = [(fqn, "<in>", move) for (fqn, _), move in resolved.inputs.items()]
+    moves += [(fqn, "<out>", move) for fqn, move in resolved.outputs.items()]
+    for fqn, mark, move in moves:
+        kind = linear_kind(model.get_submodule(fqn))
+        if move.source != Shard(-1):
+            continue
+        cut = getattr(resolved.parameters.get(f"{fqn}.weight"), "dim", None)
+        wanted = None if kind is None else kind.out_dim if mark == "<out>" else kind.in_dim
+        stays = mark == "<out>" and move.target == Shard(-1)
+        if kind is None or cut != wanted or not (stays or move.target == Replicate()):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
+                "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
+                f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
+            )
+
+
+def _check_shared(resolved: Resolved, model: nn.Module, size: int) -> None:
+    for fqn, parts in resolved.shared.items():
+        module = model.get_submodule(fqn)
+        kind = linear_kind(module)
+        if kind is None or f"{fqn}.weight" in resolved.parameters:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
+            )
+        length = module.get_parameter("weight").shape[kind.out_dim]
+        if size % parts or length % parts:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: expected the parts of {fqn}.<part> to divide "
+                f"tensor_parallel.size ({size}) and its output features ({length}), got {parts}"
+            )
+
+
+def _check_divides(
+    fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
+) -> None:
+    unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
+    if not 0 <= placement.dim < len(shape):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
+            f"{placement.dim} to cut"
+        )
+    length = shape[placement.dim]
+    if even and length % unit:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
+            f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
+            f"{length // unit * unit or unit} and {(length // unit + 1) * unit}"
+        )

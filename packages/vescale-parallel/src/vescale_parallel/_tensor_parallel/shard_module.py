@@ -1,0 +1,54 @@
+"""A module of which every parameter is one rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from vescale_dtensor import local_boxes
+
+from .chunks import part_sizes
+
+
+def cut_parameters(
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    size: int,
+    rank: int,
+    prefix: str = "",
+) -> None:
+    """Replace whole parameters by a rank's parts, tied ones by tied ones."""
+    parts: dict[int, nn.Parameter] = {}
+    for fqn, parameter in list(module.named_parameters(remove_duplicate=False)):
+        placement = placements.get(f"{prefix}.{fqn}".strip("."), Replicate())
+        if placement == Replicate():
+            continue
+        if id(parameter) not in parts:
+            part = rank_part(parameter.detach(), placement, size, rank)
+            parts[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
+        owner, _, name = fqn.rpartition(".")
+        module.get_submodule(owner)._parameters[name] = parts[id(parameter)]
+
+
+def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
+    """Return a copy of what one rank holds of a tensor."""
+    boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
+    dim = getattr(placement, "dim", 0)
+    if not boxes:  # of few rows the last rank has none
+        return tensor.narrow(dim, 0, 0).clone()
+    return torch.cat([tensor[held.box.slices] for held in boxes], dim)
+
+
+def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | None:
+    """Return how the first rank's part of an activation lies in the whole; None if it does not."""
+    if whole.dim() != part.dim():
+        return None
+    different = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
+    if not different:
+        return Replicate()
+    dim = different[0]
+    fits = part.shape[dim] == part_sizes(whole.shape[dim], size)[0]
+    return Shard(dim) if fits and len(different) == 1 else None
