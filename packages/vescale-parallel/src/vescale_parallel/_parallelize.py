@@ -35,7 +35,6 @@ from ._pipeline.stage_module import Staging, stage_module
 from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
-from ._rng.predict import TensorParallelism
 from ._rng.sharded_rng import Draws, Place
 from ._runtime.checks import check_arguments
 from ._runtime.engine import Engine, ParallelModule, namespace_of
@@ -47,9 +46,8 @@ from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
-from ._tensor_parallel.explain import Sharding, said_whole
-from ._tensor_parallel.placements import complete_placements
-from ._tensor_parallel.sharding_spec import Resolved, resolve
+from ._tensor_parallel.explain import Applied, said_whole
+from ._tensor_parallel.tensor_sharding import TensorSharding, shard
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
 from ._trace.fake_tensors import bind
 from ._verify.call_guard import CallGuard
@@ -120,8 +118,7 @@ def _carry_out(
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
     meet()  # a data set that failed on one rank; what comes next may take long
-    resolved, guard, left_whole = _resolve_sharding(plan, model, batch)
-    tp = complete_placements(resolved, model, plan.tensor_parallel.size)
+    sharding, guard, left_whole = _shard(plan, model, batch)
     stages = stage_map(plan, model)
     num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
     mesh = build_mesh(plan)
@@ -132,10 +129,9 @@ def _carry_out(
         row_guard = RowGuard(model, exchange, losses_only=stages is not None)
     forms = None
     if mesh.size() > 1 and stages is None:
-        cut = TensorParallelism(resolved, tp, plan.tensor_parallel.size)
         looks = row_guard or RowGuard(model, exchange)
         has_parts = plan.data_parallel.size > 1
-        forms = DrawForms(model, looks, batch, cut, exchange, has_parts=has_parts)
+        forms = DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     if row_guard is not None and loader is not None:
         row_guard.is_rows_first = loader.gave
@@ -144,7 +140,7 @@ def _carry_out(
         _stage_modules(plan, model, stages, staging)
     group = axis_group(mesh, "tp")
     stages_of = _only_stage if stages is None else stages.stages_of
-    slots = make_slots(plan, model, mesh, tp, resolved, stages_of, stand_in, read)
+    slots = make_slots(plan, model, mesh, sharding, stages_of, stand_in, read)
     move_buffers(model, read)
     lift: LiftPlain | None = None
     boundary: Boundary | None = None
@@ -156,9 +152,9 @@ def _carry_out(
         boundary = Boundary(
             ProcessRanks(group), even=stages is not None, beside=beside, num_parts=parts
         )
-        install(model, resolved, tp, boundary, keep_cut=keep_cut)
+        install(model, sharding, boundary, keep_cut=keep_cut)
         if stages is None:
-            boundary.watch(model, sequence_ends(resolved))
+            boundary.watch(model, sequence_ends(sharding.spec))
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
     draws = Draws(_place(mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
@@ -177,7 +173,7 @@ def _carry_out(
     cls = type(model)
     model.__class__ = type(cls.__name__, (ParallelModule, cls), namespace_of(cls))
     object.__setattr__(model, "_vescale_engine", engine)
-    object.__setattr__(model, "_vescale_sharding", Sharding(resolved, tp, boundary, left_whole))
+    object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
 
@@ -230,15 +226,15 @@ def _place(mesh: DeviceMesh) -> Place:
     )
 
 
-def _resolve_sharding(
+def _shard(
     plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[Resolved, CallGuard | None, dict[str, str]]:
+) -> tuple[TensorSharding, CallGuard | None, dict[str, str]]:
     section = plan.tensor_parallel
     if section.size == 1:
-        return resolve({}, model), None, {}
+        return shard({}, model, 1), None, {}
     left_whole = said_whole(plan.reasons)
-    sharding, proven = dict(section.sharding_plan), proven_forms(section)
-    if not sharding and section.sharding_policy != "manual":
+    said, proven = dict(section.sharding_plan), proven_forms(section)
+    if not said and section.sharding_policy != "manual":
         proposal = propose_sharding(
             model,
             section.sharding_policy,
@@ -247,16 +243,16 @@ def _resolve_sharding(
             example_batch=batch,
         )
         form = proposal.proven_call
-        sharding, proven = proposal.plan, [] if form is None else [form]
+        said, proven = proposal.plan, [] if form is None else [form]
         left_whole = proposal.left_whole
-    resolved = resolve(sharding, model)
+    sharding = shard(said, model, section.size)
     if section.sharding_policy == "manual":
-        resolved, is_proven = checked_plan(
-            model, resolved, section.size, batch, declared=section.communication == "declared"
+        sharding, is_proven = checked_plan(
+            model, sharding, batch, declared=section.communication == "declared"
         )
         proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
-    guard = CallGuard(model, sharding, resolved, section.size, proven)
-    return resolved, guard, left_whole
+    guard = CallGuard(model, said, sharding, proven)
+    return sharding, guard, left_whole
 
 
 def _stage_modules(

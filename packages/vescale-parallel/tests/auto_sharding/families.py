@@ -28,8 +28,7 @@ from vescale_dtensor import is_sharded
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.find_candidates import Cut, Cuts, cuts
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
 from .masked_ranks import worst_error
 from .permutation import change, matrices, randomize
@@ -199,7 +198,7 @@ def sharded(family: str, size: int = 2) -> dict[str, Any]:
         return record | {"not_sharded": f"{type(error).__name__}: {error}"[:200]}
     if proposal.proven_call is None:
         return record | {"not_sharded": "its plan was not compared with one device"}
-    placements = complete_placements(resolve(proposal.plan, model), model, size)
+    placements = shard(proposal.plan, model, size).placements
     numel = {name: p.numel() for name, p in model.named_parameters()}
     cut = sum(numel[name] for name, at in placements.items() if name in numel and is_sharded(at))
     return record | {"sharded": cut / sum(numel.values())}

@@ -59,7 +59,7 @@ class Shifted(Gated):
 
 
 class AfterTheSum(Gated):
-    """Is not linear after the row-wise layer."""
+    """Is not linear after the row-wise layer, whose output is summed before."""
 
     def forward(self, x_BSF: Tensor) -> Tensor:
         return super().forward(x_BSF).relu()
@@ -77,6 +77,14 @@ def test_gated_linears_become_columns_and_rows() -> None:
     }
 
 
+def test_what_comes_after_the_sum_may_be_anything() -> None:
+    assert tensor_parallel_plan(stack_of(AfterTheSum(), AfterTheSum()), "auto", 2) == {
+        "layers.*.gate.weight": "Shard(0)",
+        "layers.*.up.weight": "Shard(0)",
+        "layers.*.down.weight": "Shard(1)",
+    }
+
+
 def test_fused_attention_is_cut_part_by_part_with_its_integers() -> None:
     assert tensor_parallel_plan(stack_of(Attention(), Attention()), "megatron", 2) == {
         "layers.*.qkv.weight": "InterleavedShard(0, 3)",
@@ -86,7 +94,7 @@ def test_fused_attention_is_cut_part_by_part_with_its_integers() -> None:
     }
 
 
-@pytest.mark.parametrize("wrong", [Normalised, Softmaxed, Shifted, AfterTheSum])
+@pytest.mark.parametrize("wrong", [Normalised, Softmaxed, Shifted])
 def test_what_sharding_would_change_stays_whole(wrong: type[nn.Module]) -> None:
     assert tensor_parallel_plan(stack_of(wrong(), wrong()), "auto", 2) == {}
 

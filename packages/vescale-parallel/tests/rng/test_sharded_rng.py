@@ -17,15 +17,14 @@ from vescale_parallel._cross_replica.borders import num_rows_of
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._rng.call_forms import DrawForms
 from vescale_parallel._rng.predict import (
-    TensorParallelism,
     cuts_of_example,
     draw_marks,
     scopes_of_unknown,
 )
 from vescale_parallel._rng.sharded_rng import WHOLE, Cut, Draws, KnownDraws, Place, Scope
 from vescale_parallel._runtime.recompute import recompute
-from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
 
 class Runs(nn.Module):
@@ -362,9 +361,8 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
         "blocks.*.attention.<random:0>": "Shard(1)",
         "blocks.*.<random:1>": "Shard(2)",
     }
-    resolved = resolve(plan, model)
-    parallelism = TensorParallelism(resolved, complete_placements(resolved, model, 2), 2)
-    found = cuts_of_example(model, batch, parallelism)
+    sharding = shard(plan, model, 2)
+    found = cuts_of_example(model, batch, sharding)
     assert found is not None
     for index in range(4):
         assert found[f"blocks.{index}", 0] == WHOLE
@@ -376,8 +374,8 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
 
 def test_a_model_without_dropout_has_no_marks_and_no_watched_draws() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    parallelism = TensorParallelism(resolve({}, model), {}, 2)
-    assert cuts_of_example(model, (torch.zeros(2, 4),), parallelism) == {}
+    sharding = shard({}, model, 2)
+    assert cuts_of_example(model, (torch.zeros(2, 4),), sharding) == {}
     assert draw_marks(model, (torch.zeros(2, 4),), {}, 2) == {}
 
 
@@ -481,7 +479,7 @@ LAYOUTS: dict[str, Callable[[], nn.Module]] = {
 
 
 def forms_of(model: nn.Module, example: Any = None) -> DrawForms:
-    alone = TensorParallelism(resolve({}, model), {}, 1)
+    alone = shard({}, model, 1)
     guard = RowGuard(model, lambda value: [value])
     return DrawForms(model, guard, example, alone, lambda value: [value])
 
@@ -574,7 +572,7 @@ def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
     meetings, _ = guard.meetings(model, given, {})
     assert not meetings.regions
     assert meetings.num_rows(given, {}) == 4
-    alone = TensorParallelism(resolve({}, model), {}, 1)
+    alone = shard({}, model, 1)
     forms = DrawForms(model, guard, None, alone, lambda value: [value])
     found = forms.known(model, given, {}, 4).scopes
     assert found == {"rnn": Scope(cuts=[Cut(rows=1, alone=True)], parts={})}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import observe, propose_sharding
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify.call_guard import CallGuard
 from vescale_parallel._verify.manual_plan import checked_plan
 
@@ -45,17 +45,17 @@ def propose_without_an_example(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    checked_plan(model, resolve(PLAN, model), 2, BATCH)
+    checked_plan(model, shard(PLAN, model, 2), BATCH)
 
 
 def guard(model: nn.Module) -> None:
-    with CallGuard(model, PLAN, resolve(PLAN, model), 2, []).proven(BATCH, {}):
+    with CallGuard(model, PLAN, shard(PLAN, model, 2), []).proven(BATCH, {}):
         pass
 
 
 def refuse(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="changes what"):
-        checked_plan(model, resolve({"*.up.weight": "Shard(0)"}, model), 2, BATCH)
+        checked_plan(model, shard({"*.up.weight": "Shard(0)"}, model, 2), BATCH)
 
 
 def see(model: nn.Module) -> None:

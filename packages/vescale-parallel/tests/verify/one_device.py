@@ -14,9 +14,8 @@ from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.threads import run_in_threads
 
@@ -49,14 +48,14 @@ def check_against_one_device(
 ) -> None:
     """Raise unless every rank has the loss, and its part of every gradient, of one device."""
     model = model.double().eval()
-    resolved = resolve(plan, model)
-    placements = complete_placements(resolved, model, size)
+    sharding = shard(plan, model, size)
+    spec, placements = sharding.spec, sharding.placements
     loss, grads = forward_backward(_copy(model), args)
 
     def on_rank(rank: int, meeting: Meeting) -> Results:
         local = _copy(model)
         cut_parameters(local, placements, size, rank)
-        install(local, resolved, placements, Boundary(ThreadRanks(meeting, rank)))
+        install(local, sharding, Boundary(ThreadRanks(meeting, rank)))
         return forward_backward(local, args)
 
     runs: list[Results] = run_in_threads(size, on_rank)
@@ -66,7 +65,7 @@ def check_against_one_device(
     largest = max((float(grad.abs().max()) for grad in grads.values()), default=0.0)
     for name, grad in grads.items():
         found_grads = [each[name] for _, each in runs]
-        if name in resolved.grads or name.rpartition(".")[0] in resolved.shared:
+        if name in spec.grads or name.rpartition(".")[0] in spec.shared:
             found_grads = [torch.stack(found_grads).sum(0)] * size
         for rank, found in enumerate(found_grads):
             placement = placements.get(name, Replicate())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import ShardingProposal, propose_sharding
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify.manual_plan import checked_plan
 
 from .one_device import check_against_one_device, proposed
@@ -176,4 +176,4 @@ def test_attention_cut_in_another_way_is_refused_by_name(plan: dict[str, str]) -
     with pytest.raises(
         ValueError, match=r"expected in_proj_weight and in_proj_bias of 'layers\.0'"
     ):
-        checked_plan(model, resolve(plan, model), 2, (X.float(),))
+        checked_plan(model, shard(plan, model, 2), (X.float(),))

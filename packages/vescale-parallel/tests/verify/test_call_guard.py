@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import TensorParallel, propose_sharding
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify.call_guard import CallGuard
 from vescale_parallel._verify.call_signature import CallForms, proof_record, proven_forms
 
@@ -58,7 +58,7 @@ class Net(nn.Module):
 def guard(*, proven: bool = True) -> CallGuard:
     model = Net()
     forms = [CallForms(model).form((torch.zeros(2, 8),), {})] if proven else []
-    return CallGuard(model, PLAN, resolve(PLAN, model), 2, forms)
+    return CallGuard(model, PLAN, shard(PLAN, model, 2), forms)
 
 
 def called(guarded: CallGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_a_plan_that_cuts_nothing_in_blocks_is_proven_as_well() -> None:
             return self.head(super().forward(x, stop=stop))
 
     model, plan = WithHead(), {"head.weight": "Shard(0)", "head.<out>": "Shard(-1)"}
-    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     called(guarded, (torch.zeros(2, 8),), {})
     with pytest.warns(UserWarning, match="was not proven for calls with"):
         called(guarded, (torch.zeros(2, 8), torch.tensor(1.0)), {})
@@ -151,7 +151,7 @@ def test_a_plan_for_one_block_of_a_large_model_is_not_proven_on_a_small_one_that
     mlp = "model.layers.4.mlp"
     plan = {f"{mlp}.{name}_proj.weight": "Shard(0)" for name in ("gate", "up")}
     plan[f"{mlp}.down_proj.weight"] = "Shard(1)"
-    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     with pytest.warns(UserWarning, match=r"model\.layers\.4 is too large to be run"):
         called(guarded, (torch.zeros(1, 4, dtype=torch.long),), {})
 
@@ -159,7 +159,7 @@ def test_a_plan_for_one_block_of_a_large_model_is_not_proven_on_a_small_one_that
 def test_a_model_that_cannot_be_copied_is_not_guarded() -> None:
     model = Net()
     vars(model)["lock"] = threading.Lock()
-    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    guarded = CallGuard(model, PLAN, shard(PLAN, model, 2), [])
     called(guarded, (torch.zeros(2, 8),), {"normed": True})
 
 
@@ -190,7 +190,7 @@ def test_objects_of_the_caller_are_not_changed() -> None:
             self.seen: list[Tensor] = []
 
     model, notes = Appends(), Notes()
-    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    guarded = CallGuard(model, PLAN, shard(PLAN, model, 2), [])
     called(guarded, (torch.zeros(2, 8),), {"notes": notes})
     assert notes.seen == []
 
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_a_sum_in_one_form_only_is_refused() -> None:
 
     model = Shared()
     plan = {"up.weight": "Shard(0)", "down.weight": "Shard(1)", "scale.<grad>": "Partial()"}
-    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     called(guarded, (torch.zeros(2, 8),), {})
     with pytest.raises(ValueError, match=r"inside: False.*'scale', the gradient is a sum"):
         called(guarded, (torch.zeros(2, 8),), {"inside": False})
@@ -260,7 +260,7 @@ class Drawing(nn.Module):
 
 def test_numbers_that_a_forward_draws_on_the_host_are_alike_on_all_ranks() -> None:
     model = Drawing()
-    guarded = CallGuard(model, PLAN, resolve(PLAN, model), 2, [])
+    guarded = CallGuard(model, PLAN, shard(PLAN, model, 2), [])
     held, held_by_numpy = random.getstate(), numpy.random.get_state(legacy=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -282,6 +282,6 @@ class WrongOutside(nn.Module):
 
 def test_a_plan_that_is_wrong_outside_of_blocks_is_refused_with_the_class() -> None:
     model, plan = WrongOutside(), {"up.weight": "Shard(0)", "down.weight": "Shard(1)"}
-    guarded = CallGuard(model, plan, resolve(plan, model), 2, [])
+    guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     with pytest.raises(ValueError, match="in WrongOutside itself, what it returns differs"):
         called(guarded, (torch.ones(2, 8),), {})

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.place_collectives import Group, arrange
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify import equivalence
 from vescale_parallel._verify.equivalence import Contradiction, prove
 
@@ -94,9 +93,7 @@ BATCH = (torch.randn(2, 6, 8),)
 
 def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> frozenset[str]:
     model = Model() if model is None else model
-    resolved = resolve(plan, model)
-    placements = complete_placements(resolved, model, size)
-    return prove(model, BATCH, resolved, placements, size).partial_grads
+    return prove(model, BATCH, shard(plan, model, size)).partial_grads
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
@@ -255,6 +252,5 @@ def test_a_block_of_two_names_sums_once() -> None:
 def test_a_plan_that_says_different_things_of_one_module_is_refused() -> None:
     plan = {"blocks.0.up.weight": "Shard(0)", "blocks.2.up.weight": "Shard(1)"}
     model = Shared()
-    resolved = resolve(plan, model)
     with pytest.raises(ValueError, match=r"'blocks\.2\.up\.weight' is 'blocks\.0\.up\.weight'"):
-        prove(model, X, resolved, complete_placements(resolved, model, 2), 2)
+        prove(model, X, shard(plan, model, 2))

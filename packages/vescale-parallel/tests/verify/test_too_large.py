@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify import equivalence, scaled_down_model
 from vescale_parallel._verify.equivalence import blocks_of_whole
 from vescale_parallel._verify.manual_plan import checked_plan
@@ -82,7 +82,7 @@ def test_a_plan_by_hand_is_taken_with_a_warning() -> None:
     plan = {"up.weight": "Shard(0)", "down.weight": "Shard(1)", BLOCKS_UP: "Shard(0)"}
     plan["stack.blocks.*.down.weight"] = "Shard(1)"
     with pytest.warns(UserWarning, match=r"'up\.weight' fits in shape and was not compared"):
-        checked_plan(model, resolve(plan, model), 2, (IDS,))
+        checked_plan(model, shard(plan, model, 2), (IDS,))
 
 
 def test_equal_blocks_in_the_middle_are_passed_over() -> None:

@@ -18,8 +18,7 @@ from torch import nn
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.dry_run import Call, RehearsalError
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._verify.call_signature import CallForms, proof_record
@@ -178,9 +177,8 @@ class _Subject:
     size: int
 
     def proof_of(self, plan: Mapping[str, str]) -> Proof:
-        resolved = resolve(plan, self.model)
-        placements = complete_placements(resolved, self.model, self.size)
-        proof = prove(self.model, self.batch, resolved, placements, self.size, whole=self.whole)
+        sharding = shard(plan, self.model, self.size)
+        proof = prove(self.model, self.batch, sharding, whole=self.whole)
         if proof.too_large:
             raise ValueError(f"{proof.too_large[0]} is too large to be run for a proof")
         for fqn, why in proof.unproven.items():

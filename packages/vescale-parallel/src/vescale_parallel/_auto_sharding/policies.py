@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,19 +10,18 @@ from torch import nn
 
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
-from vescale_parallel._model.linear_layout import features, linear_kind
+from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import RehearsalError
 from vescale_parallel._trace.fake_tensors import ObservationError
-from vescale_parallel._verify.linear_pairs import certified_region
 from vescale_parallel._verify.scaled_down_model import is_large, plan_of_twin, tiny_twin
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .find_candidates import cuts
 from .groups import attention_groups, groups_of, groups_of_cuts, shared_groups
+from .megatron import paired_linears
 from .place_collectives import Group, ShardingProposal, arrange
 
 _HUGGINGFACE_STYLES = {
@@ -68,7 +67,7 @@ def propose_sharding(
         policy: ``"auto"`` cuts the axes that one forward of the example shows: heads,
             features, vocabulary. ``"huggingface"`` takes the plan transformers ships for the
             model. ``"megatron"`` pairs linears that run alike whole and cut, see
-            :mod:`vescale_parallel._verify.linear_pairs`. Without an example ``"auto"`` is
+            :mod:`vescale_parallel._auto_sharding.megatron`. Without an example ``"auto"`` is
             ``"huggingface"`` where there is such a plan and ``"megatron"`` for the rest.
             ``"fsdp-only"`` shards nothing.
         size: Ranks along the tensor-parallel axis.
@@ -125,7 +124,7 @@ def _of_smaller(
     found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
     plan = plan_of_twin(found.plan, smaller, model)
     try:
-        complete_placements(resolve(plan, model), model, size)
+        shard(plan, model, size)
     except ValueError:
         return None  # lengths that divide in the scaled-down model only
     return replace(found, plan=plan)
@@ -197,7 +196,7 @@ def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str
                 "used; choose tensor_parallel.sharding_policy 'auto'"
             )
     if policy != "huggingface":
-        plan |= _paired_linears(model, size, covered=plan)
+        plan |= paired_linears(model, size, covered=plan)
     why = _undivided_heads(model, size)
     whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
     return {p: text for p, text in plan.items() if p not in whole}, whole
@@ -274,54 +273,3 @@ def _group_plan(
 def _head_output(pattern: str) -> str:
     # Logits stay cut by vocabulary; what else is gathered is read by code between layers.
     return "Shard(-1)" if "." not in pattern else "Replicate()"
-
-
-def _paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
-    """Shard modules whose linears form a column-then-row pair, proven class by class."""
-    taken = {pattern.rpartition(".")[0] for pattern in covered}
-    plan: dict[str, str] = {}
-    known: dict[Any, dict[str, str]] = {}
-    for fqn, module in model.named_modules():
-        linears = {
-            name: child
-            for name, child in module.named_children()
-            if linear_kind(child) is not None
-        }
-        base = generalize(fqn)
-        if len(linears) < 2 or any(f"{base}.{name}" in taken for name in linears):
-            continue
-        if generalize(fqn) != fqn and not _same_everywhere(model, base, module):
-            continue
-        shapes = tuple(features(child, _kind(child)) for child in linears.values())
-        key = (type(module), tuple(linears), shapes)
-        if key not in known:
-            known[key] = _fused_attention(module, size) or certified_region(module, linears, size)
-        plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
-    return plan
-
-
-def _kind(module: nn.Module) -> Any:
-    return linear_kind(module)
-
-
-def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
-    """Whether all modules that a pattern matches have this module's class and shapes."""
-    reference = [tuple(p.shape) for p in module.parameters()]
-    return all(
-        type(other) is type(module) and [tuple(p.shape) for p in other.parameters()] == reference
-        for fqn, other in model.named_modules()
-        if generalize(fqn) == base
-    )
-
-
-def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
-    """Recognise GPT-2's attention, which cannot be called on a tensor alone."""
-    named = {base.__name__ for base in type(module).__mro__}
-    heads = getattr(module, "num_heads", 1)
-    if "GPT2Attention" not in named or getattr(module, "is_cross_attention", True) or heads % size:
-        return {}
-    return {
-        "c_attn.weight": "InterleavedShard(1, 3)",
-        "c_proj.weight": "Shard(0)",
-        "<attr:split_size>": "Shard(0)",
-    }

@@ -49,3 +49,8 @@ def features(module: nn.Module, kind: LinearKind) -> tuple[int, int]:
     """Return (input features, output features) of a linear layer."""
     weight = module.get_parameter("weight")
     return weight.shape[kind.in_dim], weight.shape[kind.out_dim]
+
+
+def linears_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module that are linear layers, by name, in definition order."""
+    return {n: child for n, child in module.named_children() if linear_kind(child) is not None}

@@ -14,7 +14,7 @@ from vescale_dtensor import Box, DTensor, local_boxes, local_shape
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .replaced import mark_replaced
 from .sharded_parameter import Slot, placements_of, shard_dim_of
@@ -39,8 +39,7 @@ def make_slots(
     plan: ParallelPlan,
     model: nn.Module,
     mesh: DeviceMesh,
-    tp: dict[str, Placement],
-    resolved: Resolved,
+    sharding: TensorSharding,
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
@@ -51,8 +50,7 @@ def make_slots(
         plan: What to do.
         model: Whole; its parameters are replaced.
         mesh: The plan's.
-        tp: Placement of every parameter that is cut over tensor-parallel ranks.
-        resolved: The sharding plan of this model.
+        sharding: How the model is sharded over tensor-parallel ranks.
         stages_of: Returns the pipeline stages that use a parameter.
         placeholder: Makes what takes the place of a parameter that no stage of this rank uses.
         read: Returns the values of a box of one of the model's tensors.
@@ -63,6 +61,7 @@ def make_slots(
         names.setdefault(id(parameter), []).append(fqn)
         tensors[id(parameter)] = parameter
     slots: list[Slot] = []
+    tp = sharding.placements
     for key, fqns in names.items():
         placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
         if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
@@ -70,7 +69,7 @@ def make_slots(
                 f"tensor_parallel.sharding_plan: {fqns} are one tied parameter and need one "
                 f"placement each, all equal, got {placed}"
             )
-        partial = [fqn for fqn in fqns if fqn in resolved.grads]
+        partial = [fqn for fqn in fqns if fqn in sharding.spec.grads]
         slot = _make_slot(
             plan,
             mesh,

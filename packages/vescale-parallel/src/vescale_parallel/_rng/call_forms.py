@@ -24,6 +24,7 @@ from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError
 from vescale_parallel._trace.fake_tensors import ObservationError
@@ -33,7 +34,6 @@ from .predict import (
     Draw,
     Given,
     Noted,
-    TensorParallelism,
     cuts_of_example,
     drawn_by_shape,
     scopes_of,
@@ -65,18 +65,18 @@ class DrawForms:
         model: nn.Module,
         guard: RowGuard,
         example: Any,
-        parallelism: TensorParallelism,
+        sharding: TensorSharding,
         exchange: Callable[[Any], list[Any]],
         *,
         has_parts: bool = True,
     ) -> None:
         self._guard, self._example = guard, example
-        self._parallelism, self._exchange = parallelism, exchange
-        self._unknown = scopes_of_unknown(parallelism.resolved, model)
+        self._sharding, self._exchange = sharding, exchange
+        self._unknown = scopes_of_unknown(sharding.spec, model)
         self._known: dict[tuple[str, int], KnownDraws] = {}
         self._shown: KnownDraws | None = None
         if not has_parts:
-            found = cuts_of_example(model, example, parallelism)
+            found = cuts_of_example(model, example, sharding)
             scopes = None if found is None else scopes_of(found)
             self._shown = KnownDraws(scopes=scopes, otherwise=lambda: self._unknown)
 
@@ -103,9 +103,7 @@ class DrawForms:
         whole = self._guard.whole
         found = None
         if whole is not None:
-            found = in_fresh_thread(
-                lambda: cuts_of_example(whole, self._example, self._parallelism)
-            )
+            found = in_fresh_thread(lambda: cuts_of_example(whole, self._example, self._sharding))
         return scopes_of(found) if found else self._unknown
 
     def _of_example(self) -> Mapping[str, Scope]:
@@ -125,7 +123,7 @@ class DrawForms:
     def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:
         once, twice = _batches(given, num_rows)
         noted = self._noted(model, once, twice)
-        cuts = noted.cuts(self._parallelism)
+        cuts = noted.cuts(self._sharding)
         folded = [key for key, cut in cuts.items() if noted.is_folded(key, cut, _NUM_ROWS)]
         alone = {
             key: cut if cut is None or cut.rows is None else replace(cut, alone=True)
@@ -145,9 +143,9 @@ class DrawForms:
             subject.get_submodule(fqn).training = module.training
         try:
             with InDouble():
-                return drawn_by_shape(subject, once, twice, self._parallelism)
+                return drawn_by_shape(subject, once, twice, self._sharding)
         except RehearsalError:
-            if self._parallelism.size > 1:
+            if self._sharding.size > 1:
                 raise
         subject, is_scaled_down = self._guard.subject(model)
         few = None if is_scaled_down else draws_with_values(subject, once)

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import small_example
-from vescale_parallel._tensor_parallel.placements import complete_placements
 from vescale_parallel._tensor_parallel.shard_module import placement_between
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError, opened
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
@@ -32,33 +32,16 @@ from .sharded_rng import WHOLE, Cut, Scope, mark
 Draw = tuple[str, int]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
-_NOTHING_IS_CUT = resolve({}, nn.Module())
-
-
-@dataclass(frozen=True)
-class TensorParallelism:
-    """What a sharding plan makes of a model.
-
-    Attributes:
-        resolved: The plan; what it says of draws goes before what is found.
-        placements: Of every cut parameter.
-        size: Ranks.
-    """
-
-    resolved: Resolved
-    placements: dict[str, Placement]
-    size: int
-
 
 def cuts_of_example(
-    model: nn.Module, batch: Any, parallelism: TensorParallelism
+    model: nn.Module, batch: Any, sharding: TensorSharding
 ) -> Mapping[Draw, Cut | None] | None:
     """Return how what a model draws in training is cut, None if an example does not show it.
 
     Args:
         model: Whole.
         batch: An example; None if there is none.
-        parallelism: What tensor-parallel ranks compute.
+        sharding: Of the model; what it says of draws goes before what is found.
     """
     if batch is None:
         return None
@@ -67,13 +50,13 @@ def cuts_of_example(
     try:
         once = bind(model, opened(batch))
         if doubled is None:
-            draws = rehearse_draws(model, once, _NOTHING_IS_CUT, {}, 1, training=True)
+            draws = rehearse_draws(model, once, training=True)
             return None if draws else {}
         twice = bind(model, opened(doubled))
-        noted = drawn_by_shape(model, once, twice, parallelism, training=True)
+        noted = drawn_by_shape(model, once, twice, sharding, training=True)
     except (RehearsalError, ObservationError):
         return None
-    return noted.cuts(parallelism)
+    return noted.cuts(sharding)
 
 
 @dataclass(frozen=True)
@@ -84,14 +67,14 @@ class Noted:
     twice: Sequence[NotedDraw]
     part: Sequence[NotedDraw]
 
-    def cuts(self, parallelism: TensorParallelism) -> dict[Draw, Cut | None]:
+    def cuts(self, sharding: TensorSharding) -> dict[Draw, Cut | None]:
         """Return which dims are cut by (module FQN, number of the draw within a call).
 
         None if calls differ, or it could not be told.
         """
         cuts: dict[Draw, Cut | None] = {}
-        for key, found in _compared(self.once, self.twice, self.part, parallelism.size).items():
-            said = parallelism.resolved.draws.get(key)
+        for key, found in _compared(self.once, self.twice, self.part, sharding.size).items():
+            said = sharding.spec.draws.get(key)
             if said is not None:
                 found = Cut(rows=0 if found is None else found.rows, part=said.dim)
             cuts[key] = found
@@ -112,7 +95,7 @@ def drawn_by_shape(
     model: nn.Module,
     once: Given,
     twice: Given,
-    parallelism: TensorParallelism,
+    sharding: TensorSharding,
     *,
     training: bool = False,
 ) -> Noted:
@@ -122,30 +105,26 @@ def drawn_by_shape(
         model: Whole.
         once: Positional and keyword arguments.
         twice: The same with every row twice.
-        parallelism: What tensor-parallel ranks compute.
+        sharding: Of the model; what it says of draws goes before what is found.
         training: Whether to run all of it in training mode.
 
     Raises:
         RehearsalError: If its forward needs values.
         ObservationError: If it cannot be copied.
     """
-    few = rehearse_draws(model, once, _NOTHING_IS_CUT, {}, 1, training=training)
+    few = rehearse_draws(model, once, training=training)
     if not few:
         return Noted((), (), ())
-    many = rehearse_draws(model, twice, _NOTHING_IS_CUT, {}, 1, training=training)
+    many = rehearse_draws(model, twice, training=training)
     part = few
-    if parallelism.size > 1:
-        resolved, placements = parallelism.resolved, parallelism.placements
-        size = parallelism.size
-        part = rehearse_draws(model, once, resolved, placements, size, training=training)
+    if sharding.size > 1:
+        part = rehearse_draws(model, once, sharding, training=training)
     return Noted(few, many, part)
 
 
 def draw_marks(model: nn.Module, batch: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Return the marks of draws that a plan cuts over tensor-parallel ranks."""
-    resolved = resolve(plan, model)
-    placements = complete_placements(resolved, model, size)
-    found = cuts_of_example(model, batch, TensorParallelism(resolved, placements, size))
+    found = cuts_of_example(model, batch, shard(plan, model, size))
     cut: dict[tuple[int, int], set[str]] = {}
     for (fqn, index), each in (found or {}).items():
         if each is not None and each.part is not None:
@@ -175,24 +154,24 @@ def scopes_of(found: Mapping[Draw, Cut | None]) -> dict[str, Scope]:
     }
 
 
-def scopes_of_unknown(resolved: Resolved, model: nn.Module) -> dict[str, Scope]:
+def scopes_of_unknown(spec: ShardingSpec, model: nn.Module) -> dict[str, Scope]:
     """Watch the whole model, block by block since these may be run again on their own."""
     scopes = {"": Scope(parts={})}
     scopes |= {fqn: Scope(parts={}) for stack in block_stacks(model) for fqn in stack}
-    if not resolved.draws:
-        holders = {_parent(_parent(fqn)) for fqn in _cut_layers(resolved, model)}
+    if not spec.draws:
+        holders = {_parent(_parent(fqn)) for fqn in _cut_layers(spec, model)}
         below = {name for name, _ in model.named_modules() if _is_below(name, holders)}
         scopes |= {fqn: Scope(parts={}, is_region=True) for fqn in below}
-    for (fqn, index), shard in resolved.draws.items():
+    for (fqn, index), placement in spec.draws.items():
         parts = scopes[fqn].parts if fqn in scopes else {}
-        scopes[fqn] = Scope(parts={**parts, index: shard.dim})
+        scopes[fqn] = Scope(parts={**parts, index: placement.dim})
     return scopes
 
 
-def _cut_layers(resolved: Resolved, model: nn.Module) -> Iterable[str]:
-    for fqn in resolved.parameters:
+def _cut_layers(spec: ShardingSpec, model: nn.Module) -> Iterable[str]:
+    for fqn in spec.parameters:
         owner = _parent(fqn)
-        gathered = owner in resolved.outputs
+        gathered = owner in spec.outputs
         if not gathered and not isinstance(model.get_submodule(owner), nn.Embedding):
             yield fqn
 

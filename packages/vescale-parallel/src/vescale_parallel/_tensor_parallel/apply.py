@@ -24,7 +24,8 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import Borders, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
-from .sharding_spec import Move, Resolved, shard_dim
+from .sharding_spec import Move, ShardingSpec, shard_dim
+from .tensor_sharding import TensorSharding
 from .vocab_embedding import shard_embedding_rows
 
 
@@ -36,8 +37,7 @@ class KeepCut(Protocol):
 
 def install(
     model: nn.Module,
-    resolved: Resolved,
-    placements: dict[str, Placement],
+    sharding: TensorSharding,
     boundary: Boundary,
     *,
     prefix: str = "",
@@ -47,8 +47,7 @@ def install(
 
     Args:
         model: Holds this rank's parameters.
-        resolved: The plan; names outside ``prefix`` are passed over.
-        placements: Of every cut parameter.
+        sharding: Of the whole model; names outside ``prefix`` are passed over.
         boundary: Does the collectives.
         prefix: FQN of ``model`` within the model that the names of the plan are of.
         keep_cut: For outputs that stay cut; None gathers them.
@@ -61,23 +60,23 @@ def install(
         for fqn, module in model.named_modules(remove_duplicate=False)
     }
     modules, first_names = once_each(named)
-    resolved = resolved.renamed(first_names)
-    placements = merged(placements, lambda fqn: renamed_owner(fqn, first_names))
+    spec = sharding.spec.renamed(first_names)
+    placements = merged(sharding.placements, lambda fqn: renamed_owner(fqn, first_names))
     size = boundary.ranks.size
     attention = cut_attention(modules, placements)
     for fqn, module in attention.items():
-        attend_by_heads(module, boundary, _attention_borders(fqn, resolved))
+        attend_by_heads(module, boundary, _attention_borders(fqn, spec))
     _keep_from_nesting(modules, attention)
-    for (fqn, attribute), parts in sorted(resolved.attributes.items()):
+    for (fqn, attribute), parts in sorted(spec.attributes.items()):
         if fqn in modules:
             _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
-    for (fqn, argument), arrives in resolved.entered.items():
+    for (fqn, argument), arrives in spec.entered.items():
         if fqn in modules and fqn not in attention:
             _enter(modules[fqn], argument, shard_dim(arrives), stack_of(fqn), boundary)
-    for (fqn, argument), move in resolved.inputs.items():
+    for (fqn, argument), move in spec.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
-    regions = {fqn for fqn, _ in resolved.entered}
+    regions = {fqn for fqn, _ in spec.entered}
     for fqn, placement in placements.items():
         owner, _, name = fqn.rpartition(".")
         if name != "weight" or owner not in modules or isinstance(modules[owner], nn.Embedding):
@@ -90,12 +89,12 @@ def install(
         if placement.dim == kind.out_dim:
             in_region = any(f"{owner}.".startswith(f"{region}.") for region in regions)
             _column_wise(modules[owner], owner, kind, boundary, enters=not in_region)
-            if owner in resolved.outputs:
-                _output(modules[owner], owner, resolved.outputs[owner], boundary, keep_cut)
+            if owner in spec.outputs:
+                _output(modules[owner], owner, spec.outputs[owner], boundary, keep_cut)
         else:
-            split = (owner, "") in resolved.inputs
-            _row_wise(modules[owner], owner, kind, boundary, resolved.left.get(owner), split=split)
-    for fqn, parts in resolved.shared.items():
+            split = (owner, "") in spec.inputs
+            _row_wise(modules[owner], owner, kind, boundary, spec.left.get(owner), split=split)
+    for fqn, parts in spec.shared.items():
         kind = linear_kind(modules[fqn]) if fqn in modules else None
         if kind is not None:
             _one_part(modules[fqn], kind, parts, boundary)
@@ -103,41 +102,41 @@ def install(
                 _enter(modules[fqn], "", None, stack_of(fqn), boundary)
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
-            shard_embedding_rows(module, boundary, resolved.left.get(fqn), stack_of(fqn))
+            shard_embedding_rows(module, boundary, spec.left.get(fqn), stack_of(fqn))
         elif fqn in attention:
             continue
-        elif linear_kind(module) is None and resolved.left.get(fqn, Partial()) != Partial():
-            _leave(module, shard_dim(resolved.left[fqn]), stack_of(fqn), boundary)
-    for fqn, move in resolved.outputs.items():
+        elif linear_kind(module) is None and spec.left.get(fqn, Partial()) != Partial():
+            _leave(module, shard_dim(spec.left[fqn]), stack_of(fqn), boundary)
+    for fqn, move in spec.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_out(modules[fqn], move, stack_of(fqn), boundary)
 
 
-def sequence_ends(resolved: Resolved) -> dict[str, tuple[str, str]]:
+def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
     """Return, of every stack of blocks, which one cuts the sequence and which one gathers it."""
     found: dict[str, tuple[str, str]] = {}
     lasts = {
         stack_of(fqn): fqn
-        for fqn, move in resolved.outputs.items()
+        for fqn, move in spec.outputs.items()
         if move.source == Shard(1) and move.target == Replicate()
     }
-    for (fqn, _), move in resolved.inputs.items():
+    for (fqn, _), move in spec.inputs.items():
         stack = stack_of(fqn)
         if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
             found[stack] = (fqn, lasts[stack])
     return found
 
 
-def _attention_borders(fqn: str, resolved: Resolved) -> Borders:
+def _attention_borders(fqn: str, spec: ShardingSpec) -> Borders:
     def arrives(argument: str) -> int | None:
-        named = resolved.entered.get((fqn, argument))
-        return shard_dim(named if named is not None else resolved.entered.get((fqn, "")))
+        named = spec.entered.get((fqn, argument))
+        return shard_dim(named if named is not None else spec.entered.get((fqn, "")))
 
     return Borders(
         query=arrives("query"),
         key=arrives("key"),
         value=arrives("value"),
-        output=shard_dim(resolved.left.get(fqn)),
+        output=shard_dim(spec.left.get(fqn)),
         stack=stack_of(fqn),
     )
 

@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import vescale_dtensor
 from vescale_dtensor import CommCounter
 from vescale_parallel._model.fqns import generalize, matching
 
 from .conversions import Boundary, Crossing
-from .sharding_spec import Resolved, placement_text
+from .sharding_spec import placement_text
+from .tensor_sharding import TensorSharding
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
 _QUIET = tuple(str(Path(each).parent) for each in (torch.__file__, vescale_dtensor.__file__))
@@ -27,18 +28,16 @@ _OWN = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """What was done to a parallelized model.
+class Applied:
+    """What tensor parallelism did to a model.
 
     Attributes:
-        resolved: The sharding plan.
-        placements: Of every cut parameter.
+        sharding: How its tensors are sharded.
         boundary: What does the collectives; None for one rank.
         left_whole: Patterns of parameters that were not cut, and why.
     """
 
-    resolved: Resolved
-    placements: dict[str, Placement]
+    sharding: TensorSharding
     boundary: Boundary | None
     left_whole: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -141,13 +140,13 @@ def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
     Raises:
         ValueError: If the model was not parallelized.
     """
-    sharding = getattr(model, "_vescale_sharding", None)
-    if not isinstance(sharding, Sharding):
+    applied = getattr(model, "_vescale_sharding", None)
+    if not isinstance(applied, Applied):
         raise ValueError(f"expected a parallelized model, got {type(model).__name__}")
-    found = ParallelExplanation(_modules(model, sharding))
+    found = ParallelExplanation(_modules(model, applied))
     inside: list[str] = []
     entries: dict[tuple[str, str, str], Traffic] = {}
-    boundary = sharding.boundary
+    boundary = applied.boundary
 
     def hear(crossing: Crossing) -> None:
         assert boundary is not None
@@ -168,9 +167,9 @@ def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
         yield found
 
 
-def _modules(model: nn.Module, sharding: Sharding) -> list[ModuleReport]:
+def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
     reports: dict[tuple[str, str, str], int] = {}
-    resolved = sharding.resolved
+    sharding, spec = applied.sharding, applied.sharding.spec
     for fqn, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         cut = [
@@ -180,11 +179,11 @@ def _modules(model: nn.Module, sharding: Sharding) -> list[ModuleReport]:
         ]
         integers = [
             f"{name} / {parts or 'ranks'}"
-            for (owner, name), parts in resolved.attributes.items()
+            for (owner, name), parts in spec.attributes.items()
             if owner == fqn
         ]
-        shared = [f"part of {resolved.shared[fqn]}"] if fqn in resolved.shared else []
-        move = resolved.outputs.get(fqn)
+        shared = [f"part of {spec.shared[fqn]}"] if fqn in spec.shared else []
+        move = spec.outputs.get(fqn)
         outcome: Outcome = "whole"
         if move is not None and move.source == move.target == Shard(-1):
             outcome = "DTensor behind"
@@ -194,7 +193,7 @@ def _modules(model: nn.Module, sharding: Sharding) -> list[ModuleReport]:
             outcome = "erased"
         if own or integers:
             why = ", ".join([*cut, *integers, *shared])
-            why = why or _why_whole(fqn, own, sharding.left_whole)
+            why = why or _why_whole(fqn, own, applied.left_whole)
             key = (generalize(fqn), outcome, why)
             reports[key] = reports.get(key, 0) + 1
     return [

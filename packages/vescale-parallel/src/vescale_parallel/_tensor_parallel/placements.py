@@ -11,27 +11,27 @@ from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
 from .chunks import part_sizes
-from .sharding_spec import Resolved
+from .sharding_spec import ShardingSpec
 
 
-def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict[str, Placement]:
+def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:
     """Return the placement of every sharded parameter, biases of column-wise linears included.
 
     Raises:
         ValueError: If a parameter has no such dim, or it does not divide into the ranks.
     """
-    placements = dict(resolved.parameters)
-    _check_moves(resolved, model)
-    _check_shared(resolved, model, size)
+    placements = dict(spec.parameters)
+    _check_moves(spec, model)
+    _check_shared(spec, model, size)
     check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
-    for fqn, placement in resolved.parameters.items():
+    for fqn, placement in spec.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
             continue
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)
         kind = linear_kind(owner)
         rows = isinstance(owner, nn.Embedding) and placement == Shard(0)
-        head = owner_fqn in resolved.outputs and isinstance(placement, Shard)
+        head = owner_fqn in spec.outputs and isinstance(placement, Shard)
         shape = model.get_parameter(fqn).shape
         # Biases are as long as the weights that they belong to.
         uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
@@ -49,15 +49,15 @@ def complete_placements(resolved: Resolved, model: nn.Module, size: int) -> dict
     return placements
 
 
-def _check_moves(resolved: Resolved, model: nn.Module) -> None:
+def _check_moves(spec: ShardingSpec, model: nn.Module) -> None:
     """Raise if a mark of one placement is on something else than a linear layer cut that way."""
-    moves = [(fqn, "<in>", move) for (fqn, _), move in resolved.inputs.items()]
-    moves += [(fqn, "<out>", move) for fqn, move in resolved.outputs.items()]
+    moves = [(fqn, "<in>", move) for (fqn, _), move in spec.inputs.items()]
+    moves += [(fqn, "<out>", move) for fqn, move in spec.outputs.items()]
     for fqn, mark, move in moves:
         kind = linear_kind(model.get_submodule(fqn))
         if move.source != Shard(-1):
             continue
-        cut = getattr(resolved.parameters.get(f"{fqn}.weight"), "dim", None)
+        cut = getattr(spec.parameters.get(f"{fqn}.weight"), "dim", None)
         wanted = None if kind is None else kind.out_dim if mark == "<out>" else kind.in_dim
         stays = mark == "<out>" and move.target == Shard(-1)
         if kind is None or cut != wanted or not (stays or move.target == Replicate()):
@@ -68,11 +68,11 @@ def _check_moves(resolved: Resolved, model: nn.Module) -> None:
             )
 
 
-def _check_shared(resolved: Resolved, model: nn.Module, size: int) -> None:
-    for fqn, parts in resolved.shared.items():
+def _check_shared(spec: ShardingSpec, model: nn.Module, size: int) -> None:
+    for fqn, parts in spec.shared.items():
         module = model.get_submodule(fqn)
         kind = linear_kind(module)
-        if kind is None or f"{fqn}.weight" in resolved.parameters:
+        if kind is None or f"{fqn}.weight" in spec.parameters:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
             )

@@ -77,7 +77,7 @@ def parse_move(text: str) -> Move:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ShardingSpec:
     """A sharding plan applied to one model: exact names instead of patterns.
 
     Attributes:
@@ -106,7 +106,7 @@ class Resolved:
     attributes: Mapping[tuple[str, str], int | None]
     draws: Mapping[tuple[str, int], Shard]
 
-    def renamed(self, names: Mapping[str, str]) -> Resolved:
+    def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
         """Return the same with modules of several names under one of them.
 
         Args:
@@ -127,7 +127,7 @@ class Resolved:
 
         if not names:
             return self
-        return Resolved(
+        return ShardingSpec(
             merged(self.parameters, parameter),
             merged(self.inputs, pair),
             merged(self.outputs, module),
@@ -140,7 +140,7 @@ class Resolved:
         )
 
 
-def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
+def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     """Apply a sharding plan's patterns to the names of a model.
 
     Raises:
@@ -193,7 +193,9 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> Resolved:
                     f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, "
                     f"got <{kind}>"
                 )
-    return Resolved(parameters, inputs, outputs, entered, left, grads, shared, attributes, draws)
+    return ShardingSpec(
+        parameters, inputs, outputs, entered, left, grads, shared, attributes, draws
+    )
 
 
 def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard]:

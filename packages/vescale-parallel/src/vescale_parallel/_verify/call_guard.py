@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import small_example
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError
 from vescale_parallel._user_line import warn_at_user_line
@@ -36,8 +35,7 @@ class CallGuard:
         model: Still whole; what a proof needs of it is copied. One that cannot be copied, and
             so was never proven, is not guarded.
         sharding_plan: The plan.
-        resolved: The same for this model, with what a proof has added to it.
-        size: Tensor-parallel ranks.
+        sharding: The same for this model, with what a proof has added to it.
         proven: Forms that need no proof.
     """
 
@@ -45,14 +43,13 @@ class CallGuard:
         self,
         model: nn.Module,
         sharding_plan: Mapping[str, str],
-        resolved: Resolved,
-        size: int,
+        sharding: TensorSharding,
         proven: Iterable[str],
     ) -> None:
-        self._forms, self._proven, self._size = CallForms(model), set(proven), size
-        self._sharding_plan, self._resolved = dict(sharding_plan), resolved
+        self._forms, self._proven = CallForms(model), set(proven)
+        self._sharding_plan, self._sharding = dict(sharding_plan), sharding
         self._whole, self._class = _copy_without_values(model), type(model).__name__
-        is_cut = bool(resolved.parameters or resolved.shared)
+        is_cut = bool(sharding.spec.parameters or sharding.spec.shared)
         self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
@@ -95,22 +92,21 @@ class CallGuard:
         return repr(fqn) if fqn else f"{self._class} itself"
 
     def _prove(self, named: Mapping[str, Any]) -> str | None:
-        subject, resolved = self._whole, self._resolved
+        subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
-            twin = tiny_twin(subject, self._size)
-            smaller = None if twin is None else self._resolved_for(twin)
+            twin = tiny_twin(subject, sharding.size)
+            smaller = None if twin is None else self._sharding_of(twin)
             if twin is not None and smaller is not None:
-                subject, resolved = twin, smaller
-        placements = complete_placements(resolved, subject, self._size)
+                subject, sharding = twin, smaller
         whole, doubt = None, None
         try:
             whole = blocks_of_whole(subject, named)
         except RehearsalError as error:
             # Values decide what is run: right for these ones may be wrong for others.
             whole, doubt = {}, str(error)
-        proof = prove(subject, named, resolved, placements, self._size, whole=whole)
-        marked = frozenset(resolved.grads)
+        proof = prove(subject, named, sharding, whole=whole)
+        marked = frozenset(sharding.spec.grads)
         for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
@@ -121,11 +117,12 @@ class CallGuard:
         too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
         return doubt or next(itertools.chain(reasons, too_large), None)
 
-    def _resolved_for(self, twin: nn.Module) -> Resolved | None:
-        """Return the plan for a twin, None if it names blocks that the twin does not have."""
+    def _sharding_of(self, twin: nn.Module) -> TensorSharding | None:
+        """Return that of a twin, None if the plan names blocks that the twin does not have."""
         assert self._whole is not None
         try:
-            return resolve(plan_of_twin(self._sharding_plan, self._whole, twin), twin)
+            plan = plan_of_twin(self._sharding_plan, self._whole, twin)
+            return shard(plan, twin, self._sharding.size)
         except ValueError:
             return None
 

@@ -19,7 +19,7 @@ from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import Call, RehearsalError
 from vescale_parallel._trace.generators import (
@@ -43,21 +43,6 @@ class Contradiction(ValueError):
     def __init__(self, fqn: str, why: str) -> None:
         super().__init__(f"{fqn or 'the model'}: {why}")
         self.fqn, self.why = fqn, why
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A plan for some ranks.
-
-    Attributes:
-        resolved: The plan.
-        placements: Of every cut parameter.
-        size: Tensor-parallel ranks.
-    """
-
-    resolved: Resolved
-    placements: dict[str, Placement]
-    size: int
 
 
 @dataclass(frozen=True)
@@ -111,13 +96,13 @@ class Region:
 
 
 def compare(
-    make: Callable[[], Region], sharded: Sharded, found: Findings, *, seed: int = 0
+    make: Callable[[], Region], sharding: TensorSharding, found: Findings, *, seed: int = 0
 ) -> None:
     """Run a region whole and on all ranks, and note what gradients are.
 
     Args:
         make: Makes the region; random numbers that it draws are always the same.
-        sharded: The plan.
+        sharding: Of the whole model.
         found: Gets what is found.
         seed: Of the random numbers.
 
@@ -125,10 +110,10 @@ def compare(
         Contradiction: If anything differs.
         RehearsalError: If the whole region cannot be run.
     """
-    region = _compare_once(make, sharded, found, seed, training=False)
+    region = _compare_once(make, sharding, found, seed, training=False)
     if averaging := _averaging_norms(region.module):
         try:
-            _compare_once(make, sharded, found, seed, training=True)
+            _compare_once(make, sharding, found, seed, training=True)
         except RehearsalError:
             return  # in training it does not run on one device either
         except Contradiction as error:
@@ -150,7 +135,12 @@ def _averaging_norms(module: nn.Module) -> list[str]:
 
 
 def _compare_once(
-    make: Callable[[], Region], sharded: Sharded, found: Findings, seed: int, *, training: bool
+    make: Callable[[], Region],
+    sharding: TensorSharding,
+    found: Findings,
+    seed: int,
+    *,
+    training: bool,
 ) -> Region:
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -165,14 +155,14 @@ def _compare_once(
             set_generators(before)
         try:
             runs = _run_ranks(
-                region, base, sharded, expected, cotangents, how, draw_alike=draw_alike
+                region, base, sharding, expected, cotangents, how, draw_alike=draw_alike
             )
         except Exception as error:
             raise Contradiction(
                 region.fqn, f"a rank's part raises {type(error).__name__}: {error}"
             ) from error
-    _compare_results(region.fqn, expected, runs, how, sharded.size)
-    _compare_gradients(region.fqn, expected, runs, sharded.placements, found)
+    _compare_results(region.fqn, expected, runs, how, sharding.size)
+    _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
     return region
 
 
@@ -200,24 +190,24 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]
 def _run_ranks(
     region: Region,
     base: nn.Module,
-    sharded: Sharded,
+    sharding: TensorSharding,
     expected: _Results,
     cotangents: Sequence[Tensor],
     how: How,
     *,
     draw_alike: bool,
 ) -> list[_Results]:
-    size, fqn = sharded.size, region.fqn
+    size, fqn = sharding.size, region.fqn
     lengths = _sequence_lengths(region.inputs, how)
     kept = _of_floats(how, expected)
 
     def on_rank(rank: int, meeting: Meeting) -> _Results:
         local = sharing_copy(base)
-        cut_parameters(local, sharded.placements, size, rank, fqn)
+        cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
         boundary = Boundary(ThreadRanks(meeting, rank))
         boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
-        install(local, sharded.resolved, sharded.placements, boundary, prefix=fqn)
+        install(local, sharding, boundary, prefix=fqn)
         mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
         parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
         return _run(local, _Given(mine, region.spec, parts))

@@ -24,7 +24,7 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.hook_readers import read_by_hooks
 from vescale_parallel._tensor_parallel.shard_module import placement_between
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import Call, RehearsalError, rehearse_whole
 
@@ -32,7 +32,6 @@ from .compared_runs import (
     Contradiction as Contradiction,
     Findings,
     How,
-    Sharded,
     compare,
     region_of_call,
 )
@@ -85,9 +84,7 @@ class _Blocks:
 def prove(
     model: nn.Module,
     batch: Any,
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
+    sharding: TensorSharding,
     *,
     whole: Mapping[str, Call] | None = None,
 ) -> Proof:
@@ -96,9 +93,7 @@ def prove(
     Args:
         model: Whole.
         batch: An example, small.
-        resolved: The plan.
-        placements: Of every cut parameter.
-        size: Tensor-parallel ranks.
+        sharding: Of the model.
         whole: What :func:`blocks_of_whole` gave for the model and batch, to save the time; empty
             for a forward that needs values, which is run as one region then, more than once.
 
@@ -108,18 +103,17 @@ def prove(
         RehearsalError: If the model cannot be run, with values or without.
     """
     whole = blocks_of_whole(model, batch) if whole is None else whole
-    sharded = Sharded(resolved, placements, size)
     part: Mapping[str, Call] = {}
     if whole:
         try:
-            part = rehearse_part(model, batch, list(whole), resolved, placements, size)
+            part = rehearse_part(model, batch, list(whole), sharding)
         except RehearsalError as error:
             raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     found = Findings()
-    blocks = _prove_blocks(model, whole, part, sharded, found)
-    unproven = _prove_rest(model, batch, whole, blocks, sharded, found)
+    blocks = _prove_blocks(model, whole, part, sharding, found)
+    unproven = _prove_rest(model, batch, whole, blocks, sharding, found)
     hooked = read_by_hooks(model)
-    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharded) if fqn in hooked}
+    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
     return Proof(
         partial_grads=frozenset(found.partial),
         whole_grads=frozenset(found.whole),
@@ -143,7 +137,7 @@ def _prove_blocks(
     model: nn.Module,
     whole: Mapping[str, Call],
     part: Mapping[str, Call],
-    sharded: Sharded,
+    sharding: TensorSharding,
     found: Findings,
 ) -> _Blocks:
     blocks = _Blocks()
@@ -152,8 +146,8 @@ def _prove_blocks(
         if fqn not in part:
             continue
         module = model.get_submodule(fqn)
-        how = _match(fqn, whole[fqn], part[fqn], sharded.size)
-        said = _said(sharded, fqn)
+        how = _match(fqn, whole[fqn], part[fqn], sharding.size)
+        said = _said(sharding, fqn)
         kind = blocks.kinds[fqn] = (
             *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
             *(said, _scalars(module)),
@@ -172,7 +166,7 @@ def _prove_blocks(
             found.reached |= _renamed(found.reached, first, fqn)
             continue
         make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
-        compare(make, sharded, found)
+        compare(make, sharding, found)
         blocks.proven.append(fqn)
     return blocks
 
@@ -182,7 +176,7 @@ def _prove_rest(
     batch: Any,
     whole: Mapping[str, Call],
     blocks: _Blocks,
-    sharded: Sharded,
+    sharding: TensorSharding,
     found: Findings,
 ) -> dict[str, str]:
     """Run the model itself; return what is cut and was not compared, and why."""
@@ -194,42 +188,42 @@ def _prove_rest(
     numel = _numel(model) - sum(_numel(model.get_submodule(fqn)) for fqn in skipped)
     if numel > MAX_NUMEL:
         why = f"{type(model).__name__} is too large to be run whole"
-        return _not_compared(model, batch, blocks, sharded, why)
+        return _not_compared(model, batch, blocks, sharding, why)
     try:
         # Values may decide what is run.
         for seed in range(1 if whole else _DRAWS):
-            compare(lambda: whole_region(model, batch, over), sharded, found, seed=seed)
+            compare(lambda: whole_region(model, batch, over), sharding, found, seed=seed)
     except RehearsalError as error:
         if not blocks.proven:
             raise
         return _not_compared(
-            model, batch, blocks, sharded, f"the model was not run whole: {error}"
+            model, batch, blocks, sharding, f"the model was not run whole: {error}"
         )
     blocks.proven.append("")
-    return _not_reached(model, sharded, found)
+    return _not_reached(model, sharding, found)
 
 
 def _not_compared(
-    model: nn.Module, batch: Any, blocks: _Blocks, sharded: Sharded, why: str
+    model: nn.Module, batch: Any, blocks: _Blocks, sharding: TensorSharding, why: str
 ) -> dict[str, str]:
     """Return what is cut outside of the blocks that were run, but for tables run apart."""
     inside = tuple(f"{fqn}." for fqn in blocks.compared)
-    outside = [fqn for fqn in _cut(sharded) if not fqn.startswith(inside)]
-    apart = checked_tables(model, batch, sharded, _cut(sharded), inside)
+    outside = [fqn for fqn in _cut(sharding) if not fqn.startswith(inside)]
+    apart = checked_tables(model, batch, sharding, _cut(sharding), inside)
     return {fqn: why_not for fqn in [*outside, *apart] if (why_not := apart.get(fqn, why))}
 
 
-def _not_reached(model: nn.Module, sharded: Sharded, found: Findings) -> dict[str, str]:
+def _not_reached(model: nn.Module, sharding: TensorSharding, found: Findings) -> dict[str, str]:
     named = dict(model.named_parameters(remove_duplicate=False))
     ids = {id(named[fqn]) for fqn in found.reached}
     patterns = {generalize(fqn) for fqn, p in named.items() if id(p) in ids}
-    return {fqn: NOT_REACHED for fqn in _cut(sharded) if generalize(fqn) not in patterns}
+    return {fqn: NOT_REACHED for fqn in _cut(sharding) if generalize(fqn) not in patterns}
 
 
-def _cut(sharded: Sharded) -> list[str]:
+def _cut(sharding: TensorSharding) -> list[str]:
     """Return the parameters of which ranks hold, or use, parts."""
-    shared = [f"{fqn}.weight" for fqn in sharded.resolved.shared]
-    cut = [fqn for fqn, each in sharded.placements.items() if each != Replicate()]
+    shared = [f"{fqn}.weight" for fqn in sharding.spec.shared]
+    cut = [fqn for fqn, each in sharding.placements.items() if each != Replicate()]
     return [*cut, *shared]
 
 
@@ -241,10 +235,10 @@ def _renamed(names: set[str], old: str, new: str) -> set[str]:
     return {new + name.removeprefix(old) for name in names if name.startswith(f"{old}.")}
 
 
-def _said(sharded: Sharded, fqn: str) -> tuple[object, ...]:
+def _said(sharding: TensorSharding, fqn: str) -> tuple[object, ...]:
     """Return what a plan says of a block, by names within it."""
     found: list[tuple[str, ...]] = []
-    for field_name, said in {**vars(sharded.resolved), "placements": sharded.placements}.items():
+    for field_name, said in {**vars(sharding.spec), "placements": sharding.placements}.items():
         pairs = said.items() if isinstance(said, Mapping) else ((key, True) for key in said)
         for key, value in pairs:
             owner, rest = key if isinstance(key, tuple) else (key, "")

@@ -13,25 +13,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved, resolve
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import RehearsalError, readers_of
 
-from .compared_runs import Findings, How, Region, Sharded, compare
+from .compared_runs import Findings, How, Region, compare
 
 _ROWS, _FEATURES = 7, 4
 
 
 def checked_tables(
-    model: nn.Module, batch: Any, sharded: Sharded, cut: Sequence[str], inside: tuple[str, ...]
+    model: nn.Module,
+    batch: Any,
+    sharding: TensorSharding,
+    cut: Sequence[str],
+    inside: tuple[str, ...],
 ) -> Mapping[str, str]:
     """Return which cut parameters were compared apart from the model (""), and which cannot be.
 
     Args:
         model: Whole.
         batch: An example.
-        sharded: The plan.
+        sharding: Of the model.
         cut: Every cut parameter.
         inside: Prefixes of blocks that were compared.
 
@@ -51,8 +55,8 @@ def checked_tables(
         others = {r for r in readers.get(fqn, ()) if not f"{r}.".startswith((home, *tied))}
         if others:
             found[fqn] = f"it is read outside of its module, in {sorted(others)[0]!r}"
-        elif block is None and _is_table(model.get_submodule(owner), owner, sharded.resolved):
-            found[fqn] = _compared(model.get_submodule(owner), sharded)
+        elif block is None and _is_table(model.get_submodule(owner), owner, sharding.spec):
+            found[fqn] = _compared(model.get_submodule(owner), sharding)
     return found
 
 
@@ -62,14 +66,14 @@ def _owners(model: nn.Module, fqn: str) -> tuple[str, ...]:
     return tuple(f"{name.rpartition('.')[0]}." for name, p in named if p is parameter)
 
 
-def _is_table(module: nn.Module, fqn: str, resolved: Resolved) -> bool:
-    placement = resolved.parameters.get(f"{fqn}.weight")
-    is_head = type(module) is nn.Linear and fqn in resolved.outputs
+def _is_table(module: nn.Module, fqn: str, spec: ShardingSpec) -> bool:
+    placement = spec.parameters.get(f"{fqn}.weight")
+    is_head = type(module) is nn.Linear and fqn in spec.outputs
     return placement == Shard(0) and (type(module) is nn.Embedding or is_head)
 
 
-def _compared(module: nn.Module, sharded: Sharded) -> str:
-    rows = _ROWS * sharded.size + 1
+def _compared(module: nn.Module, sharding: TensorSharding) -> str:
+    rows = _ROWS * sharding.size + 1
     with torch.device("cpu"):
         if isinstance(module, nn.Embedding):
             padding = None if module.padding_idx is None else min(module.padding_idx, rows - 1)
@@ -89,11 +93,9 @@ def _compared(module: nn.Module, sharded: Sharded) -> str:
         held = nn.Sequential(small)
     leaves, spec = pytree.tree_flatten(((given,), {}))
     whole: tuple[Placement | None, ...] = (Replicate(),)
-    resolved = resolve(plan, held)
-    placements = complete_placements(resolved, held, sharded.size)
     compare(
         lambda: Region(held, "", leaves, spec, How(whole, None)),
-        Sharded(resolved, placements, sharded.size),
+        shard(plan, held, sharding.size),
         Findings(),
     )
     return ""

@@ -11,18 +11,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.placements import complete_placements
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import RehearsalError
 
 from .equivalence import Contradiction, Proof, prove
-from .linear_pairs import contradicted_module
+from .single_module import contradicted_module
 from .threads import in_fresh_thread
 
 
 def checked_plan(
-    model: nn.Module, resolved: Resolved, size: int, batch: Any, *, declared: bool = False
-) -> tuple[Resolved, bool]:
+    model: nn.Module, sharding: TensorSharding, batch: Any, *, declared: bool = False
+) -> tuple[TensorSharding, bool]:
     """Return the plan, completed by the gradients that are addends, and whether it was proven.
 
     Without an example, or if the model cannot be run without values, only pairs of linears
@@ -30,8 +30,7 @@ def checked_plan(
 
     Args:
         model: Whole.
-        resolved: The plan.
-        size: Tensor-parallel ranks.
+        sharding: The plan, applied to the model.
         batch: An example; None if there is none.
         declared: Refuse a plan that does not say itself which gradients are addends.
 
@@ -40,38 +39,37 @@ def checked_plan(
     """
     if batch is not None:
         try:
-            placements = complete_placements(resolved, model, size)
             small = small_example(batch)
-            proof = in_fresh_thread(lambda: prove(model, small, resolved, placements, size))
+            proof = in_fresh_thread(lambda: prove(model, small, sharding))
         except Contradiction as error:
             raise ValueError(
                 "tensor_parallel.sharding_plan changes what "
                 f"{error.fqn or type(model).__name__!r} computes: run whole "
-                f"and on {size} ranks on random weights, {error.why}"
+                f"and on {sharding.size} ranks on random weights, {error.why}"
             ) from error
         except RehearsalError:
-            return checked_plan(model, resolved, size, None, declared=declared)
-        for fqn in sorted(proof.whole_grads.intersection(resolved.grads)):
+            return checked_plan(model, sharding, None, declared=declared)
+        for fqn in sorted(proof.whole_grads.intersection(sharding.spec.grads)):
             raise ValueError(
                 f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
                 f"of {fqn!r}; leave out its <grad>"
             )
-        for fqn in sorted(proof.partial_grads.difference(resolved.grads)) if declared else ():
+        for fqn in sorted(proof.partial_grads.difference(sharding.spec.grads)) if declared else ():
             raise ValueError(
                 f"tensor_parallel.communication is 'declared', and ranks hold addends of the "
                 f"gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the sharding plan"
             )
         _warn_of_unproven(proof)
-        grads = {**resolved.grads, **dict.fromkeys(proof.partial_grads, Partial())}
-        return replace(resolved, grads=grads), True
-    _check_kinds(model, resolved)
-    wrong = contradicted_module(model, resolved, size)
+        grads = {**sharding.spec.grads, **dict.fromkeys(proof.partial_grads, Partial())}
+        return replace(sharding, spec=replace(sharding.spec, grads=grads)), True
+    _check_kinds(model, sharding.spec)
+    wrong = contradicted_module(model, sharding)
     if wrong is not None:
         raise ValueError(
             f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
             "rank by rank on random weights, its output or gradients differ"
         )
-    return resolved, False
+    return sharding, False
 
 
 def _warn_of_unproven(proof: Proof) -> None:
@@ -86,9 +84,9 @@ def _warn_of_unproven(proof: Proof) -> None:
         return
 
 
-def _check_kinds(model: nn.Module, resolved: Resolved) -> None:
+def _check_kinds(model: nn.Module, spec: ShardingSpec) -> None:
     """Refuse cuts that only a run can show to be right."""
-    for fqn, placement in resolved.parameters.items():
+    for fqn, placement in spec.parameters.items():
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)
         rows = isinstance(owner, nn.Embedding) and placement == Shard(0)

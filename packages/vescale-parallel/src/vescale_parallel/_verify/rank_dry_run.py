@@ -6,13 +6,12 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement
 
 from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import FakeRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters
-from vescale_parallel._tensor_parallel.sharding_spec import Resolved
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import Call, dry_run, equal_blocks, opened
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
@@ -22,29 +21,24 @@ def rehearse_part(
     model: nn.Module,
     batch: Any,
     watched: Collection[str],
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
+    sharding: TensorSharding,
 ) -> dict[str, Call]:
-    """Return the same for the first rank's part of the model, collectives included.
+    """Return the first call of every watched module on the first rank, collectives included.
 
     Raises:
         RehearsalError: If shapes do not fit each other.
     """
 
-    def cut(copied: nn.Module) -> None:
-        cut_parameters(copied, placements, size, 0)
-        install(copied, resolved, placements, Boundary(FakeRanks(size)))
+    def shard(copied: nn.Module) -> None:
+        _take_first_part(copied, sharding)
 
-    return dry_run(model, bind(model, opened(batch)), watched, cut)
+    return dry_run(model, bind(model, opened(batch)), watched, shard)
 
 
 def rehearse_draws(
     model: nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    resolved: Resolved,
-    placements: dict[str, Placement],
-    size: int,
+    sharding: TensorSharding | None = None,
     *,
     training: bool = False,
 ) -> tuple[NotedDraw, ...]:
@@ -53,9 +47,7 @@ def rehearse_draws(
     Args:
         model: Whole.
         given: Positional and keyword arguments.
-        resolved: The plan.
-        placements: Of every cut parameter.
-        size: How many ranks.
+        sharding: Of the model; None for one rank.
         training: Whether to run all of it in training mode.
 
     Raises:
@@ -64,12 +56,16 @@ def rehearse_draws(
     notes = DrawNotes()
 
     def prepare(copied: nn.Module) -> None:
-        if size > 1:
-            cut_parameters(copied, placements, size, 0)
-            install(copied, resolved, placements, Boundary(FakeRanks(size)))
+        if sharding is not None and sharding.size > 1:
+            _take_first_part(copied, sharding)
         notes.watch(copied.train() if training else copied)
 
     dry_run(model, given, (), prepare)
     for first, others in equal_blocks(model):
         notes.repeat(first, others)
     return tuple(notes.draws)
+
+
+def _take_first_part(copied: nn.Module, sharding: TensorSharding) -> None:
+    cut_parameters(copied, sharding.placements, sharding.size, 0)
+    install(copied, sharding, Boundary(FakeRanks(sharding.size)))

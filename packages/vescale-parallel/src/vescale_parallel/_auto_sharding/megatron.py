@@ -1,0 +1,117 @@
+"""Pairs of linear layers, sharded column- then row-wise, as in Megatron-LM.
+
+Which linears pair up is guessed from their order and features; that a guess is right is shown by
+the numeric check, run on the module that holds them. Source: Shoeybi et al. 2019, "Megatron-LM:
+Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
+from vescale_parallel._verify.single_module import proven_alone
+
+
+def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
+    """Return a sharding plan for modules whose linears pair up, proven class by class.
+
+    Args:
+        model: Whole.
+        size: Tensor-parallel ranks.
+        covered: Patterns that are cut already.
+    """
+    taken = {pattern.rpartition(".")[0] for pattern in covered}
+    plan: dict[str, str] = {}
+    known: dict[Any, dict[str, str]] = {}
+    for fqn, module in model.named_modules():
+        linears = linears_of(module)
+        base = generalize(fqn)
+        if len(linears) < 2 or any(f"{base}.{name}" in taken for name in linears):
+            continue
+        if base != fqn and not _same_everywhere(model, base, module):
+            continue
+        shapes = tuple(tuple(child.get_parameter("weight").shape) for child in linears.values())
+        key = (type(module), tuple(linears), shapes)
+        if key not in known:
+            known[key] = _fused_attention(module, size) or _proven_pair(module, linears, size)
+        plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
+    return plan
+
+
+def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
+    """Whether all modules that a pattern matches have this module's class and shapes."""
+    reference = [tuple(p.shape) for p in module.parameters()]
+    return all(
+        type(other) is type(module) and [tuple(p.shape) for p in other.parameters()] == reference
+        for fqn, other in model.named_modules()
+        if generalize(fqn) == base
+    )
+
+
+def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
+    """Recognise GPT-2's attention, which cannot be called on a tensor alone."""
+    named = {base.__name__ for base in type(module).__mro__}
+    heads = getattr(module, "num_heads", 1)
+    if "GPT2Attention" not in named or getattr(module, "is_cross_attention", True) or heads % size:
+        return {}
+    return {
+        "c_attn.weight": "InterleavedShard(1, 3)",
+        "c_proj.weight": "Shard(0)",
+        "<attr:split_size>": "Shard(0)",
+    }
+
+
+def _proven_pair(module: nn.Module, linears: Mapping[str, nn.Module], size: int) -> dict[str, str]:
+    """Return a sharding plan for one module if running it shows the plan right.
+
+    The last linear becomes row-wise, the others column-wise (fused projections in equal
+    parts), and integers that count heads or features are divided where that is needed.
+
+    Args:
+        module: A module that can be called on one tensor (batch, sequence, features).
+        linears: Its children that are linear layers, by name, in definition order.
+        size: Tensor-parallel ranks.
+
+    Returns:
+        Names relative to ``module`` to placement text; empty if no variant is right.
+    """
+    *columns, row = linears
+    row_kind = linear_kind(linears[row])
+    assert row_kind is not None
+    inner, outer = features(linears[row], row_kind)
+    if inner % size:
+        return {}
+    plan = {f"{row}.weight": f"Shard({row_kind.in_dim})"}
+    for name in columns:
+        kind = linear_kind(linears[name])
+        assert kind is not None
+        arriving, leaving = features(linears[name], kind)
+        if arriving != outer or leaving % size:
+            return {}
+        parts = leaving // inner if leaving % inner == 0 and leaving > inner else 1
+        plan[f"{name}.weight"] = (
+            f"InterleavedShard({kind.out_dim}, {parts})" if parts > 1 else f"Shard({kind.out_dim})"
+        )
+    for attributes in _divisible_attributes(module, inner, size):
+        variant = plan | {f"<attr:{name}>": "Shard(0)" for name in attributes}
+        proven = proven_alone(module, variant, outer, size)
+        if proven is not None:
+            return proven
+    return {}
+
+
+def _divisible_attributes(module: nn.Module, inner: int, size: int) -> list[tuple[str, ...]]:
+    """Sets of integer attributes that may have to be divided, fewest first."""
+    numbers = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int) and not isinstance(value, bool) and value % size == 0 and value
+    }
+    heads = tuple(name for name in numbers if "head" in name and "dim" not in name)
+    widths = tuple(name for name, value in numbers.items() if value == inner)
+    return list(dict.fromkeys([(), heads, widths, (*heads, *widths)]))

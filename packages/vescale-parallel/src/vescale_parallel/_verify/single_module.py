@@ -1,0 +1,104 @@
+"""The numeric check of single modules, for models of which there is no example."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
+
+from .equivalence import MAX_NUMEL, blocks_of_whole, prove
+from .threads import in_fresh_thread
+
+
+def proven_alone(
+    module: nn.Module, plan: Mapping[str, str], num_features: int, size: int
+) -> dict[str, str] | None:
+    """Run a module whole and on all ranks, on one activation (batch, sequence, features).
+
+    Args:
+        module: The module; a copy of it is run on random weights.
+        plan: Names relative to the module to placement text.
+        num_features: Of the activation.
+        size: Tensor-parallel ranks.
+
+    Returns:
+        The plan with the marks of whole parameters of which ranks hold partial gradients; None if
+        results or gradients differ, or if the module is too large or takes something else.
+    """
+    if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
+        return None
+    batch = (torch.zeros(2, 3, num_features),)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharding = shard(plan, module, size)
+            proof = in_fresh_thread(lambda: _prove(module, batch, sharding))
+    # Arbitrary user code: whatever it raises only means that this plan is not proven.
+    except Exception:
+        return None
+    if proof is None:
+        return None
+    return {**plan, **{f"{fqn}.<grad>": "Partial()" for fqn in sorted(proof)}}
+
+
+def _prove(module: nn.Module, batch: object, sharding: TensorSharding) -> frozenset[str] | None:
+    try:
+        whole = blocks_of_whole(module, batch)
+    except ValueError:
+        whole = {}  # its forward needs values
+    proof = prove(module, batch, sharding, whole=whole)
+    return None if proof.unproven or proof.too_large else proof.partial_grads
+
+
+def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | None:
+    """Return a module that a hand-written plan shards wrongly, if running one shows it.
+
+    Only pairs of linears within one module that can be called on one tensor are run, one of
+    each kind; other parts of a plan are taken as they are written.
+    """
+    seen: set[object] = set()
+    for fqn, module in model.named_modules():
+        linears = linears_of(module)
+        if len(linears) < 2:
+            continue
+        own = _own_plan(sharding.spec, fqn, linears)
+        key = (type(module), generalize(fqn), tuple(own.items()))
+        if key in seen:
+            continue
+        seen.add(key)
+        row, last = next(reversed(linears.items()))
+        kind = linear_kind(last)
+        assert kind is not None
+        if len(own) < 2 or own.get(f"{row}.weight") != f"Shard({kind.in_dim})":
+            continue
+        width = features(last, kind)[1]
+        unmarked = {name: text for name, text in own.items() if not name.endswith("<grad>")}
+        proven = proven_alone(module, unmarked, width, sharding.size)
+        if proven is not None and set(proven) == set(own):
+            continue
+        if proven_alone(module, {}, width, sharding.size) is not None:
+            return fqn or type(model).__name__
+    return None
+
+
+def _own_plan(spec: ShardingSpec, fqn: str, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the part of a plan that is about one module, with names relative to it."""
+    prefix = f"{fqn}." if fqn else ""
+    moved = {*(name for name, _ in spec.inputs), *spec.outputs}
+    if any(f"{prefix}{name}" in moved for name in linears):
+        return {}
+    own = {
+        f"{name}.weight": placement_text(spec.parameters[f"{prefix}{name}.weight"])
+        for name in linears
+        if f"{prefix}{name}.weight" in spec.parameters
+    }
+    own |= {f"<attr:{name}>": "Shard(0)" for owner, name in spec.attributes if owner == fqn}
+    grads = [name.removeprefix(prefix) for name in spec.grads if name.startswith(prefix)]
+    return own | {f"{name}.<grad>": "Partial()" for name in grads}
