@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vescale_dtensor import announced_failures
-from vescale_parallel._mesh.mesh import axis_rank, axis_size
+from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
@@ -66,11 +66,8 @@ class ParallelLoader:
         self._device = torch.device(mesh.device_type)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        replicas = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
-        replica = axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
-            mesh, "dp_shard"
-        )
-        self._rows = slice(replica * size // replicas, (replica + 1) * size // replicas)
+        ranks = DataRanks(mesh)
+        self._rows = slice(ranks.rank * size // ranks.size, (ranks.rank + 1) * size // ranks.size)
         self._epoch = 0
         self._taken = 0
         self._given: list[weakref.ref[Tensor]] = []

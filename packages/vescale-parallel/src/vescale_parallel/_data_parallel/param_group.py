@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, all_gather, all_reduce, reduce_scatter
@@ -190,6 +190,43 @@ class Unit:
             part = own[start : start + chunk.numel()].view(chunk)
             grads[slot] = part[tuple(slice(size) for size in slot.local.shape)]
             start += chunk.numel()
+
+
+def group_parameters(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    slots: Sequence[Slot],
+    blocks: Sequence[str],
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> tuple[Unit, list[tuple[nn.Module, Unit]]]:
+    """Return the unit of what is outside of blocks, and the blocks with theirs.
+
+    Args:
+        model: Holds the parameters.
+        mesh: The plan's mesh.
+        slots: The parameters that this rank computes with.
+        blocks: FQNs, in order. One without parameters here has no unit.
+        param_dtype: Dtype of compute, None for each parameter's own.
+        reduce_dtype: Dtype of gradient sums, None for the gradient's own.
+    """
+    block_of = {
+        f"{fqn}.{name}": index
+        for index, fqn in enumerate(blocks)
+        for name, _ in model.get_submodule(fqn).named_parameters(remove_duplicate=False)
+    }
+    members: dict[int | None, list[Slot]] = {None: []}
+    for slot in slots:
+        where = {block_of.get(fqn) for fqn in slot.fqns}
+        members.setdefault(where.pop() if len(where) == 1 else None, []).append(slot)
+
+    def unit(index: int | None) -> Unit:
+        number = 0 if index is None else index + 1
+        return Unit(members[index], mesh, param_dtype, reduce_dtype, number)
+
+    owned = [index for index in range(len(blocks)) if index in members]
+    return unit(None), [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
 
 
 def reduce_together(units: Sequence[Unit]) -> None:

@@ -51,3 +51,8 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
             f"{len(large)}: {names}; use another parallelism"
         )
     return large[0]
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the FQNs of the blocks of all stacks, in order."""
+    return tuple(fqn for stack in block_stacks(model) for fqn in stack)

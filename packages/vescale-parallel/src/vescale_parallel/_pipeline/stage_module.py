@@ -22,6 +22,7 @@ from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._torch_private import pytree
 
 from .placeholders import StandIn, stand_in
+from .stage_assignment import StageMap
 
 
 class StageDone(BaseException):
@@ -136,6 +137,26 @@ class StagedModule(nn.Module):
                 "pipeline_parallel.tail_modules, or give generate_plan an example_batch"
             )
         return _stand_in(role, args, kwargs)
+
+
+def stage_model(
+    model: nn.Module, stages: StageMap, staging: Staging, param_dtype: torch.dtype | None
+) -> None:
+    """Let every module with parameters be answered by a stand-in on other stages, in place."""
+    # Skeletons are copied from whole modules, so before any is changed.
+    roles = [
+        (fqn, index, (stages.stage_of_block(index),)) for index, fqn in enumerate(stages.blocks)
+    ]
+    roles += [(fqn, None, (stage,)) for fqn, stage in stages.outside.items()]
+    for fqn, index, owners in roles:
+        stage_module(
+            model.get_submodule(fqn),
+            staging,
+            fqn=fqn,
+            index=index,
+            stages=owners,
+            param_dtype=param_dtype,
+        )
 
 
 def stage_module(

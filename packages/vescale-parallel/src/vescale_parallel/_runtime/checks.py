@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from vescale_parallel._plan.plan import ParallelPlan
 
-from .engine import ParallelModule
+from .module import ParallelModule
 
 
 def check_arguments(

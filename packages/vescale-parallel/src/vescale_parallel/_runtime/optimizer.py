@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor, announced_failures, distribute_tensor, is_sharded
 
-from .engine import Engine, ParallelModule
+from .engine import Engine
+from .module import ParallelModule
 
 # Element i of the update depends on element i of parameter, gradient and state alone, so
 # that a part of a parameter is updated as it would be within the whole.
@@ -47,7 +48,7 @@ class ParallelOptimizer(Optimizer):
     def _vescale_step(self) -> Any:
         engine = self._vescale_engine()
         if engine is not None:
-            engine.refuse_stray_gradients()
+            engine.parameters.refuse_stray_gradients()
         parts = {face: _part(face) for group in self.param_groups for face in group["params"]}
         faces = {part: face for face, part in parts.items()}
         public_groups = [group["params"] for group in self.param_groups]

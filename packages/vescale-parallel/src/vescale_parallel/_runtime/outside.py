@@ -78,23 +78,6 @@ def refuse_parts(model: nn.Module, blocks: Iterable[str], is_running: Callable[[
         module.register_forward_pre_hook(check, prepend=True)
 
 
-def refuse_stray_gradients(slots: Iterable[Slot]) -> None:
-    """Raise if a backward pass reached parameters other than through an output of a call.
-
-    Raises:
-        ValueError: With the name of a parameter.
-    """
-    for slot in slots:
-        if slot.compute is not None and slot.compute.grad is not None:
-            slot.compute.grad = None
-            raise ValueError(
-                f"{slot.fqns[0]!r} got a gradient from a backward pass that did not start at what "
-                "a call of the model returned, as that of torch.autograd.grad(..., "
-                "create_graph=True) alone; it was not summed over ranks. Add it to the loss, "
-                "(loss + penalty).backward()"
-            )
-
-
 def read_in(tensor: Tensor, slots: Sequence[Slot]) -> str:
     """Return which of the parameters a tensor was computed from, as far as autograd knows."""
     names = {id(slot.face): slot.fqns[0] for slot in slots}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vescale_parallel._mesh.mesh import axis_rank, axis_size
-
-from .engine import ParallelModule
+from .module import ParallelModule
 
 
 def data_parallel_rank(model: nn.Module) -> int:
@@ -30,7 +28,4 @@ def data_parallel_rank(model: nn.Module) -> int:
         raise TypeError(
             f"expected the model that parallelize returned, got {type(model).__name__}"
         )
-    mesh = model._vescale_engine.mesh
-    return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
-        mesh, "dp_shard"
-    )
+    return model._vescale_engine.data_ranks.rank

@@ -1,0 +1,227 @@
+"""ZeRO: when the parameters of a model are gathered and shown, and its gradients reduced.
+
+[Note: which parameters hang on the modules]
+Outside of forward and backward the modules hold DTensors of global shape. While either runs they
+hold the plain compute parameters. Under ZeRO 2 and 3 a block shows its plain ones only while it
+runs itself: outside of that they may be freed, or a gradient for them may come after they were
+reduced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import all_gather, announced_failures
+from vescale_parallel._mesh.mesh import axis_group
+from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._torch_private import call_after_backward, pytree
+
+from .param_group import Unit, accumulate, reduce_together
+from .stray_gradients import refuse_stray_gradients
+
+
+class ZeroState:
+    """The parameters of one rank of a parallelized model, through forward and backward.
+
+    Args:
+        mesh: The plan's mesh.
+        slots: Every parameter.
+        root: Those outside of blocks.
+        blocks: The blocks that this rank runs, with theirs; hooks are added to them.
+        stage: 1, 2 or 3: whether gradients are reduced as soon as a block has them, and whether
+            its parameters are freed.
+        pipelined: All gradients of a step are summed first then, and reduced once.
+
+    Attributes:
+        while_backward: Makes what is entered while backward runs.
+        after_backward: Called after every backward pass.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        slots: Sequence[Slot],
+        root: Unit,
+        blocks: Sequence[tuple[nn.Module, Unit]],
+        *,
+        stage: int,
+        pipelined: bool,
+    ) -> None:
+        self._mesh, self.slots = mesh, slots
+        self._root, self._units = root, [unit for _, unit in blocks]
+        self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
+        self.after_backward: Callable[[], None] = lambda: None
+        self._entered = contextlib.ExitStack()
+        self._in_backward, self._num_backwards = False, 0
+        self._open: list[Unit] = []
+        self._reduces_early = stage >= 2 and not pipelined
+        self._frees = stage == 3
+        self._guarded = (
+            {slot for unit in self._units for slot in unit.slots}
+            if self._frees or self._reduces_early
+            else set[Slot]()
+        )
+        if self._guarded:
+            for module, unit in blocks:
+                self._add_hooks(module, unit)
+
+    @property
+    def slots_of_blocks(self) -> list[Slot]:
+        """The parameters of blocks."""
+        return [slot for unit in self._units for slot in unit.slots]
+
+    def recover(self) -> None:
+        """Drop what a backward pass left that raised before its end; refuse other gradients."""
+        if self._in_backward:
+            self._in_backward = False
+            self._entered.close()
+            self._open.clear()
+            self._show_distributed()
+            for unit in (self._root, *self._units):
+                unit.forget()
+        refuse_stray_gradients(self.slots)
+
+    def begin_forward(self) -> None:
+        """Show plain parameters, gathered but for blocks that are gathered as they run."""
+        self._show_compute()
+        self._root.gather()
+        if not self._frees:
+            for unit in self._units:
+                unit.gather()
+
+    def end_forward(self) -> None:
+        """Show distributed parameters again."""
+        self._show_distributed()
+        if self._frees and not torch.is_grad_enabled():
+            self._root.free()
+            self._check_mixed_up()
+
+    def refuse_stray_gradients(self) -> None:
+        """Raise if parameters have gradients that no backward pass of a call has summed."""
+        if not self._in_backward:
+            refuse_stray_gradients(self.slots)
+
+    def watch(self, output: Tensor) -> None:
+        """Have backward through a tensor begin with this rank's parameters at their place."""
+        output.register_hook(self._begin_backward)
+
+    def finish_backward(self, scale: Tensor | None) -> None:
+        """Reduce the gradients that are left, and add all to the distributed parameters.
+
+        Args:
+            scale: Multiplies them; None for 1.
+        """
+        reduce_together([*(self._open if self._reduces_early else self._units), self._root])
+        self._open.clear()
+        self._num_backwards += 1
+        self.after_backward()
+        self._show_distributed()
+        self._check_mixed_up()
+        reduced: dict[Slot, Tensor] = {}
+        for unit in (self._root, *self._units):
+            reduced |= unit.take()
+            if self._frees:
+                unit.free()
+        for slot, used in zip(self.slots, self._used_anywhere(), strict=True):
+            if used:
+                grad = reduced.get(slot)
+                accumulate(slot, torch.zeros_like(slot.local) if grad is None else grad, scale)
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._entered.enter_context(self.while_backward())
+            self._show_compute()
+            if self._root.is_freed:
+                self._root.gather()
+            call_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        with announced_failures():
+            self._in_backward = False
+            self._entered.close()
+            self.finish_backward(None)
+
+    def _used_anywhere(self) -> list[bool]:
+        """Whether each parameter got a gradient on any rank that could give it one."""
+        used = {slot for unit in (self._root, *self._units) for slot in unit.take_used()}
+        flags = torch.tensor([slot in used for slot in self.slots], dtype=torch.uint8)
+        flags = flags.to(self._mesh.device_type)
+        for axis in ("dp_replicate", "dp_shard", "pp"):
+            group = axis_group(self._mesh, axis)
+            if group is not None:
+                flags = all_gather(flags, group).amax(0)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _add_hooks(self, module: nn.Module, unit: Unit) -> None:
+        """Gather and reduce a block's parameters as forward and backward reach it."""
+
+        def before_forward(_: nn.Module, args: Any) -> None:
+            if self._frees:
+                unit.gather()
+            unit.show_compute()
+
+        def after_forward(_: nn.Module, args: Any, output: Any) -> None:
+            unit.show_faces()
+            if self._frees:
+                unit.free()
+            entered: set[int] = set()
+
+            def before_backward(grad: Tensor) -> None:
+                if self._num_backwards not in entered:
+                    entered.add(self._num_backwards)
+                    self._enter_backward_of(unit)
+
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(before_backward)
+
+        module.register_forward_pre_hook(before_forward, prepend=True)
+        # Also when forward raises: the model must not be left with freed parameters.
+        module.register_forward_hook(after_forward, always_call=True)
+
+    def _enter_backward_of(self, unit: Unit) -> None:
+        """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        for done in self._open:
+            if self._reduces_early:
+                done.reduce()
+            done.show_faces()
+            if self._frees:
+                done.free()
+        self._open = [unit]
+        if self._frees:
+            unit.gather()
+        unit.show_compute()
+
+    def _show_compute(self) -> None:
+        for slot in self.slots:
+            slot.check_in_place()
+        for slot in self.slots:
+            if slot not in self._guarded:
+                slot.show_compute()
+
+    def _show_distributed(self) -> None:
+        for slot in self.slots:
+            slot.show_face()
+
+    def _check_mixed_up(self) -> None:
+        """Raise if ranks ran different blocks while they exchanged parameters.
+
+        Raises:
+            ValueError: On the ranks that noticed.
+        """
+        flags = [unit.take_mixed_up() for unit in (self._root, *self._units)]
+        if any(bool(flag) for flag in flags if flag is not None):
+            raise ValueError(
+                "data-parallel ranks ran different blocks of the model at the same time, so "
+                "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
+                "depend on this rank's data. Use data_parallel.zero_stage 1"
+            )

@@ -1,0 +1,33 @@
+"""Sums and means over the ranks that share a batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import all_gather
+
+from .mesh import axis_rank, axis_size, data_groups
+
+
+class DataRanks:
+    """The data-parallel ranks of a mesh, over the axes ``dp_replicate`` and ``dp_shard``."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._groups = data_groups(mesh)
+        copies, shards = axis_size(mesh, "dp_replicate"), axis_size(mesh, "dp_shard")
+        self.size = copies * shards
+        self.rank = axis_rank(mesh, "dp_replicate") * shards + axis_rank(mesh, "dp_shard")
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sum over ranks, in rank order. Every rank must call this."""
+        for group in self._groups:
+            rows = all_gather(value, group)
+            value = rows[0]
+            for row in rows[1:]:
+                value = value + row
+        return value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Average over ranks. Every rank must call this."""
+        return self.total(value) / self.size

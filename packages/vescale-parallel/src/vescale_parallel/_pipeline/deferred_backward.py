@@ -1,0 +1,78 @@
+"""A loss whose gradients a pipeline's schedule has computed: its backward hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor import announced_failures
+from vescale_parallel._loss.output import Scalar
+from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._torch_private import pytree
+
+
+def with_deferred_backward(
+    output: Any, slots: Sequence[Slot], finish: Callable[[Tensor], None], device: str
+) -> Any:
+    """Return a step's output with a tensor for each :class:`Scalar`.
+
+    The gradients of compute parameters are taken away, until ``backward`` of the loss puts them
+    back for ``finish``, which gets the gradient of the loss.
+
+    Args:
+        output: What :meth:`Pipeline.run` returned.
+        slots: Every parameter.
+        finish: Reduces gradients, scaled.
+        device: Where the scalars shall be.
+    """
+    grads: dict[Slot, Tensor | None] = {}
+    for slot in slots:
+        if slot.compute is not None:
+            grads[slot], slot.compute.grad = slot.compute.grad, None
+
+    def hand_out(scale: Tensor) -> None:
+        for slot, grad in grads.items():
+            assert slot.compute is not None
+            slot.compute.grad = grad
+        finish(scale)
+
+    anchor = torch.zeros((), requires_grad=True)
+
+    def differentiable(scalar: Scalar) -> Any:
+        if not scalar.requires_grad:
+            return scalar.tensor(device)
+        return _HandOut.apply(
+            anchor, scalar.tensor(device), hand_out if scalar.is_loss else _refuse
+        )
+
+    return pytree.tree_map_only(Scalar, differentiable, output)
+
+
+def _refuse(_: Tensor) -> None:
+    raise ValueError(
+        "a pipeline differentiates the loss that forward returns, and no other scalar of its "
+        "output; add what should be differentiated to the loss in forward"
+    )
+
+
+class _HandOut(torch.autograd.Function):
+    """A loss whose gradients were computed by the pipeline's schedule."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, loss: Tensor, finish: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.finish = finish
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.finish is None:
+            raise RuntimeError("backward was called a second time on a loss of one pipeline step")
+        finish, ctx.finish = ctx.finish, None
+        with announced_failures():
+            finish(grad)
+        return None, None, None

@@ -1,0 +1,91 @@
+"""The class of a parallelized model: its calls go through an engine.
+
+[Note: who wraps a module]
+What ``parallelize`` adds to a model, in the order in which one call meets it, outermost first:
+
+1. class: :class:`ParallelModule` before the model's own class. ``model(...)`` becomes
+   :meth:`Engine.call` around ``nn.Module.__call__``. Blocks of a pipeline have
+   :class:`~vescale_parallel._pipeline.stage_module.StagedModule` before theirs.
+2. modes, entered by the engine for one call: the rows of the batch, random numbers, token means,
+   and, under tensor parallelism, the mode that lifts plain tensors to distributed ones.
+3. hooks before forward: ZeRO's gather (prepended, so first), then those that enter
+   tensor-parallel regions, then users' own that were there before, which see local activations.
+4. forward of the instance, innermost first: tensor parallelism's sum in parts or lookup of own
+   rows; random numbers in part; rows that meet; recomputation in backward.
+5. parameters: plain ones of this rank while forward and backward run, else DTensors of global
+   shape. See :class:`~vescale_parallel._parameters.sharded_parameter.ShardedParameter`.
+6. hooks after forward: tensor parallelism's (prepended, so that users' hooks see whole
+   activations), users' own, then ZeRO's free, which also runs when forward raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .engine import Engine
+
+
+class ParallelModule(nn.Module):
+    """Mixed into the class of a parallelized model; its calls go through an :class:`Engine`."""
+
+    _vescale_engine: Engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._vescale_engine
+        call: Callable[..., Any] = engine.call
+        if engine.pipeline is not None:
+            _refuse_compiled(self)
+            if "torch._dynamo" in sys.modules:
+                # torch.compile(model) would compile the engine: stages that wait for each other.
+                call = cast("Any", torch.compiler).disable(call)
+        return call(super().__call__, self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        raise TypeError(
+            "a parallelized model cannot be copied: its process groups are this process's. "
+            "Copy its parameters, [p.detach().clone() for p in model.parameters()]"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a parallelized model cannot be pickled: its process groups are this process's. "
+            "Save model.state_dict(), for example by vescale.save(path, {'model': model})"
+        )
+
+
+def give_engine(model: nn.Module, engine: Engine) -> None:
+    """Have the calls of a model go through an engine, in place."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (ParallelModule, cls), _namespace_of(cls))
+    object.__setattr__(model, "_vescale_engine", engine)
+
+
+def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return what the class of a parallelized model has besides its bases."""
+    namespace: dict[str, Any] = {"__module__": cls.__module__}
+    generate: Callable[..., Any] | None = getattr(cls, "generate", None)
+    if generate is not None:
+
+        @functools.wraps(generate)
+        def with_whole_logits(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+            with self._vescale_engine.whole_results():
+                return generate(self, *args, **kwargs)
+
+        namespace["generate"] = with_whole_logits
+    return namespace
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse ``model.compile()`` under a pipeline, whose stages leave forward midway."""
+    if model._compiled_call_impl is not None:
+        raise ValueError(
+            "model.compile() does not work with pipeline parallelism: a stage runs a part of "
+            "the model's forward; compile its blocks instead: "
+            "for block in blocks: block.compile()"
+        )
