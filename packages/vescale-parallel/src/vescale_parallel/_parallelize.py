@@ -28,9 +28,9 @@ from ._mesh.process_group import start_process_group
 from ._model.blocks import blocks_of
 from ._model.inputs import example_from, example_of
 from ._model.signature import check_signature, described_values, model_signature
-from ._parameters.shard_model import Read, make_slots, move_buffers, read_real, torch_dtype
-from ._parameters.sharded_parameter import Slot
-from ._pipeline.placeholders import stand_in
+from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
+from ._parameters.sharded_parameter import ShardedParameter
+from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_buffers import StageBuffers
@@ -138,15 +138,15 @@ def _carry_out(
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
     stages_of = _only_stage if stages is None else stages.stages_of
-    slots = make_slots(plan, model, mesh, sharding, stages_of, stand_in, read)
+    params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
     draws = Draws(_place(mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
         draws.install(model)
-    for slot in slots:
-        slot.refuse_calls_outside()
+    for param in params:
+        param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
     blocks = stages.blocks if stages is not None else blocks_of(model)
     if plan.recompute == "full":
@@ -154,7 +154,7 @@ def _carry_out(
         rows.prepare(model, blocks)
         for fqn in blocks:
             recompute(model.get_submodule(fqn), draws.as_now, fqn)
-    parameters = _zero_state(plan, model, mesh, slots, blocks)
+    parameters = _zero_state(plan, model, mesh, params, blocks)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, draws, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks_of(model), lambda: engine.is_running)
@@ -279,13 +279,13 @@ def _zero_state(
     plan: ParallelPlan,
     model: nn.Module,
     mesh: DeviceMesh,
-    slots: Sequence[Slot],
+    params: Sequence[ShardedParameter],
     blocks: Sequence[str],
 ) -> ZeroState:
     rank, size = axis_rank(mesh, "pp"), plan.pipeline_parallel.size
     # A borrowed weight is no member here: it is gathered and reduced where it is owned.
-    owned = [slot for slot in slots if slot.stages[0] % size == rank]
-    root, units = group_parameters(
+    owned = [param for param in params if param.stages[0] % size == rank]
+    root, param_groups = group_parameters(
         model,
         mesh,
         owned,
@@ -295,9 +295,9 @@ def _zero_state(
     )
     return ZeroState(
         mesh,
-        slots,
+        params,
         root,
-        units,
+        param_groups,
         stage=plan.data_parallel.zero_stage,
         pipelined=plan.pipeline_parallel.size > 1,
     )
@@ -327,13 +327,13 @@ def _engine(
         pipeline = Pipeline(plan, mesh, staging, stages.starts, len(stages.blocks), ranks.total)
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
-        step = PipelineStep(pipeline, parameters.slots, buffers, parameters.finish_backward)
+        step = PipelineStep(pipeline, parameters.params, buffers, parameters.finish_backward)
     return Engine(
         mesh=mesh,
         parameters=parameters,
         data_ranks=ranks,
         inputs=inputs,
-        known=KnownModules(model, parameters.slots),
+        known=KnownModules(model, parameters.params),
         proofs=proofs,
         rows=rows,
         draws=draws,

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vescale_dtensor import is_sharded
 from vescale_parallel import propose_sharding
-from vescale_parallel._auto_sharding.find_candidates import Cut, Cuts, cuts
+from vescale_parallel._auto_sharding.find_candidates import Candidate, Candidates, find_candidates
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
@@ -212,7 +212,7 @@ def verdict(family: str, size: int = 2) -> dict[str, Any]:
     except Exception as error:
         return record | {"not_built": f"{type(error).__name__}: {error}"[:200]}
     try:
-        found = cuts(model, batch, size)
+        found = find_candidates(model, batch, size)
     except Exception as error:
         return record | {"not_run": f"{type(error).__name__}: {error}"[:400]}
     numel = sum(p.numel() for p in model.parameters())
@@ -232,11 +232,11 @@ def verdict(family: str, size: int = 2) -> dict[str, Any]:
     return record | certify(model, batch, found)
 
 
-def _experts(found: Cuts) -> list[Cut]:
+def _experts(found: Candidates) -> list[Candidate]:
     return [cut for cut in (*found.chosen, *found.alternatives) if cut.kind == "experts"]
 
 
-def _whole(model: nn.Module, found: Cuts) -> list[list[Any]]:
+def _whole(model: nn.Module, found: Candidates) -> list[list[Any]]:
     """Return the matrices in no cut, most elements first, and what keeps them whole."""
     cut = {name for each in found.chosen for name in each.parameters}
     numel: dict[str, int] = {}
@@ -255,7 +255,7 @@ def _whole(model: nn.Module, found: Cuts) -> list[list[Any]]:
 _STORAGE_ONLY = ("colwise_gather_output", "rowwise_split_input")
 
 
-def _agreement(model: nn.Module, plan: Mapping[str, str], made: Iterable[Cut]) -> Any:
+def _agreement(model: nn.Module, plan: Mapping[str, str], made: Iterable[Candidate]) -> Any:
     """Count the matrices that a shipped plan cuts and that are cut alike."""
     cut_dims = {name: int(text.partition("(")[2].rstrip(")").partition(",")[0])
                 for cut in made for name, text in cut.parameters.items()}  # fmt: skip
@@ -270,7 +270,7 @@ def _agreement(model: nn.Module, plan: Mapping[str, str], made: Iterable[Cut]) -
     return {"tensors": len(shipped), "agree": len(shipped) - len(differ), "differ": differ}
 
 
-def certify(model: nn.Module, batch: Mapping[str, Any], found: Cuts) -> dict[str, Any]:
+def certify(model: nn.Module, batch: Mapping[str, Any], found: Candidates) -> dict[str, Any]:
     """Check the cuts: as masked ranks all of them, by permutation those of features."""
     with contextlib.suppress(Exception):
         cast(Any, model).set_experts_implementation("eager")

@@ -1,11 +1,11 @@
 """Check what a cut says about ranks, with whole tensors on one device.
 
 A rank is the whole model in which only its elements of the axis count: elsewhere the weights
-that end the axis are zero. What such a module returns is then that rank's addend, and the
-gradients are that rank's. A cut is right if the addends sum to the output, if the gradients
+that end the axis are zero. What such a module returns is then that rank's partial value, and the
+gradients are that rank's. A cut is right if the partial values sum to the output, if the gradients
 that reach the entries sum to those of one device, and if, given these sums, every rank has the
 gradients of one device for its own elements and for every parameter that is whole, but for the
-replicated ones, which sum to them. Biases that are added to addends count on the first rank.
+replicated ones, which sum to them. Biases that are added to partial sums count on the first rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from vescale_parallel._auto_sharding.find_candidates import Cut
+from vescale_parallel._auto_sharding.find_candidates import Candidate
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 
 _PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
@@ -49,7 +49,7 @@ class _Record:
 
 
 def worst_error(
-    model: nn.Module, run: Callable[[nn.Module], torch.Tensor], cut: Cut, size: int = 2
+    model: nn.Module, run: Callable[[nn.Module], torch.Tensor], cut: Candidate, size: int = 2
 ) -> float:
     """Return the largest deviation from one device, relative to the largest value of its kind.
 
@@ -88,7 +88,9 @@ def _error(found: Any, expected: torch.Tensor, least: float = 1e-6) -> float:
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=least)).item()
 
 
-def _rank_weights(model: nn.Module, cut: Cut, rank: int, size: int) -> dict[str, torch.Tensor]:
+def _rank_weights(
+    model: nn.Module, cut: Candidate, rank: int, size: int
+) -> dict[str, torch.Tensor]:
     """Return the parameters that end the axis, without the elements of the other ranks."""
     ends = set(cut.exits) | (set(cut.entries) if cut.kind == "vocabulary" else set())
     own = {id(p) for fqn in ends for p in model.get_submodule(fqn).parameters(recurse=False)}
@@ -108,7 +110,7 @@ def _rank_weights(model: nn.Module, cut: Cut, rank: int, size: int) -> dict[str,
 def _run(
     model: nn.Module,
     run: Callable[[nn.Module], torch.Tensor],
-    cut: Cut,
+    cut: Candidate,
     weights: Mapping[str, torch.Tensor],
     whole: _Record | None,
 ) -> tuple[_Record, dict[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from vescale_parallel._auto_sharding.find_candidates import Cut
+from vescale_parallel._auto_sharding.find_candidates import Candidate
 
 _PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
 
@@ -50,7 +50,7 @@ def permute(parameter: torch.Tensor, placement: str, length: int, order: torch.T
 def change(
     model: nn.Module,
     run: Callable[[], torch.Tensor],
-    cut: Cut,
+    cut: Candidate,
     names: Iterable[str],
     before: torch.Tensor,
 ) -> float:
@@ -70,7 +70,7 @@ def change(
     return ((after - before).abs().max() / before.std()).item()
 
 
-def matrices(model: nn.Module, cut: Cut) -> list[str]:
+def matrices(model: nn.Module, cut: Candidate) -> list[str]:
     """Return the cut's parameters with at least two dimensions, tied ones once."""
     found = {id(p): n for n in cut.parameters for p in [model.get_parameter(n)] if p.dim() > 1}
     return list(found.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._auto_sharding.find_candidates import Cut, Cuts, cuts
+from vescale_parallel._auto_sharding.find_candidates import Candidate, Candidates, find_candidates
 
 from .families import build, output
 from .masked_ranks import worst_error
@@ -109,24 +109,24 @@ class MixtureOfExperts(nn.Module):
         return self.experts(tokens, self.router(tokens).softmax(-1)).view_as(x)
 
 
-def found(model: nn.Module, batch: Any, size: int = 2) -> Cuts:
-    return cuts(model, batch, size)
+def found(model: nn.Module, batch: Any, size: int = 2) -> Candidates:
+    return find_candidates(model, batch, size)
 
 
-def features(result: Cuts) -> list[Cut]:
+def features(result: Candidates) -> list[Candidate]:
     return [cut for cut in result.chosen if cut.kind == "features"]
 
 
-def only(result: Cuts) -> Cut:
+def only(result: Candidates) -> Candidate:
     [cut] = features(result)
     return cut
 
 
-def reasons(result: Cuts, parameter: str) -> list[str]:
+def reasons(result: Candidates, parameter: str) -> list[str]:
     return [reason for axis, reason in result.rejected if axis.startswith(parameter)]
 
 
-def assert_certified(model: nn.Module, batch: Any, result: Cuts) -> None:
+def assert_certified(model: nn.Module, batch: Any, result: Candidates) -> None:
     """Permuting a cut axis in all its parameters changes nothing; in one alone it does."""
     randomize(model)
 
@@ -140,7 +140,7 @@ def assert_certified(model: nn.Module, batch: Any, result: Cuts) -> None:
         assert change(model, run, cut, matrices(model, cut)[:1], before) > 1e-3
 
 
-def wrong(model: nn.Module, batch: torch.Tensor, cut: Cut) -> float:
+def wrong(model: nn.Module, batch: torch.Tensor, cut: Candidate) -> float:
     """Return how far masked ranks are from one device."""
     randomize(model)
     return worst_error(model, lambda called: called(batch), cut)
@@ -494,11 +494,11 @@ def test_no_parameter_is_cut_twice() -> None:
 
 
 @functools.cache
-def family(name: str) -> Cuts:
+def family(name: str) -> Candidates:
     return found(*build(name))
 
 
-def cut_of(name: str, parameter: str) -> Cut:
+def cut_of(name: str, parameter: str) -> Candidate:
     [cut] = [cut for cut in family(name).chosen if parameter in cut.parameters]
     return cut
 

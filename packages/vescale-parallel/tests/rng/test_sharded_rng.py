@@ -21,7 +21,7 @@ from vescale_parallel._rng.predict import (
     draw_marks,
     scopes_of_unknown,
 )
-from vescale_parallel._rng.sharded_rng import WHOLE, Cut, Draws, KnownDraws, Place, Scope
+from vescale_parallel._rng.sharded_rng import WHOLE, Draws, KnownDraws, Place, Scope, ShardedDraw
 from vescale_parallel._runtime.recompute import recompute
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
@@ -64,7 +64,7 @@ def drawn_on(
     return result, torch.get_rng_state()
 
 
-def check(function: Callable[[Tensor], Tensor], x: Tensor, cut: Cut) -> None:
+def check(function: Callable[[Tensor], Tensor], x: Tensor, cut: ShardedDraw) -> None:
     """Compare the parts of 2 x 2 ranks with one device's whole."""
     torch.manual_seed(3)
     whole, state = function(x), torch.get_rng_state()
@@ -94,14 +94,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("cut", [Cut(rows=0), Cut(part=1), Cut(rows=0, part=1), WHOLE], ids=repr)
+@pytest.mark.parametrize(
+    "cut", [ShardedDraw(rows=0), ShardedDraw(part=1), ShardedDraw(rows=0, part=1), WHOLE], ids=repr
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_parts_are_those_of_what_one_device_draws(name: str, cut: Cut) -> None:
+def test_parts_are_those_of_what_one_device_draws(name: str, cut: ShardedDraw) -> None:
     check(FUNCTIONS[name], torch.randn(4, 6, 5, 7), cut)
 
 
 def test_a_large_tensor_is_drawn_in_parts() -> None:
-    check(lambda x: F.dropout(x, 0.3), torch.randn(8, 6, 40, 40), Cut(rows=0, part=1))
+    check(lambda x: F.dropout(x, 0.3), torch.randn(8, 6, 40, 40), ShardedDraw(rows=0, part=1))
 
 
 def test_transposed_tensors_are_drawn_in_the_order_of_the_whole_memory() -> None:
@@ -111,7 +113,7 @@ def test_transposed_tensors_are_drawn_in_the_order_of_the_whole_memory() -> None
     for index in range(4):
         mine = heads_first.chunk(2, 0)[index // 2].chunk(2, 1)[index % 2]
         mine = mine.transpose(1, 2).contiguous().transpose(1, 2)
-        scope = Scope(cuts=[Cut(rows=0, part=1)], parts={})
+        scope = Scope(cuts=[ShardedDraw(rows=0, part=1)], parts={})
         found, _ = drawn_on(place(2, 2, index), lambda x: F.dropout(x, 0.3), mine, scope)
         assert torch.equal(found, whole.chunk(2, 0)[index // 2].chunk(2, 1)[index % 2])
 
@@ -122,7 +124,7 @@ def test_heads_within_rows_of_one_dim_are_drawn_as_they_lie() -> None:
     whole = F.dropout(x.flatten(0, 1), 0.3).view_as(x)
     for index in range(4):
         mine = x.chunk(2, 0)[index // 2].chunk(2, 1)[index % 2]
-        scope = Scope(cuts=[Cut(rows=0, part=0)], parts={})
+        scope = Scope(cuts=[ShardedDraw(rows=0, part=0)], parts={})
         found, _ = drawn_on(
             place(2, 2, index), lambda x: F.dropout(x.flatten(0, 1), 0.3), mine, scope
         )
@@ -136,7 +138,7 @@ def test_a_sequence_that_does_not_divide_is_drawn_as_it_is_cut() -> None:
     torch.manual_seed(3)
     whole = F.dropout(x, 0.3)
     for rank in range(2):
-        scope = Scope(cuts=[Cut(part=1)], parts={})
+        scope = Scope(cuts=[ShardedDraw(part=1)], parts={})
         found, _ = drawn_on(
             place(1, 2, rank), lambda x: F.dropout(x, 0.3), x.chunk(2, 1)[rank], scope, **{"": 7}
         )
@@ -148,7 +150,7 @@ def test_attention_draws_the_weights_of_its_own_heads() -> None:
     check(
         lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.4),
         q,
-        Cut(rows=0, part=1),
+        ShardedDraw(rows=0, part=1),
     )
 
 
@@ -159,7 +161,7 @@ def test_gradients_are_those_of_one_device() -> None:
     assert x.grad is not None
     for rank in range(2):
         mine = x.detach().chunk(2)[rank].requires_grad_()
-        scope = Scope(cuts=[Cut(rows=0)], parts={})
+        scope = Scope(cuts=[ShardedDraw(rows=0)], parts={})
         found, _ = drawn_on(place(2, 1, rank), lambda x: F.dropout(x, 0.3), mine, scope)
         found.square().sum().backward()
         assert mine.grad is not None
@@ -170,7 +172,7 @@ def test_a_module_that_runs_again_in_backward_draws_the_same_again() -> None:
     linear = nn.Linear(6, 6)
     inner = nn.Sequential(linear, nn.Dropout(0.4), nn.Tanh())
     x = torch.randn(2, 6)
-    draws = draws_of(place(2, 1, 1), {"1": Scope(cuts=[Cut(rows=0)], parts={})})
+    draws = draws_of(place(2, 1, 1), {"1": Scope(cuts=[ShardedDraw(rows=0)], parts={})})
     draws.install(inner)
     grads: list[Tensor] = []
     for run in (inner, lambda x: checkpoint(inner, x, use_reentrant=False)):
@@ -188,7 +190,7 @@ def test_a_module_that_runs_again_in_backward_draws_the_same_again() -> None:
 def test_a_block_that_runs_again_draws_as_in_its_own_call() -> None:
     block, linear = nn.Sequential(nn.Dropout(0.4)), nn.Linear(6, 6)
     scopes = iter(
-        [{"0": Scope(cuts=[Cut(rows=0)], parts={})}, {"0": Scope(cuts=[None], parts={})}]
+        [{"0": Scope(cuts=[ShardedDraw(rows=0)], parts={})}, {"0": Scope(cuts=[None], parts={})}]
     )
     draws = Draws(
         place(2, 1, 1),
@@ -225,7 +227,7 @@ def test_a_module_within_another_draws_by_its_own_scope() -> None:
     whole = outer(x)
     for rank in range(2):
         outer = Outer()
-        rows = Cut(rows=0)
+        rows = ShardedDraw(rows=0)
         scopes = {"": Scope(cuts=[rows, rows], parts={}), "inner": Scope(cuts=[rows], parts={})}
         draws = draws_of(place(2, 1, rank), scopes)
         draws.install(outer)
@@ -250,7 +252,7 @@ def test_a_draw_of_unknown_cut_is_named_and_its_ranks_draw_apart() -> None:
 
 
 def test_an_operator_that_does_not_draw_by_elements_is_named() -> None:
-    scope = Scope(cuts=[Cut(rows=0)], parts={})
+    scope = Scope(cuts=[ShardedDraw(rows=0)], parts={})
     with pytest.warns(UserWarning, match="multinomial"):
         drawn_on(place(2, 1, 0), lambda x: torch.multinomial(x, 2), torch.ones(2, 8), scope)
 
@@ -308,7 +310,7 @@ def test_the_whole_mask_of_a_kernel_gives_what_the_kernel_gives() -> None:
     draws = Draws(place(2, 2, 3), {})
     torch.manual_seed(3)
     mine = x.chunk(2)[1].chunk(2, 1)[1]
-    found = draws._dropout_of_whole((mine, 0.3, True), Cut(rows=0, part=1), "")
+    found = draws._dropout_of_whole((mine, 0.3, True), ShardedDraw(rows=0, part=1), "")
     assert torch.equal(found[0], whole.chunk(2)[1].chunk(2, 1)[1])
     assert torch.equal(found[1], mask.chunk(2)[1].chunk(2, 1)[1])
 
@@ -366,9 +368,9 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
     assert found is not None
     for index in range(4):
         assert found[f"blocks.{index}", 0] == WHOLE
-        assert found[f"blocks.{index}", 1] == Cut(rows=0, part=2)
-        assert found[f"blocks.{index}.attention", 0] == Cut(rows=0, part=1)
-        assert found[f"blocks.{index}.dropout", 0] == Cut(rows=0)
+        assert found[f"blocks.{index}", 1] == ShardedDraw(rows=0, part=2)
+        assert found[f"blocks.{index}.attention", 0] == ShardedDraw(rows=0, part=1)
+        assert found[f"blocks.{index}.dropout", 0] == ShardedDraw(rows=0)
     assert not model.training
 
 
@@ -507,7 +509,7 @@ def test_rows_are_found_wherever_they_are(name: str, rows: int, length: int) -> 
 def test_rows_are_found_after_statistics_of_the_batch() -> None:
     model, x = FoldedAndNormalized(), torch.randn(4, 5, 6)
     known = forms_of(model).known(model, (x,), {}, 4)
-    assert known.scopes == {"": Scope(cuts=[Cut(rows=0, inner=True)], parts={})}
+    assert known.scopes == {"": Scope(cuts=[ShardedDraw(rows=0, inner=True)], parts={})}
 
 
 def test_a_call_that_cannot_be_run_to_see_goes_by_an_example() -> None:
@@ -521,7 +523,7 @@ def test_a_call_that_cannot_be_run_to_see_goes_by_an_example() -> None:
     check = [torch.zeros(1)] * 9
     assert forms_of(model).known(model, (x, check[:8]), {}, 4).scopes is None
     known = forms_of(model, (torch.zeros(2, 3),)).known(model, (x, check[:8]), {}, 4)
-    assert known.otherwise() == {"": Scope(cuts=[Cut(rows=1)], parts={})}
+    assert known.otherwise() == {"": Scope(cuts=[ShardedDraw(rows=1)], parts={})}
 
 
 def test_rows_between_two_other_things_are_not_guessed() -> None:
@@ -575,4 +577,4 @@ def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
     alone = shard({}, model, 1)
     forms = DrawForms(model, guard, None, alone, lambda value: [value])
     found = forms.known(model, given, {}, 4).scopes
-    assert found == {"rnn": Scope(cuts=[Cut(rows=1, alone=True)], parts={})}
+    assert found == {"rnn": Scope(cuts=[ShardedDraw(rows=1, alone=True)], parts={})}

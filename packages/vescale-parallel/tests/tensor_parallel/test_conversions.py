@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._tensor_parallel.communicators import FakeRanks, Meeting, ThreadRanks
+from vescale_parallel._tensor_parallel.communicators import FakeRanks, ThreadExchange, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._verify.threads import run_in_threads
 
@@ -35,7 +35,7 @@ def test_a_tensor_that_was_written_to_enters_again() -> None:
     assert boundary.enter(x_BSF, 1, "blocks") is not entered
 
 
-def crossed(rank: int, meeting: Meeting, whole_BSF: Tensor) -> tuple[Tensor, Tensor]:
+def crossed(rank: int, meeting: ThreadExchange, whole_BSF: Tensor) -> tuple[Tensor, Tensor]:
     """Cut, gather, scale by the rank, sum and cut, gather: the sum of all scales."""
     boundary = Boundary(ThreadRanks(meeting, rank))
     x_BSF = whole_BSF.clone().requires_grad_()
@@ -76,7 +76,7 @@ class AtOnce:
 
 
 def layer_in_parts(
-    rank: int, meeting: Meeting, x_BSF: Tensor, dim: int | None, num_parts: int
+    rank: int, meeting: ThreadExchange, x_BSF: Tensor, dim: int | None, num_parts: int
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
     """Return what a row-cut layer gives, its gradients, and what was started when."""
     ranks = ThreadRanks(meeting, rank)
@@ -122,7 +122,7 @@ def test_parts_are_sent_before_the_first_is_waited_for_in_both_directions() -> N
 
 
 def test_positions_that_do_not_divide_into_ranks_are_summed_at_once() -> None:
-    def run(rank: int, meeting: Meeting) -> list[str]:
+    def run(rank: int, meeting: ThreadExchange) -> list[str]:
         beside = AtOnce(ThreadRanks(meeting, rank))
         boundary = Boundary(beside.ranks, beside=beside, num_parts=2)
         left = boundary.leave_layer(lambda x: x, torch.ones(2, LENGTH, 3), 1, "blocks")
@@ -140,7 +140,7 @@ def test_a_pipeline_needs_sequences_that_divide() -> None:
 
 
 def test_a_rank_that_fails_stops_the_others() -> None:
-    def fails(rank: int, meeting: Meeting) -> None:
+    def fails(rank: int, meeting: ThreadExchange) -> None:
         if rank:
             raise RuntimeError("rank 1 gave up")
         ThreadRanks(meeting, rank).all_reduce(torch.zeros(()))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._torch_private import FakeTensor, FakeTensorMode
-from vescale_parallel._trace.fake_tensors import skeleton, stand_ins
+from vescale_parallel._trace.fake_tensors import fake_batch, skeleton
 
 
 class _Everything(nn.Module):
@@ -40,7 +40,7 @@ def test_gradients_reach_the_parameters_of_a_skeleton() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2).requires_grad_(False))
     fake_mode = FakeTensorMode()
     copied = skeleton(model, fake_mode)
-    x = stand_ins(torch.randn(3, 5, requires_grad=True), fake_mode)
+    x = fake_batch(torch.randn(3, 5, requires_grad=True), fake_mode)
     with fake_mode:
         copied(x).sum().backward()
     assert x.grad.shape == (3, 5)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from vescale_parallel import ShardingProposal, propose_sharding
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
+from vescale_parallel._tensor_parallel.communicators import ThreadExchange, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
@@ -52,7 +52,7 @@ def check_against_one_device(
     spec, placements = sharding.spec, sharding.placements
     loss, grads = forward_backward(_copy(model), args)
 
-    def on_rank(rank: int, meeting: Meeting) -> Results:
+    def on_rank(rank: int, meeting: ThreadExchange) -> Results:
         local = _copy(model)
         cut_parameters(local, placements, size, rank)
         install(local, sharding, Boundary(ThreadRanks(meeting, rank)))

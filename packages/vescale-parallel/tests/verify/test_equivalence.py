@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
-from vescale_parallel._auto_sharding.place_collectives import Group, arrange
+from vescale_parallel._auto_sharding.place_collectives import Group, place_collectives
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify import equivalence
 from vescale_parallel._verify.equivalence import Contradiction, prove
@@ -105,7 +105,7 @@ def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
     "an integer that counts all heads": (dict(ATTENTION.parameters), "what it returns differs"),
-    "a gate of which gradients are addends": (
+    "a gate of which gradients are partial values": (
         dict(FEATURES.parameters), "the gradient of .* differs",
     ),
     "a sum that is missing": ({"blocks.*.up.weight": "Shard(0)"}, "does not run"),
@@ -123,7 +123,7 @@ def test_a_wrong_plan_is_contradicted(name: str) -> None:
 
 
 def test_borders_and_integers_are_found() -> None:
-    found = arrange(Model(), [ATTENTION, FEATURES], 2, BATCH, sequence=False)
+    found = place_collectives(Model(), [ATTENTION, FEATURES], 2, BATCH, sequence=False)
     assert found.plan["blocks.*.attention.<attr:num_heads>"] == "Shard(0)"
     assert ATTENTION.parameters.items() <= found.plan.items()
     # The gate reads what enters the region, but no border around its layers alone is right.
@@ -131,7 +131,7 @@ def test_borders_and_integers_are_found() -> None:
 
 
 def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
-    plan = arrange(Model(), [ATTENTION], 2, BATCH, sequence=True).plan
+    plan = place_collectives(Model(), [ATTENTION], 2, BATCH, sequence=True).plan
     assert plan["blocks.0.<in>"] == "Replicate() -> Shard(1)"
     assert plan["blocks.2.<out>"] == "Shard(1) -> Replicate()"
     assert plan["blocks.*.attention.out.<leave>"] == "Shard(1)"
@@ -140,7 +140,7 @@ def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
 
 
 def test_the_sequence_is_gathered_around_layers_that_stay_whole() -> None:
-    plan = arrange(Model(Ungated), [FEATURES], 2, BATCH, sequence=True).plan
+    plan = place_collectives(Model(Ungated), [FEATURES], 2, BATCH, sequence=True).plan
     assert plan["blocks.*.attention.<in>"] == "Shard(1) -> Replicate()"
     assert plan["blocks.*.attention.<out>"] == "Replicate() -> Shard(1)"
     found = run(plan, Model(Ungated))
@@ -150,13 +150,13 @@ def test_the_sequence_is_gathered_around_layers_that_stay_whole() -> None:
 
 def test_a_block_that_mixes_positions_cannot_be_cut_along_the_sequence() -> None:
     with pytest.raises(ValueError, match="no way was found to cut activations between the blocks"):
-        arrange(Model(Scanned), [ATTENTION], 2, BATCH, sequence=True)
+        place_collectives(Model(Scanned), [ATTENTION], 2, BATCH, sequence=True)
 
 
 def test_nothing_is_drawn_and_nothing_changed() -> None:
     model, state = Model(), torch.get_rng_state()
     before: dict[str, Any] = {name: p.clone() for name, p in model.named_parameters()}
-    arrange(model, [ATTENTION], 2, BATCH, sequence=True)
+    place_collectives(model, [ATTENTION], 2, BATCH, sequence=True)
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -187,7 +187,7 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
 ) -> None:
     compared: list[str] = []
     dry_runs: list[str] = []
-    held = [vars(equivalence)[name] for name in ("compare", "rehearse_whole", "rehearse_part")]
+    held = [vars(equivalence)[name] for name in ("compare", "dry_run_whole", "dry_run_rank")]
 
     def compare(make: Any, *args: Any, **kwargs: Any) -> None:
         compared.append(make().fqn)
@@ -202,8 +202,8 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
         return held[2](*args)
 
     monkeypatch.setattr(equivalence, "compare", compare)
-    monkeypatch.setattr(equivalence, "rehearse_whole", whole)
-    monkeypatch.setattr(equivalence, "rehearse_part", part)
+    monkeypatch.setattr(equivalence, "dry_run_whole", whole)
+    monkeypatch.setattr(equivalence, "dry_run_rank", part)
     run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
     assert dry_runs == ["whole", "part"]

@@ -12,7 +12,7 @@ Kind = Literal["features", "vocabulary", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class Candidate:
     """One axis that a model's parameters may be cut along, in every parameter at once.
 
     Attributes:
@@ -22,10 +22,10 @@ class Cut:
             the experts' own parameters whole.
         parameters: Exact parameter FQN, tied names included, to placement text.
         entries: FQNs of modules that are called with whole activations whose gradients are
-            addends: they are summed at the module's beginning.
-        exits: FQNs of modules that return addends.
-        replicated: FQNs of whole parameters whose gradients are addends.
-        biases: FQNs of whole parameters that the exits add to addends: only one rank may.
+            partial values: they are summed at the module's beginning.
+        exits: FQNs of modules that return partial values.
+        replicated: FQNs of whole parameters whose gradients are partial values.
+        biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
         sharded_numel: Elements of the parameters, tied ones once.
@@ -46,12 +46,12 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cuts:
+class Candidates:
     """What :func:`cuts` found.
 
     Attributes:
-        chosen: Cuts that may be made together, best flops per communicated byte first.
-        alternatives: Cuts that are possible, but not together with the chosen ones.
+        chosen: Candidates that may be made together, best flops per communicated byte first.
+        alternatives: Candidates that are possible, but not together with the chosen ones.
         gathered: Linear layers in none of the chosen cuts: each may have its columns cut and
             its output gathered, which saves memory and flops and costs the gather. Their
             ``exits`` are empty.
@@ -59,8 +59,8 @@ class Cuts:
         unknown: Operators without a rule, and where they ran; their axes are rejected.
     """
 
-    chosen: tuple[Cut, ...]
-    alternatives: tuple[Cut, ...]
-    gathered: tuple[Cut, ...]
+    chosen: tuple[Candidate, ...]
+    alternatives: tuple[Candidate, ...]
+    gathered: tuple[Candidate, ...]
     rejected: tuple[tuple[str, str], ...]
     unknown: tuple[UnknownOperator, ...]

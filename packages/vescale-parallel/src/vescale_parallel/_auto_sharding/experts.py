@@ -1,4 +1,4 @@
-"""Cuts of stacked experts: whole experts to each rank."""
+"""Candidates of stacked experts: whole experts to each rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vescale_parallel._model.fqns import generalize
 from vescale_parallel._trace.axes import Value, is_within
 
 from .axis_search import Search
-from .candidate import Cut
+from .candidate import Candidate
 
 
-def experts(search: Search) -> Iterable[Cut]:
+def experts(search: Search) -> Iterable[Candidate]:
     """Return a cut for each module whose own parameters are stacked experts."""
     atoms = _expert_atoms(search)
     for module in sorted({module for _, module in search.trace.experts}):
@@ -45,7 +45,9 @@ def _expert_atoms(search: Search) -> set[int]:
     }
 
 
-def _experts_of(search: Search, module: str, stacked: list[Value], length: int) -> Cut | None:
+def _experts_of(
+    search: Search, module: str, stacked: list[Value], length: int
+) -> Candidate | None:
     """Return a cut, unless the module returns something for each expert."""
     steps = [step for step in search.trace.steps if is_within(step.module, module)]
     made = {value.index: value for step in steps for value in step.outputs}
@@ -58,7 +60,7 @@ def _experts_of(search: Search, module: str, stacked: list[Value], length: int) 
     if not _are_summed(search, module, stacked, leaving):
         return None
     names = [name for value in stacked for name in search.names[value.index]]
-    return Cut(
+    return Candidate(
         length=length,
         kind="experts",
         parameters=dict.fromkeys(names, "Shard(0)"),

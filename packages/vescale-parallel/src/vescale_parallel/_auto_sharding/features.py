@@ -1,4 +1,4 @@
-"""Cuts of features and heads: from columns of some parameters to rows of others."""
+"""Candidates of features and heads: from columns of some parameters to rows of others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
 
 from .axis_search import Search
-from .candidate import Cut
+from .candidate import Candidate
 
 
-def features(search: Search, atom: int, owners: list[Value]) -> Cut:
+def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
     """Return the cut along an axis that parameters begin and end.
 
     Raises:
@@ -28,10 +28,10 @@ def features(search: Search, atom: int, owners: list[Value]) -> Cut:
     flow = follow(search.graph, atom)
     if flow.cut & search.graph.returned:
         raise RefusedError("is returned by the model")
-    exits = set(flow.addends.values())
+    exits = set(flow.partial.values())
     if not exits:
         raise RefusedError("is never contracted with a parameter")
-    return Cut(
+    return Candidate(
         length=search.axes.sizes[atom],
         kind="features",
         parameters=parameters,
@@ -42,7 +42,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Cut:
         flops=_flops(search, atom, flow),
         communicated_bytes=_leaving(search, flow),
         sharded_numel=sum(math.prod(value.shape) for value in owners),
-        tensors=frozenset({*flow.cut, *flow.addends}),
+        tensors=frozenset({*flow.cut, *flow.partial}),
     )
 
 
@@ -52,16 +52,16 @@ def _flops(search: Search, atom: int, flow: Flow) -> int:
 
 
 def _leaving(search: Search, flow: Flow) -> int:
-    """Return the bytes of the addends that their modules return."""
+    """Return the bytes of the partial values that their modules return."""
     leaving = 0
-    for index, module in flow.addends.items():
+    for index, module in flow.partial.items():
         readers = search.graph.readers[index]
         if not all(is_within(step.module, module) for step in readers) or not readers:
             leaving += search.trace.values[index].nbytes
     return leaving
 
 
-def gathered(search: Search, model: nn.Module, chosen: Iterable[Cut]) -> Iterable[Cut]:
+def gathered(search: Search, model: nn.Module, chosen: Iterable[Candidate]) -> Iterable[Candidate]:
     """Return a cut of the columns of each linear layer that no other cut is in."""
     taken = {name for cut in chosen for name in cut.parameters}
     for fqn, module in model.named_modules():
@@ -79,7 +79,7 @@ def gathered(search: Search, model: nn.Module, chosen: Iterable[Cut]) -> Iterabl
         if bias is not None:
             parameters |= dict.fromkeys(search.names[bias.index], "Shard(0)")
         taken.update(parameters)
-        yield Cut(
+        yield Candidate(
             length=length,
             kind="features",
             parameters=parameters,

@@ -11,13 +11,15 @@ from torch import nn
 from vescale_parallel._trace.axes import Graph, RefusedError, Trace, infer_axes
 
 from .axis_search import Search
-from .candidate import Cut as Cut, Cuts as Cuts
+from .candidate import Candidate as Candidate, Candidates as Candidates
 from .experts import experts
 from .features import features, gathered
 from .vocabulary import vocabulary
 
 
-def cuts(model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None) -> Cuts:
+def find_candidates(
+    model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None
+) -> Candidates:
     """Propose cuts of a model's parameters among ``size`` ranks.
 
     Args:
@@ -32,7 +34,7 @@ def cuts(model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None)
     Example:
         >>> mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
         >>> import torch
-        >>> [cut] = cuts(mlp, torch.zeros(2, 8), 4).chosen
+        >>> [cut] = find_candidates(mlp, torch.zeros(2, 8), 4).chosen
         >>> cut.parameters
         {'1.weight': 'Shard(0)', '1.bias': 'Shard(0)', '3.weight': 'Shard(1)'}
         >>> cut.entries, cut.exits
@@ -41,11 +43,11 @@ def cuts(model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None)
     search = Search(Graph(infer_axes(model, batch) if trace is None else trace), size)
     possible = [*_axis_cuts(search), *experts(search)]
     possible.sort(key=_worth, reverse=True)
-    chosen: list[Cut] = []
-    others: list[Cut] = []
+    chosen: list[Candidate] = []
+    others: list[Candidate] = []
     for cut in possible:
         (others if any(_conflict(cut, other) for other in chosen) else chosen).append(cut)
-    return Cuts(
+    return Candidates(
         chosen=tuple(chosen),
         alternatives=tuple(others),
         gathered=tuple(gathered(search, model, chosen)),
@@ -54,7 +56,7 @@ def cuts(model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None)
     )
 
 
-def _axis_cuts(search: Search) -> Iterable[Cut]:
+def _axis_cuts(search: Search) -> Iterable[Candidate]:
     for atom, owners in search.owners().items():
         try:
             found = vocabulary(search, atom, owners) or features(search, atom, owners)
@@ -64,10 +66,10 @@ def _axis_cuts(search: Search) -> Iterable[Cut]:
             yield found
 
 
-def _worth(cut: Cut) -> tuple[float, bool, int]:
+def _worth(cut: Candidate) -> tuple[float, bool, int]:
     per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
     return per_byte, cut.kind != "experts", cut.sharded_numel
 
 
-def _conflict(one: Cut, other: Cut) -> bool:
+def _conflict(one: Candidate, other: Candidate) -> bool:
     return bool(one.parameters.keys() & other.parameters.keys() or one.tensors & other.tensors)

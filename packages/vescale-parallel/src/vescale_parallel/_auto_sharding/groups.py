@@ -13,7 +13,7 @@ from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.attention_heads import parameters_by_heads, why_whole
 from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
-from .find_candidates import Cut
+from .find_candidates import Candidate
 from .place_collectives import Group
 
 
@@ -74,13 +74,13 @@ def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> b
     return isinstance(placement, Shard | InterleavedShard) and placement.dim == kind.out_dim
 
 
-def groups_of_cuts(model: nn.Module, cuts: Iterable[Cut]) -> list[Group]:
+def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
     """Put the cuts of equal blocks together.
 
     Returns:
         The groups, best first, tables of embeddings and heads last.
     """
-    groups: dict[tuple[object, ...], list[Cut]] = {}
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
     tables: list[Group] = []
     for cut in cuts:
         if cut.kind == "features":
@@ -125,7 +125,7 @@ def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str
     return list(found.values()), whole
 
 
-def shared_groups(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[Group]:
+def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> list[Group]:
     """Return groups whose key-value heads are fewer than the ranks, so that ranks share them.
 
     Args:

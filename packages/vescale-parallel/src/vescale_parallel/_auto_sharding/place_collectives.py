@@ -19,7 +19,7 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._trace.dry_run import Call, RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._verify.call_signature import CallForms, proof_record
 from vescale_parallel._verify.equivalence import Proof, blocks_of_whole, prove
@@ -35,7 +35,7 @@ class Group:
     Attributes:
         parameters: Parameter pattern to placement text.
         entries: Patterns of modules that read a whole activation and leave a cut one.
-        exits: Patterns of modules that read a cut activation and leave addends.
+        exits: Patterns of modules that read a cut activation and leave partial values.
         shared: Patterns of linear layers that stay whole, each rank computing one of
             ``num_shared`` parts of their output: key-value heads, fewer than ranks.
         num_shared: Number of those parts; 0 if there are no such layers.
@@ -83,7 +83,7 @@ class ShardingProposal:
 Kept = list[tuple[Group, dict[str, str]]]
 
 
-def arrange(
+def place_collectives(
     model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
     """Return a proven sharding plan for as many of the groups as can be.
@@ -94,22 +94,22 @@ def arrange(
             parameters the first that is right.
         size: Tensor-parallel ranks.
         batch: An example, as for :func:`observe`.
-        sequence: Cut activations between regions along dim 1.
+        sequence: Candidate activations between regions along dim 1.
 
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.
     """
     try:
         whole = blocks_of_whole(model, batch)
-    except RehearsalError:
+    except DryRunError:
         if sequence:
             raise
-        whole = dict[str, Call]()  # it needs values; the model as one region is left
+        whole = dict[str, ModuleCall]()  # it needs values; the model as one region is left
     subject = _Subject(model, batch, whole, size)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
     try:
         proof = subject.proof_of(_together(kept))
-    except RehearsalError:
+    except DryRunError:
         raise  # no other borders would help
     except ValueError:
         kept, refused = _one_by_one(subject, groups)
@@ -173,7 +173,7 @@ class _Subject:
 
     model: nn.Module
     batch: Any
-    whole: Mapping[str, Call]
+    whole: Mapping[str, ModuleCall]
     size: int
 
     def proof_of(self, plan: Mapping[str, str]) -> Proof:
@@ -202,7 +202,7 @@ def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]
 
 
 def _grad_marks(model: nn.Module, proof: Proof) -> dict[str, str]:
-    """Return the marks of parameters whose gradients are addends, patterns where they can be."""
+    """Return the marks of parameters with partial gradients, patterns where they can be."""
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     marks: dict[str, str] = {}
     for fqn in sorted(proof.partial_grads):

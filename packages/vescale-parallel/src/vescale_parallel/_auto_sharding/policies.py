@@ -14,15 +14,15 @@ from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
-from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
-from vescale_parallel._verify.scaled_down_model import is_large, plan_of_twin, tiny_twin
+from vescale_parallel._verify.scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .find_candidates import cuts
+from .find_candidates import find_candidates
 from .groups import attention_groups, groups_of, groups_of_cuts, shared_groups
 from .megatron import paired_linears
-from .place_collectives import Group, ShardingProposal, arrange
+from .place_collectives import Group, ShardingProposal, place_collectives
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -118,11 +118,11 @@ def _of_smaller(
     model: nn.Module, policy: str, size: int, *, sequence: bool
 ) -> ShardingProposal | None:
     """Return what a scaled-down model gets, None if there is none or its plan does not fit."""
-    smaller = tiny_twin(model, size)
+    smaller = scaled_down(model, size)
     if smaller is None:
         return None
     found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
-    plan = plan_of_twin(found.plan, smaller, model)
+    plan = plan_of_scaled_down(found.plan, smaller, model)
     try:
         shard(plan, model, size)
     except ValueError:
@@ -137,7 +137,7 @@ def _proposed(
     if policy == "auto" and batch is not None:
         try:
             return _by_axes(model, size, batch, sequence=sequence)
-        except (ObservationError, RehearsalError) as error:
+        except (ObservationError, DryRunError) as error:
             # A forward that needs values; the layers may be recognised all the same.
             why[type(model).__name__] = f"only layers of known kinds are cut: {error}"
     plan, undivided = _recognised(model, policy, size)
@@ -147,8 +147,8 @@ def _proposed(
     attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
     groups = [*attention, *groups_of(model, plan)]
     try:
-        arranged = arrange(model, groups, size, batch, sequence=sequence)
-    except RehearsalError as error:
+        arranged = place_collectives(model, groups, size, batch, sequence=sequence)
+    except DryRunError as error:
         if sequence:
             raise
         whole[f"{type(model).__name__} as a whole"] = f"not compared with one device: {error}"
@@ -158,11 +158,11 @@ def _proposed(
 
 def _by_axes(model: nn.Module, size: int, batch: Any, *, sequence: bool) -> ShardingProposal:
     trace = infer_axes(model, batch)
-    proposed = cuts(model, batch, size, trace=trace)
+    proposed = find_candidates(model, batch, size, trace=trace)
     attention, whole = attention_groups(model, size)
     shared = _with_shared_heads(model, batch, size, trace)
     groups = [*attention, *shared, *groups_of_cuts(model, proposed.chosen)]
-    arranged = arrange(model, groups, size, batch, sequence=sequence)
+    arranged = place_collectives(model, groups, size, batch, sequence=sequence)
     # An axis of a parameter that is cut along another one is no loss.
     cut = arranged.plan
     rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
@@ -173,7 +173,7 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
     """Return groups of attention layers with fewer key-value heads than ranks."""
     for fewer in range(size // 2, 1, -1):
         if size % fewer == 0:
-            possible = cuts(model, batch, fewer, trace=trace).chosen
+            possible = find_candidates(model, batch, fewer, trace=trace).chosen
             found = [cut for cut in possible if cut.length == fewer]
             shared = shared_groups(model, found, size)
             if shared:

@@ -1,17 +1,17 @@
-"""Cuts of rows that are looked up, or that the model returns one score for each of."""
+"""Candidates of rows that are looked up, or that the model returns one score for each of."""
 
 from __future__ import annotations
 
 import math
 
 from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._trace.axes import RefusedError, Step, Value, check_addends, is_within
+from vescale_parallel._trace.axes import RefusedError, Step, Value, check_partial, is_within
 
 from .axis_search import Search
-from .candidate import Cut
+from .candidate import Candidate
 
 
-def vocabulary(search: Search, atom: int, owners: list[Value]) -> Cut | None:
+def vocabulary(search: Search, atom: int, owners: list[Value]) -> Candidate | None:
     """Return the cut along rows of a table, None if the axis is something else.
 
     Raises:
@@ -31,12 +31,12 @@ def vocabulary(search: Search, atom: int, owners: list[Value]) -> Cut | None:
     if len(entries) > 1 or not (exits or _ends(search, atom, owners, entries)):
         return None
     _check_table(owners, entries, looked_up)
-    check_addends(search.graph, looked_up)
+    check_partial(search.graph, looked_up)
     _check_modules(search, atom, owners, entries, exits)
     if not all(part_sizes(search.axes.sizes[atom], search.size)):
         raise RefusedError(f"has too few rows, {search.axes.sizes[atom]}, for {search.size} ranks")
     outputs = [value for step in (*looked_up, *scores) for value in step.outputs]
-    return Cut(
+    return Candidate(
         length=search.axes.sizes[atom],
         kind="vocabulary",
         parameters=search.placements(atom, owners),

@@ -17,7 +17,7 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._user_line import warn_at_user_line
 from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.equivalence import MAX_NUMEL
-from vescale_parallel._verify.scaled_down_model import tiny_twin
+from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .borders import (
@@ -189,15 +189,15 @@ class RowGuard:
         if whole is None:
             raise CannotRunError(f"{type(model).__name__} cannot be copied")
         numel = sum(p.numel() for p in whole.parameters())
-        twin = tiny_twin(whole, 1) if numel > _MANY else None
-        if twin is None and numel > MAX_NUMEL:
+        scaled = scaled_down(whole, 1) if numel > _MANY else None
+        if scaled is None and numel > MAX_NUMEL:
             raise CannotRunError(
                 f"{type(model).__name__} has {numel} parameters, more than the {MAX_NUMEL} that "
                 "are run to see, and no configuration to make a smaller one by"
             )
         with seeded():
-            subject = random_copy(whole if twin is None else twin)
-        if twin is not None:
+            subject = random_copy(whole if scaled is None else scaled)
+        if scaled is not None:
             return subject.train(model.training), True
         live = dict(model.named_modules())
         for fqn, module in subject.named_modules():

@@ -1,6 +1,6 @@
 """ZeRO: gather the parameters of a block for compute, sum their gradients back to the owners.
 
-A unit is a block of the model, or everything outside the blocks. Its parameters travel
+A param_group is a block of the model, or everything outside the blocks. Its parameters travel
 together: one all-gather in, one reduce-scatter out.
 """
 
@@ -16,77 +16,79 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, all_gather, all_reduce, reduce_scatter
 from vescale_parallel._mesh.mesh import axis_group, axis_size
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
 @dataclass(eq=False)
-class Unit:
+class ParamGroup:
     """Parameters that are gathered, freed and reduced together.
 
     Attributes:
-        slots: The parameters this rank computes with.
+        params: The parameters this rank computes with.
         mesh: The plan's mesh.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
-        number: Tells units apart; ranks that mix them up are found by :attr:`mixed_up`.
+        number: Tells param_groups apart; ranks that mix them up are found by :attr:`mixed_up`.
     """
 
-    slots: Sequence[Slot]
+    params: Sequence[ShardedParameter]
     mesh: DeviceMesh
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     number: int
     _mixed_up: Tensor | None = None
-    _pending: dict[Slot, Tensor] = field(default_factory=dict["Slot", Tensor])
-    _used: set[Slot] = field(default_factory=set["Slot"])
+    _pending: dict[ShardedParameter, Tensor] = field(
+        default_factory=dict["ShardedParameter", Tensor]
+    )
+    _used: set[ShardedParameter] = field(default_factory=set["ShardedParameter"])
 
     @property
     def is_freed(self) -> bool:
         """Whether :meth:`free` took the memory of a parameter that computes."""
         return any(
-            slot.compute is not None
-            and slot.compute.numel() > 0
-            and slot.compute.untyped_storage().size() == 0
-            for slot in self.slots
+            param.unsharded is not None
+            and param.unsharded.numel() > 0
+            and param.unsharded.untyped_storage().size() == 0
+            for param in self.params
         )
 
-    def show_compute(self) -> None:
+    def show_unsharded(self) -> None:
         """Hang the plain parameters on the modules."""
-        for slot in self.slots:
-            slot.show_compute()
+        for param in self.params:
+            param.show_unsharded()
 
-    def show_faces(self) -> None:
+    def show_sharded(self) -> None:
         """Hang the public parameters on the modules."""
-        for slot in self.slots:
-            slot.show_face()
+        for param in self.params:
+            param.show_sharded()
 
     def forget(self) -> None:
         """Drop gradients that a failed backward pass left."""
         self._pending, self._used = {}, set()
-        for slot in self.slots:
-            if slot.compute is not None:
-                slot.compute.grad = None
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
 
     def take_mixed_up(self) -> Tensor | None:
-        """Return whether a collective met another unit's since the last call, if it ran."""
+        """Return whether a collective met another param_group's since the last call, if it ran."""
         mixed_up, self._mixed_up = self._mixed_up, None
         return mixed_up
 
     def gather(self) -> None:
-        """Fill the compute parameters from the faces. Every dp_shard rank must call this."""
-        apart = [slot for slot in self.slots if not slot.shares_storage]
-        for slot in apart:
-            _allocate(slot)
-            if slot.shard_dim is None and slot.local.numel():
-                _compute_data(slot).copy_(slot.local)
-        for sharded in _by_dtype([slot for slot in apart if slot.shard_dim is not None]):
+        """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
+        apart = [param for param in self.params if not param.shares_storage]
+        for param in apart:
+            _allocate(param)
+            if param.shard_dim is None and param.local.numel():
+                _unsharded_data(param).copy_(param.local)
+        for sharded in _by_dtype([param for param in apart if param.shard_dim is not None]):
             self._all_gather(sharded)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
-        for slot in self.slots:
-            if slot.compute is not None and not slot.shares_storage:
-                slot.compute.untyped_storage().resize_(0)
+        for param in self.params:
+            if param.unsharded is not None and not param.shares_storage:
+                param.unsharded.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
         """Sum gradients over ranks and keep this rank's part. Every rank must call this.
@@ -96,31 +98,33 @@ class Unit:
         """
         reduce_together([self])
 
-    def take_grads(self) -> dict[Slot, Tensor]:
-        """Take the gradients of the compute parameters, zero where there is none."""
-        return {slot: self._take_grad(slot) for slot in self.slots if slot.face.requires_grad}
+    def take_grads(self) -> dict[ShardedParameter, Tensor]:
+        """Take the gradients of the unsharded parameters, zero where there is none."""
+        return {
+            param: self._take_grad(param) for param in self.params if param.sharded.requires_grad
+        }
 
-    def reduce_over_data(self, grads: dict[Slot, Tensor]) -> None:
+    def reduce_over_data(self, grads: dict[ShardedParameter, Tensor]) -> None:
         """Average gradients over data-parallel ranks; keep this rank's part."""
-        for sharded in _by_dtype([slot for slot in grads if slot.shard_dim is not None]):
+        for sharded in _by_dtype([param for param in grads if param.shard_dim is not None]):
             self._reduce_scatter(sharded, grads)
-        whole = [slot for slot in grads if slot.shard_dim is None]
+        whole = [param for param in grads if param.shard_dim is None]
         self.sum_copies(whole, grads, "dp_shard")
         self.sum_copies(list(grads), grads, "dp_replicate")
         ranks = axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
-        for slot, grad in grads.items():
-            mean = grad.to(slot.local.dtype)
+        for param, grad in grads.items():
+            mean = grad.to(param.local.dtype)
             if ranks > 1:
                 mean = mean / ranks
-            held = self._pending.get(slot)
-            self._pending[slot] = mean if held is None else held + mean
+            held = self._pending.get(param)
+            self._pending[param] = mean if held is None else held + mean
 
-    def take(self) -> dict[Slot, Tensor]:
+    def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
         reduced, self._pending = self._pending, {}
         return reduced
 
-    def take_used(self) -> set[Slot]:
+    def take_used(self) -> set[ShardedParameter]:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()
         return used
@@ -134,50 +138,54 @@ class Unit:
         seen = differ.any()
         self._mixed_up = seen if self._mixed_up is None else self._mixed_up | seen
 
-    def _take_grad(self, slot: Slot) -> Tensor:
-        assert slot.compute is not None
-        grad, slot.compute.grad = slot.compute.grad, None
+    def _take_grad(self, param: ShardedParameter) -> Tensor:
+        assert param.unsharded is not None
+        grad, param.unsharded.grad = param.unsharded.grad, None
         if grad is not None:
-            self._used.add(slot)
-        dtype = self.reduce_dtype or slot.compute.dtype
+            self._used.add(param)
+        dtype = self.reduce_dtype or param.unsharded.dtype
         if grad is None:
-            return torch.zeros(slot.compute.shape, dtype=dtype, device=slot.compute.device)
+            return torch.zeros(param.unsharded.shape, dtype=dtype, device=param.unsharded.device)
         return grad.to(dtype)
 
-    def sum_copies(self, slots: list[Slot], grads: dict[Slot, Tensor], axis: str) -> None:
+    def sum_copies(
+        self, params: list[ShardedParameter], grads: dict[ShardedParameter, Tensor], axis: str
+    ) -> None:
         """Sum gradients over the ranks of a mesh axis, in rank order."""
         group = axis_group(self.mesh, axis)
         if group is None:
             return
-        for same in _by_dtype(slots):
-            flat = torch.cat([grads[slot].reshape(-1) for slot in same])
+        for same in _by_dtype(params):
+            flat = torch.cat([grads[param].reshape(-1) for param in same])
             _unflatten(all_reduce(flat, group), same, grads)
 
-    def _all_gather(self, slots: list[Slot]) -> None:
+    def _all_gather(self, params: list[ShardedParameter]) -> None:
         group = axis_group(self.mesh, "dp_shard")
         if group is None:
             return
         ranks = axis_size(self.mesh, "dp_shard")
-        dtype = _compute_data(slots[0]).dtype
-        parts = [_padded(slot.local.to(dtype), _chunk(slot, ranks)) for slot in slots]
+        dtype = _unsharded_data(params[0]).dtype
+        parts = [_padded(param.local.to(dtype), _chunk(param, ranks)) for param in params]
         rows = all_gather(torch.cat([self._tag(parts[0]), *parts]), group)  # (ranks, numel)
         self._check_tags(rows[:, 0] != rows[0, 0])
         start = 1
-        for slot in slots:
-            chunk = _chunk(slot, ranks)
+        for param in params:
+            chunk = _chunk(param, ranks)
             parts = rows[:, start : start + chunk.numel()].unflatten(1, chunk)
-            _join(parts, _compute_data(slot), slot.shard_dim or 0)
+            _join(parts, _unsharded_data(param), param.shard_dim or 0)
             start += chunk.numel()
 
-    def _reduce_scatter(self, slots: list[Slot], grads: dict[Slot, Tensor]) -> None:
+    def _reduce_scatter(
+        self, params: list[ShardedParameter], grads: dict[ShardedParameter, Tensor]
+    ) -> None:
         group = axis_group(self.mesh, "dp_shard")
         if group is None:
             return
         ranks = axis_size(self.mesh, "dp_shard")
         rows = torch.cat(
             [
-                _rows(grads[slot], slot.shard_dim or 0, _chunk(slot, ranks), ranks)
-                for slot in slots
+                _rows(grads[param], param.shard_dim or 0, _chunk(param, ranks), ranks)
+                for param in params
             ],
             dim=1,
         )
@@ -185,29 +193,29 @@ class Unit:
         own = reduce_scatter(torch.cat([tag.expand(ranks, 1), rows], dim=1), group)
         self._check_tags(own[:1] != tag * ranks)
         start = 1
-        for slot in slots:
-            chunk = _chunk(slot, ranks)
+        for param in params:
+            chunk = _chunk(param, ranks)
             part = own[start : start + chunk.numel()].view(chunk)
-            grads[slot] = part[tuple(slice(size) for size in slot.local.shape)]
+            grads[param] = part[tuple(slice(size) for size in param.local.shape)]
             start += chunk.numel()
 
 
 def group_parameters(
     model: nn.Module,
     mesh: DeviceMesh,
-    slots: Sequence[Slot],
+    params: Sequence[ShardedParameter],
     blocks: Sequence[str],
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
-) -> tuple[Unit, list[tuple[nn.Module, Unit]]]:
-    """Return the unit of what is outside of blocks, and the blocks with theirs.
+) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
+    """Return the param_group of what is outside of blocks, and the blocks with theirs.
 
     Args:
         model: Holds the parameters.
         mesh: The plan's mesh.
-        slots: The parameters that this rank computes with.
-        blocks: FQNs, in order. One without parameters here has no unit.
+        params: The parameters that this rank computes with.
+        blocks: FQNs, in order. One without parameters here has no param_group.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
     """
@@ -216,66 +224,68 @@ def group_parameters(
         for index, fqn in enumerate(blocks)
         for name, _ in model.get_submodule(fqn).named_parameters(remove_duplicate=False)
     }
-    members: dict[int | None, list[Slot]] = {None: []}
-    for slot in slots:
-        where = {block_of.get(fqn) for fqn in slot.fqns}
-        members.setdefault(where.pop() if len(where) == 1 else None, []).append(slot)
+    members: dict[int | None, list[ShardedParameter]] = {None: []}
+    for param in params:
+        where = {block_of.get(fqn) for fqn in param.fqns}
+        members.setdefault(where.pop() if len(where) == 1 else None, []).append(param)
 
-    def unit(index: int | None) -> Unit:
+    def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
-        return Unit(members[index], mesh, param_dtype, reduce_dtype, number)
+        return ParamGroup(members[index], mesh, param_dtype, reduce_dtype, number)
 
     owned = [index for index in range(len(blocks)) if index in members]
-    return unit(None), [(model.get_submodule(blocks[index]), unit(index)) for index in owned]
+    return param_group(None), [
+        (model.get_submodule(blocks[index]), param_group(index)) for index in owned
+    ]
 
 
-def reduce_together(units: Sequence[Unit]) -> None:
-    """Do what :meth:`Unit.reduce` does for several units. Every rank must call this.
+def reduce_together(param_groups: Sequence[ParamGroup]) -> None:
+    """Do what :meth:`ParamGroup.reduce` does for several groups. Every rank must call this.
 
-    The addends that tensor-parallel ranks hold travel in one collective, whatever unit they
-    are of: they are small and many.
+    The partial gradients that tensor-parallel ranks hold travel in one collective, whatever group
+    they are of: they are small and many.
     """
-    grads: dict[Slot, Tensor] = {}
-    slots_of: list[tuple[Unit, list[Slot]]] = []
-    for unit in units:
-        taken = unit.take_grads()
-        slots_of.append((unit, list(taken)))
+    grads: dict[ShardedParameter, Tensor] = {}
+    params_of: list[tuple[ParamGroup, list[ShardedParameter]]] = []
+    for param_group in param_groups:
+        taken = param_group.take_grads()
+        params_of.append((param_group, list(taken)))
         grads |= taken
-    addends = [slot for slot in grads if slot.partial_over_tp]
-    if addends:
-        units[0].sum_copies(addends, grads, "tp")
-    for unit, slots in slots_of:
+    partial = [param for param in grads if param.partial_over_tp]
+    if partial:
+        param_groups[0].sum_copies(partial, grads, "tp")
+    for param_group, params in params_of:
         # Popped, so that a whole gradient is let go of as soon as its shard is known.
-        unit.reduce_over_data({slot: grads.pop(slot) for slot in slots})
+        param_group.reduce_over_data({param: grads.pop(param) for param in params})
 
 
-def _by_dtype(slots: Sequence[Slot]) -> list[list[Slot]]:
-    groups: dict[torch.dtype, list[Slot]] = {}
-    for slot in slots:
-        assert slot.compute is not None
-        groups.setdefault(slot.compute.dtype, []).append(slot)
+def _by_dtype(params: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
+    groups: dict[torch.dtype, list[ShardedParameter]] = {}
+    for param in params:
+        assert param.unsharded is not None
+        groups.setdefault(param.unsharded.dtype, []).append(param)
     return list(groups.values())
 
 
-def _compute_data(slot: Slot) -> Tensor:
-    assert slot.compute is not None
+def _unsharded_data(param: ShardedParameter) -> Tensor:
+    assert param.unsharded is not None
     # Not detach(): writing must not count as a change of a tensor that backward saved.
-    return slot.compute.data
+    return param.unsharded.data
 
 
-def _allocate(slot: Slot) -> None:
-    data = _compute_data(slot)
+def _allocate(param: ShardedParameter) -> None:
+    data = _unsharded_data(param)
     storage = data.untyped_storage()
     if storage.size() == 0:
         storage.resize_(data.numel() * data.element_size())
 
 
-def _chunk(slot: Slot, ranks: int) -> torch.Size:
+def _chunk(param: ShardedParameter, ranks: int) -> torch.Size:
     """Return the shape of the largest shard, to which all are padded."""
-    assert slot.compute is not None
-    assert slot.shard_dim is not None
-    shape = list(slot.compute.shape)
-    shape[slot.shard_dim] = -(-shape[slot.shard_dim] // ranks)
+    assert param.unsharded is not None
+    assert param.shard_dim is not None
+    shape = list(param.unsharded.shape)
+    shape[param.shard_dim] = -(-shape[param.shard_dim] // ranks)
     return torch.Size(shape)
 
 
@@ -307,28 +317,30 @@ def _rows(grad: Tensor, dim: int, chunk: torch.Size, ranks: int) -> Tensor:
     return rows.view(ranks, -1)
 
 
-def _unflatten(flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor]) -> None:
+def _unflatten(
+    flat: Tensor, params: Sequence[ShardedParameter], grads: dict[ShardedParameter, Tensor]
+) -> None:
     start = 0
-    for slot in slots:
-        shape = grads[slot].shape
-        grads[slot] = flat[start : start + shape.numel()].view(shape)
+    for param in params:
+        shape = grads[param].shape
+        grads[param] = flat[start : start + shape.numel()].view(shape)
         start += shape.numel()
 
 
-def accumulate(slot: Slot, grad: Tensor, scale: Tensor | None) -> None:
-    """Add a reduced gradient to the face's ``.grad``, as autograd does, hooks included."""
+def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> None:
+    """Add a reduced gradient to a parameter's ``.grad``, as autograd does, hooks included."""
     if scale is not None:
         grad = grad * scale.to(grad.dtype)
-    face: Any = slot.face
+    sharded: Any = param.sharded
     total: Any = DTensor.from_local(
-        grad.contiguous(), face.device_mesh, face.placements, shape=face.shape
+        grad.contiguous(), sharded.device_mesh, sharded.placements, shape=sharded.shape
     )
-    for hook in (face._backward_hooks or {}).values():
+    for hook in (sharded._backward_hooks or {}).values():
         changed = hook(total)
         total = total if changed is None else changed
-    if face.grad is None:
-        face.grad = total
+    if sharded.grad is None:
+        sharded.grad = total
     else:
-        face.grad.add_(total)
-    for hook in (face._post_accumulate_grad_hooks or {}).values():
-        hook(face)
+        sharded.grad.add_(total)
+    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+        hook(sharded)

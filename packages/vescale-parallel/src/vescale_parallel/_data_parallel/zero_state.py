@@ -2,9 +2,9 @@
 
 [Note: which parameters hang on the modules]
 Outside of forward and backward the modules hold DTensors of global shape. While either runs they
-hold the plain compute parameters. Under ZeRO 2 and 3 a block shows its plain ones only while it
-runs itself: outside of that they may be freed, or a gradient for them may come after they were
-reduced.
+hold the plain, unsharded ones of this rank. Under ZeRO 2 and 3 a block shows its plain ones only
+while it runs itself: outside of that they may be freed, or a gradient for them may come after they
+were reduced.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_gather, announced_failures
 from vescale_parallel._mesh.mesh import axis_group
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
-from .param_group import Unit, accumulate, reduce_together
+from .param_group import ParamGroup, accumulate, reduce_together
 from .stray_gradients import refuse_stray_gradients
 
 
@@ -31,7 +31,7 @@ class ZeroState:
 
     Args:
         mesh: The plan's mesh.
-        slots: Every parameter.
+        params: Every parameter.
         root: Those outside of blocks.
         blocks: The blocks that this rank runs, with theirs; hooks are added to them.
         stage: 1, 2 or 3: whether gradients are reduced as soon as a block has them, and whether
@@ -46,37 +46,37 @@ class ZeroState:
     def __init__(
         self,
         mesh: DeviceMesh,
-        slots: Sequence[Slot],
-        root: Unit,
-        blocks: Sequence[tuple[nn.Module, Unit]],
+        params: Sequence[ShardedParameter],
+        root: ParamGroup,
+        blocks: Sequence[tuple[nn.Module, ParamGroup]],
         *,
         stage: int,
         pipelined: bool,
     ) -> None:
-        self._mesh, self.slots = mesh, slots
-        self._root, self._units = root, [unit for _, unit in blocks]
+        self._mesh, self.params = mesh, params
+        self._root, self._param_groups = root, [param_group for _, param_group in blocks]
         self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
         self.after_backward: Callable[[], None] = lambda: None
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards = False, 0
-        self._open: list[Unit] = []
+        self._open: list[ParamGroup] = []
         self._reduces_early = stage >= 2 and not pipelined
         self._frees = stage == 3
         self._guarded = (
-            {slot for unit in self._units for slot in unit.slots}
+            {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
-            else set[Slot]()
+            else set[ShardedParameter]()
         )
         if self._guarded:
-            for module, unit in blocks:
-                self._add_hooks(module, unit)
+            for module, param_group in blocks:
+                self._add_hooks(module, param_group)
 
     @property
-    def slots_of_blocks(self) -> list[Slot]:
+    def params_of_blocks(self) -> list[ShardedParameter]:
         """The parameters of blocks."""
-        return [slot for unit in self._units for slot in unit.slots]
+        return [param for param_group in self._param_groups for param in param_group.params]
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
@@ -84,22 +84,22 @@ class ZeroState:
             self._in_backward = False
             self._entered.close()
             self._open.clear()
-            self._show_distributed()
-            for unit in (self._root, *self._units):
-                unit.forget()
-        refuse_stray_gradients(self.slots)
+            self._show_sharded()
+            for param_group in (self._root, *self._param_groups):
+                param_group.forget()
+        refuse_stray_gradients(self.params)
 
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
-        self._show_compute()
+        self._show_unsharded()
         self._root.gather()
         if not self._frees:
-            for unit in self._units:
-                unit.gather()
+            for param_group in self._param_groups:
+                param_group.gather()
 
     def end_forward(self) -> None:
         """Show distributed parameters again."""
-        self._show_distributed()
+        self._show_sharded()
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
             self._check_mixed_up()
@@ -107,7 +107,7 @@ class ZeroState:
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""
         if not self._in_backward:
-            refuse_stray_gradients(self.slots)
+            refuse_stray_gradients(self.params)
 
     def watch(self, output: Tensor) -> None:
         """Have backward through a tensor begin with this rank's parameters at their place."""
@@ -119,27 +119,27 @@ class ZeroState:
         Args:
             scale: Multiplies them; None for 1.
         """
-        reduce_together([*(self._open if self._reduces_early else self._units), self._root])
+        reduce_together([*(self._open if self._reduces_early else self._param_groups), self._root])
         self._open.clear()
         self._num_backwards += 1
         self.after_backward()
-        self._show_distributed()
+        self._show_sharded()
         self._check_mixed_up()
-        reduced: dict[Slot, Tensor] = {}
-        for unit in (self._root, *self._units):
-            reduced |= unit.take()
+        reduced: dict[ShardedParameter, Tensor] = {}
+        for param_group in (self._root, *self._param_groups):
+            reduced |= param_group.take()
             if self._frees:
-                unit.free()
-        for slot, used in zip(self.slots, self._used_anywhere(), strict=True):
+                param_group.free()
+        for param, used in zip(self.params, self._used_anywhere(), strict=True):
             if used:
-                grad = reduced.get(slot)
-                accumulate(slot, torch.zeros_like(slot.local) if grad is None else grad, scale)
+                grad = reduced.get(param)
+                accumulate(param, torch.zeros_like(param.local) if grad is None else grad, scale)
 
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._entered.enter_context(self.while_backward())
-            self._show_compute()
+            self._show_unsharded()
             if self._root.is_freed:
                 self._root.gather()
             call_after_backward(self._end_backward)
@@ -152,8 +152,12 @@ class ZeroState:
 
     def _used_anywhere(self) -> list[bool]:
         """Whether each parameter got a gradient on any rank that could give it one."""
-        used = {slot for unit in (self._root, *self._units) for slot in unit.take_used()}
-        flags = torch.tensor([slot in used for slot in self.slots], dtype=torch.uint8)
+        used = {
+            param
+            for param_group in (self._root, *self._param_groups)
+            for param in param_group.take_used()
+        }
+        flags = torch.tensor([param in used for param in self.params], dtype=torch.uint8)
         flags = flags.to(self._mesh.device_type)
         for axis in ("dp_replicate", "dp_shard", "pp"):
             group = axis_group(self._mesh, axis)
@@ -161,24 +165,24 @@ class ZeroState:
                 flags = all_gather(flags, group).amax(0)
         return [bool(flag) for flag in flags.tolist()]
 
-    def _add_hooks(self, module: nn.Module, unit: Unit) -> None:
+    def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""
 
         def before_forward(_: nn.Module, args: Any) -> None:
             if self._frees:
-                unit.gather()
-            unit.show_compute()
+                param_group.gather()
+            param_group.show_unsharded()
 
         def after_forward(_: nn.Module, args: Any, output: Any) -> None:
-            unit.show_faces()
+            param_group.show_sharded()
             if self._frees:
-                unit.free()
+                param_group.free()
             entered: set[int] = set()
 
             def before_backward(grad: Tensor) -> None:
                 if self._num_backwards not in entered:
                     entered.add(self._num_backwards)
-                    self._enter_backward_of(unit)
+                    self._enter_backward_of(param_group)
 
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -188,29 +192,29 @@ class ZeroState:
         # Also when forward raises: the model must not be left with freed parameters.
         module.register_forward_hook(after_forward, always_call=True)
 
-    def _enter_backward_of(self, unit: Unit) -> None:
+    def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
         for done in self._open:
             if self._reduces_early:
                 done.reduce()
-            done.show_faces()
+            done.show_sharded()
             if self._frees:
                 done.free()
-        self._open = [unit]
+        self._open = [param_group]
         if self._frees:
-            unit.gather()
-        unit.show_compute()
+            param_group.gather()
+        param_group.show_unsharded()
 
-    def _show_compute(self) -> None:
-        for slot in self.slots:
-            slot.check_in_place()
-        for slot in self.slots:
-            if slot not in self._guarded:
-                slot.show_compute()
+    def _show_unsharded(self) -> None:
+        for param in self.params:
+            param.check_in_place()
+        for param in self.params:
+            if param not in self._guarded:
+                param.show_unsharded()
 
-    def _show_distributed(self) -> None:
-        for slot in self.slots:
-            slot.show_face()
+    def _show_sharded(self) -> None:
+        for param in self.params:
+            param.show_sharded()
 
     def _check_mixed_up(self) -> None:
         """Raise if ranks ran different blocks while they exchanged parameters.
@@ -218,7 +222,7 @@ class ZeroState:
         Raises:
             ValueError: On the ranks that noticed.
         """
-        flags = [unit.take_mixed_up() for unit in (self._root, *self._units)]
+        flags = [param_group.take_mixed_up() for param_group in (self._root, *self._param_groups)]
         if any(bool(flag) for flag in flags if flag is not None):
             raise ValueError(
                 "data-parallel ranks ran different blocks of the model at the same time, so "

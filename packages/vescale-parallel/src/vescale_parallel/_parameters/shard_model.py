@@ -17,7 +17,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .replaced import mark_replaced
-from .sharded_parameter import Slot, placements_of, shard_dim_of
+from .sharded_parameter import ShardedParameter, placements_of, shard_dim_of
 
 Read = Callable[[Tensor, Box], Tensor]
 # The pipeline stages that use a parameter, given all its names; the owner first.
@@ -35,7 +35,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def make_slots(
+def shard_parameters(
     plan: ParallelPlan,
     model: nn.Module,
     mesh: DeviceMesh,
@@ -43,8 +43,8 @@ def make_slots(
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
-) -> list[Slot]:
-    """Replace every parameter by its face, holding this rank's part only.
+) -> list[ShardedParameter]:
+    """Replace every parameter by its sharded, holding this rank's part only.
 
     Args:
         plan: What to do.
@@ -60,7 +60,7 @@ def make_slots(
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
         tensors[id(parameter)] = parameter
-    slots: list[Slot] = []
+    params: list[ShardedParameter] = []
     tp = sharding.placements
     for key, fqns in names.items():
         placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
@@ -70,7 +70,7 @@ def make_slots(
                 f"placement each, all equal, got {placed}"
             )
         partial = [fqn for fqn in fqns if fqn in sharding.spec.grads]
-        slot = _make_slot(
+        param = _shard_parameter(
             plan,
             mesh,
             tensors[key],
@@ -81,15 +81,17 @@ def make_slots(
             stages=stages_of(fqns),
             read=read,
         )
-        if slot.compute is None:
-            slot.stand_in = placeholder(slot.face.shape, slot.face.dtype, slot.face.device)
-        slot.show_face()
-        slots.append(slot)
+        if param.unsharded is None:
+            param.placeholder = placeholder(
+                param.sharded.shape, param.sharded.dtype, param.sharded.device
+            )
+        param.show_sharded()
+        params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
-    return slots
+    return params
 
 
-def _make_slot(
+def _shard_parameter(
     plan: ParallelPlan,
     mesh: DeviceMesh,
     parameter: nn.Parameter,
@@ -100,31 +102,33 @@ def _make_slot(
     partial_over_tp: bool,
     stages: tuple[int, ...],
     read: Read,
-) -> Slot:
+) -> ShardedParameter:
     shape = parameter.shape
     shard_dim = shard_dim_of(shape, tp) if axis_size(mesh, "dp_shard") > 1 else None
     pp_size = plan.pipeline_parallel.size
     placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=stages[0] % pp_size)
     local = _read_local(parameter, mesh, placements, read)
-    face = nn.Parameter(
+    sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
     # A part in another memory order than the whole may have been copied.
-    local = cast("DTensor", face)._local_tensor.detach()
+    local = cast("DTensor", sharded)._local_tensor.detach()
     # What people hang on a parameter, decay flags and gradient hooks for example, stays on it.
     for name, value in vars(parameter).items():
-        setattr(face, name, value)
+        setattr(sharded, name, value)
     for hook in (parameter._backward_hooks or {}).values():
-        face.register_hook(hook)
-    compute, shares = None, False
+        sharded.register_hook(hook)
+    unsharded, shares = None, False
     if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
         wanted = torch_dtype(plan.precision.param) if local.is_floating_point() else None
         owner = stages[0] % pp_size == axis_rank(mesh, "pp")
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         shares = owner and shard_dim is None and wanted in (None, local.dtype)
         data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
-        compute = nn.Parameter(data, parameter.requires_grad)
-    return Slot(fqns, sites, face, compute, shares, shard_dim, partial_over_tp, stages)
+        unsharded = nn.Parameter(data, parameter.requires_grad)
+    return ShardedParameter(
+        fqns, sites, sharded, unsharded, shares, shard_dim, partial_over_tp, stages
+    )
 
 
 def _unfilled(

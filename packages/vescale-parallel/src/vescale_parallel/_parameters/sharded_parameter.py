@@ -1,4 +1,4 @@
-"""A parameter's two faces: the distributed one everybody sees, the plain one that computes."""
+"""A parameter, sharded and unsharded: the DTensor everybody sees, the plain one that computes."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from vescale_dtensor import DTensor, InterleavedShard, RaggedShard
 
 
 @dataclass(eq=False)
-class Slot:
+class ShardedParameter:
     """One distinct parameter of the model, on this rank.
 
     Attributes:
         fqns: Its names; more than one if it is tied.
         sites: Where it hangs: (module, attribute), one per name.
-        face: The public parameter: a DTensor of global shape whose local part is this rank's.
-        compute: The plain parameter that forward and backward use on this rank; None on
+        sharded: The public parameter: a DTensor of global shape whose local part is this rank's.
+        unsharded: The plain parameter that forward and backward use on this rank; None on
             stages that do not use it.
-        shares_storage: Whether the compute parameter is the face's own storage; the same on
-            all ranks that exchange the parameter.
-        stand_in: What forward finds in its place on stages that do not use it.
+        shares_storage: Whether the unsharded parameter is the sharded one's own storage; the
+            same on all ranks that exchange the parameter.
+        placeholder: What forward finds in its place on stages that do not use it.
         shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
-        partial_over_tp: Whether tensor-parallel ranks hold addends of its gradient.
+        partial_over_tp: Whether tensor-parallel ranks hold partial values of its gradient.
         stages: Pipeline stages that use it; the first one owns it, others borrow it.
     """
 
     fqns: tuple[str, ...]
     sites: tuple[tuple[nn.Module, str], ...]
-    face: nn.Parameter
-    compute: nn.Parameter | None
+    sharded: nn.Parameter
+    unsharded: nn.Parameter | None
     shares_storage: bool
     shard_dim: int | None
     partial_over_tp: bool
     stages: tuple[int, ...]
-    stand_in: Tensor | None = None
+    placeholder: Tensor | None = None
 
     @property
     def distributed(self) -> DTensor:
-        """The face as the DTensor it is."""
-        assert isinstance(self.face, DTensor)
-        return self.face
+        """The sharded parameter as the DTensor it is."""
+        assert isinstance(self.sharded, DTensor)
+        return self.sharded
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the face, without autograd."""
+        """This rank's part of the sharded parameter, without autograd."""
         return self.distributed._local_tensor
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Slot:
         """
         for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
             found = module._parameters.get(name)
-            if found is not self.face or self._address() != self._held:
+            if found is not self.sharded or self._address() != self._held:
                 raise ValueError(
                     f"{fqn!r} was replaced after parallelize, by functional_call for example, "
                     "which cannot take effect; change values in place (load_state_dict without "
@@ -79,22 +79,22 @@ class Slot:
 
         Their hooks expect this rank's part; with anything else results would be wrong.
         """
-        if self.compute is None or self.compute.shape == self.face.shape:
+        if self.unsharded is None or self.unsharded.shape == self.sharded.shape:
             return
         for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
-            check = functools.partial(_check_part, name, fqn, self.compute.shape)
+            check = functools.partial(_check_part, name, fqn, self.unsharded.shape)
             module.register_forward_pre_hook(check, prepend=True)
 
-    def show_face(self) -> None:
+    def show_sharded(self) -> None:
         """Hang the public parameter on the modules."""
         for module, name in self.sites:
-            module._parameters[name] = self.face
+            module._parameters[name] = self.sharded
 
-    def show_compute(self) -> None:
+    def show_unsharded(self) -> None:
         """Hang the plain parameter on the modules."""
-        if self.compute is not None:
-            self.compute.requires_grad_(self.face.requires_grad)
-        plain = self.compute if self.compute is not None else self.stand_in
+        if self.unsharded is not None:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)
+        plain = self.unsharded if self.unsharded is not None else self.placeholder
         if plain is not None:
             for module, name in self.sites:
                 module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: stands in for a Parameter
@@ -140,7 +140,7 @@ def placements_of(
         by_axis["dp_shard"] = Shard(shard_dim)
     names = mesh.mesh_dim_names or ()
     if "pp" in names:
-        units = [0] * mesh.size(names.index("pp"))
-        units[owner] = 1
-        by_axis["pp"] = RaggedShard((0,), max(shape[0], 1) if shape else 1, tuple(units))
+        param_groups = [0] * mesh.size(names.index("pp"))
+        param_groups[owner] = 1
+        by_axis["pp"] = RaggedShard((0,), max(shape[0], 1) if shape else 1, tuple(param_groups))
     return tuple(by_axis.get(name, Replicate()) for name in names)

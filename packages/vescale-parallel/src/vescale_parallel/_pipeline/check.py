@@ -14,7 +14,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
 
-from .placeholders import StandIn
+from .placeholders import Placeholder
 from .stage_assignment import StageMap, stage_map
 from .stage_module import StageDone, StageRun, Staging, stage_module
 
@@ -46,7 +46,7 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     args, kwargs = bind(copied, pytree.tree_map_only(Tensor, _meta, batch))
     staging = Staging()
     _stage(copied, stages, staging)
-    usable = StandIn.usable
+    usable = Placeholder.usable
     try:
         _run_all(copied, stages, staging, args, kwargs)
     except ValueError:
@@ -57,7 +57,7 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
             f"pipeline, got {type(error).__name__}: {error}"
         ) from error
     finally:
-        StandIn.usable = usable
+        Placeholder.usable = usable
 
 
 def _run_all(
@@ -75,7 +75,7 @@ def _run_all(
         received = torch.empty_like(activation, device="meta").requires_grad_(stage > 0)
         staging.run = StageRun(stage, start, end, last, lambda _, sent=received: sent)
         # As in the runtime: the first stage needs none.
-        StandIn.usable = stage > 0
+        Placeholder.usable = stage > 0
         try:
             with torch.device("meta"), torch.enable_grad():
                 output = model(*args, **kwargs)

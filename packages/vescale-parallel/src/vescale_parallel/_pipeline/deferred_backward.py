@@ -10,33 +10,33 @@ from torch import Tensor
 
 from vescale_dtensor import announced_failures
 from vescale_parallel._loss.output import Scalar
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import pytree
 
 
 def with_deferred_backward(
-    output: Any, slots: Sequence[Slot], finish: Callable[[Tensor], None], device: str
+    output: Any, params: Sequence[ShardedParameter], finish: Callable[[Tensor], None], device: str
 ) -> Any:
     """Return a step's output with a tensor for each :class:`Scalar`.
 
-    The gradients of compute parameters are taken away, until ``backward`` of the loss puts them
+    The gradients of unsharded parameters are taken away, until ``backward`` of the loss puts them
     back for ``finish``, which gets the gradient of the loss.
 
     Args:
         output: What :meth:`Pipeline.run` returned.
-        slots: Every parameter.
+        params: Every parameter.
         finish: Reduces gradients, scaled.
         device: Where the scalars shall be.
     """
-    grads: dict[Slot, Tensor | None] = {}
-    for slot in slots:
-        if slot.compute is not None:
-            grads[slot], slot.compute.grad = slot.compute.grad, None
+    grads: dict[ShardedParameter, Tensor | None] = {}
+    for param in params:
+        if param.unsharded is not None:
+            grads[param], param.unsharded.grad = param.unsharded.grad, None
 
     def hand_out(scale: Tensor) -> None:
-        for slot, grad in grads.items():
-            assert slot.compute is not None
-            slot.compute.grad = grad
+        for param, grad in grads.items():
+            assert param.unsharded is not None
+            param.unsharded.grad = grad
         finish(scale)
 
     anchor = torch.zeros((), requires_grad=True)

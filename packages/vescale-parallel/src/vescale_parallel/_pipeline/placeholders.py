@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What may be asked of a stand-in at any time: all of it is known without its values.
+# What may be asked of a placeholder at any time: all of it is known without its values.
 _SHAPE_QUESTIONS = {
     Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]: a C descriptor
     Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -27,15 +27,15 @@ _SHAPE_QUESTIONS = {
 }
 
 
-class StandIn(Tensor):
+class Placeholder(Tensor):
     """Zeros without memory, of the shape of a tensor that this stage does not have.
 
-    What is computed from a stand-in is one too. Code before a stage's first own block may
+    What is computed from a placeholder is one too. Code before a stage's first own block may
     compute with them, since all that it leaves to the block is replaced or refused. From
     then on any use is an error: it would put zeros into a result.
 
     Attributes:
-        usable: Whether computing with stand-ins is allowed now; of the whole process, since
+        usable: Whether computing with placeholders is allowed now; of the whole process, since
             one model runs at a time.
     """
 
@@ -59,6 +59,6 @@ class StandIn(Tensor):
         return super().__torch_function__(func, types, tuple(args), dict(kwargs or {}))  # pyright: ignore[reportArgumentType]: types is a collection
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
-    """Return a stand-in of a shape."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn)
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:
+    """Return a placeholder of a shape."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(Placeholder)

@@ -21,7 +21,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import group_timeout, pytree
 
 from .microbatches import split_batch
-from .placeholders import StandIn
+from .placeholders import Placeholder
 from .schedules import Action, actions_of, forward_actions
 from .stage_module import StageDone, StageRun, Staging
 
@@ -86,7 +86,7 @@ class Pipeline:
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
-        Gradients are left in the compute parameters, for an incoming gradient of 1.
+        Gradients are left in the unsharded parameters, for an incoming gradient of 1.
 
         Args:
             forward: The model's own call.
@@ -147,9 +147,9 @@ class Pipeline:
         run = StageRun(stage, self.starts[stage], end, last, receive)
         self.staging.run = run
         # Put back afterwards: a model may call another one.
-        was_usable = StandIn.usable
+        was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
-        StandIn.usable = stage > 0
+        Placeholder.usable = stage > 0
         means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
         try:
             with means:
@@ -160,7 +160,7 @@ class Pipeline:
             return _Pass(received[0] if received else None, activation)
         finally:
             self.staging.run = None
-            StandIn.usable = was_usable
+            Placeholder.usable = was_usable
         if not last or run.blocks_called != self.num_blocks:
             raise ValueError("the module returned before it called all of its blocks")
         if torch.is_grad_enabled() and not self._checked_loss:

@@ -3,7 +3,7 @@
 [Note: how a stage runs]
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
-the stage does not own returns a stand-in: the right shape and dtype, no memory, no compute.
+the stage does not own returns a placeholder: the right shape and dtype, no memory, no compute.
 Stand-ins require a gradient, so anything computed from them does too; that is how a stage
 knows which argument of its first own block must come from the stage before. After its last
 own block a stage that is not the last one leaves forward by :class:`StageDone`.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._torch_private import pytree
 
-from .placeholders import StandIn, stand_in
+from .placeholders import Placeholder, placeholder
 from .stage_assignment import StageMap
 
 
@@ -58,7 +58,7 @@ class StageRun:
     receive: Callable[[Tensor], Tensor]
     owns_outside: bool = True
     blocks_called: int = 0
-    last_output: StandIn | None = None
+    last_output: Placeholder | None = None
 
     @classmethod
     def counting(cls, num_blocks: int) -> StageRun:
@@ -90,7 +90,7 @@ class _Role:
 
 
 class StagedModule(nn.Module):
-    """Mixed into the class of a module, so that a call may be answered by a stand-in."""
+    """Mixed into the class of a module, so that a call may be answered by a placeholder."""
 
     _vescale_role: _Role
 
@@ -108,15 +108,15 @@ class StagedModule(nn.Module):
                 f"but {role.fqn!r} was call number {expected}"
             )
         if not run.first_block <= role.index < run.end_block:
-            output = _stand_in(role, args, kwargs)
+            output = _placeholder(role, args, kwargs)
             run.last_output = _first_floating(output)
             return output
         if role.index == run.first_block:
             if run.stage > 0:
                 args, kwargs = _with_received(role, run, args, kwargs)
             # Whatever stands in now is not needed any more; using it would be a mistake.
-            StandIn.usable = False
-        _refuse_stand_ins(role, args, kwargs)
+            Placeholder.usable = False
+        _refuse_placeholders(role, args, kwargs)
         output = super().__call__(*args, **kwargs)
         if role.index == run.end_block - 1 and not run.is_last:
             raise StageDone(_activation(role, output))
@@ -126,7 +126,7 @@ class StagedModule(nn.Module):
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not run.owns_outside:
-            return _stand_in(role, args, kwargs)
+            return _placeholder(role, args, kwargs)
         if run.stage in role.stages:
             return super().__call__(*args, **kwargs)
         if run.blocks_called >= run.end_block or run.stage == 0:
@@ -136,13 +136,13 @@ class StagedModule(nn.Module):
                 f"are on stage {min(role.stages)}; list it in (or remove it from) "
                 "pipeline_parallel.tail_modules, or give generate_plan an example_batch"
             )
-        return _stand_in(role, args, kwargs)
+        return _placeholder(role, args, kwargs)
 
 
 def stage_model(
     model: nn.Module, stages: StageMap, staging: Staging, param_dtype: torch.dtype | None
 ) -> None:
-    """Let every module with parameters be answered by a stand-in on other stages, in place."""
+    """Let every module with parameters be answered by a placeholder on other stages, in place."""
     # Skeletons are copied from whole modules, so before any is changed.
     roles = [
         (fqn, index, (stages.stage_of_block(index),)) for index, fqn in enumerate(stages.blocks)
@@ -168,7 +168,7 @@ def stage_module(
     stages: Sequence[int],
     param_dtype: torch.dtype | None,
 ) -> None:
-    """Let calls of a module be answered by a stand-in, in place.
+    """Let calls of a module be answered by a placeholder, in place.
 
     Args:
         module: A block, or a module with parameters outside the blocks.
@@ -200,7 +200,7 @@ def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
     return copied_without_hooks(module, empty_parameter, empty_buffer)
 
 
-def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _placeholder(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what the module would, with every tensor replaced by memory-free zeros."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -212,7 +212,7 @@ def _stand_in(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         role.staging.outlines[key] = outline
 
     def zeros(leaf: Tensor) -> Tensor:
-        return stand_in(leaf.shape, leaf.dtype, device)
+        return placeholder(leaf.shape, leaf.dtype, device)
 
     return pytree.tree_map_only(Tensor, zeros, outline)
 
@@ -243,7 +243,7 @@ def _outline(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 def _with_received(
     role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the stand-in among a block's arguments by the activation of the stage before."""
+    """Replace the placeholder among a block's arguments by the activation of the stage before."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     expected = run.last_output
     places = [index for index, leaf in enumerate(leaves) if leaf is expected]
@@ -259,18 +259,20 @@ def _with_received(
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _refuse_stand_ins(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    if any(isinstance(leaf, StandIn) for leaf in leaves):
+    if any(isinstance(leaf, Placeholder) for leaf in leaves):
         raise ValueError(
             f"pipeline parallelism passes one activation from block to block, but {role.fqn!r} "
             "is called with another tensor that depends on parameters of another stage"
         )
 
 
-def _first_floating(output: Any) -> StandIn | None:
+def _first_floating(output: Any) -> Placeholder | None:
     leaves = pytree.tree_leaves(output)
-    return next((x for x in leaves if isinstance(x, StandIn) and x.dtype.is_floating_point), None)
+    return next(
+        (x for x in leaves if isinstance(x, Placeholder) and x.dtype.is_floating_point), None
+    )
 
 
 def _activation(role: _Role, output: Any) -> Tensor:

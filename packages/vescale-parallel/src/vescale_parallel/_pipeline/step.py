@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from vescale_parallel._loss.output import Scalar
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._rng.own_streams import OwnStreams
 from vescale_parallel._torch_private import pytree
 
 from .deferred_backward import with_deferred_backward
 from .runner import Pipeline
 from .stage_buffers import StageBuffers
-from .tied_weights import give_back, lend
+from .tied_weights import return_tied_gradients, send_tied_weights
 
 
 class PipelineStep:
@@ -25,7 +25,7 @@ class PipelineStep:
 
     Args:
         pipeline: Runs the schedule.
-        slots: Every parameter.
+        params: Every parameter.
         buffers: Those that forward changes; None for a model without any.
         finish: Reduces gradients, multiplied by what it is given.
     """
@@ -33,11 +33,11 @@ class PipelineStep:
     def __init__(
         self,
         pipeline: Pipeline,
-        slots: Sequence[Slot],
+        params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
         finish: Callable[[Tensor], None],
     ) -> None:
-        self._pipeline, self._slots = pipeline, slots
+        self._pipeline, self._params = pipeline, params
         self._buffers, self._finish = buffers, finish
         self._streams = OwnStreams(pipeline.mesh)
 
@@ -50,7 +50,7 @@ class PipelineStep:
             The module's output with a tensor for each scalar and None for other tensors.
         """
         pipeline, train = self._pipeline, torch.is_grad_enabled()
-        lend(self._slots, pipeline.group_of("F"))
+        send_tied_weights(self._params, pipeline.group_of("F"))
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
             runs = self._buffers.call(forward)
@@ -59,5 +59,5 @@ class PipelineStep:
         device = pipeline.mesh.device_type
         if not train:
             return pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
-        give_back(self._slots, pipeline.group_of("B"))
-        return with_deferred_backward(output, self._slots, self._finish, device)
+        return_tied_gradients(self._params, pipeline.group_of("B"))
+        return with_deferred_backward(output, self._params, self._finish, device)

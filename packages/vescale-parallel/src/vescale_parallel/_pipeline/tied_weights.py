@@ -14,58 +14,62 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor import named_failures
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
-def pipeline_ranks(slot: Slot, size: int) -> list[int]:
+def pipeline_ranks(param: ShardedParameter, size: int) -> list[int]:
     """Return the pipeline ranks that use a parameter, its owner first."""
-    return list(dict.fromkeys(stage % size for stage in slot.stages))
+    return list(dict.fromkeys(stage % size for stage in param.stages))
 
 
-def lend(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+def send_tied_weights(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
     """Send owners' weights to borrowers. Every rank of the pipeline's group must call this."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for owner, borrower, slot in _loans(slots, size):
+    for owner, borrower, param in _loans(params, size):
         if rank in (owner, borrower):
-            assert slot.compute is not None
-            _move(slot.compute.data, group, owner, borrower)
+            assert param.unsharded is not None
+            _move(param.unsharded.data, group, owner, borrower)
 
 
-def give_back(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+def return_tied_gradients(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
     """Add borrowers' gradients to owners'. Every rank of the pipeline's group must call this."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    loans: dict[tuple[int, int], list[Slot]] = {}
-    for owner, borrower, slot in _loans(slots, size):
-        if rank in (owner, borrower) and slot.face.requires_grad:
-            loans.setdefault((owner, borrower), []).append(slot)
+    loans: dict[tuple[int, int], list[ShardedParameter]] = {}
+    for owner, borrower, param in _loans(params, size):
+        if rank in (owner, borrower) and param.sharded.requires_grad:
+            loans.setdefault((owner, borrower), []).append(param)
     for (owner, borrower), lent in loans.items():
-        computes = [slot.compute for slot in lent if slot.compute is not None]
+        tensors = [param.unsharded for param in lent if param.unsharded is not None]
         # What no stage uses has no gradient, which is not the same as one of zero.
-        flags = torch.tensor([compute.grad is not None for compute in computes], dtype=torch.uint8)
-        flags = flags.to(computes[0].device)
+        flags = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8)
+        flags = flags.to(tensors[0].device)
         _move(flags, group, borrower, owner)
-        for compute, has_grad in zip(computes, flags.tolist(), strict=True):
+        for tensor, has_grad in zip(tensors, flags.tolist(), strict=True):
             if has_grad:
-                _give_back(compute, group, owner, borrower)
+                _return_gradient(tensor, group, owner, borrower)
 
 
-def _give_back(compute: nn.Parameter, group: dist.ProcessGroup, owner: int, borrower: int) -> None:
+def _return_gradient(
+    tensor: nn.Parameter, group: dist.ProcessGroup, owner: int, borrower: int
+) -> None:
     if dist.get_rank(group) == borrower:
-        assert compute.grad is not None
-        _move(compute.grad, group, borrower, owner)
-        compute.grad = None
+        assert tensor.grad is not None
+        _move(tensor.grad, group, borrower, owner)
+        tensor.grad = None
         return
-    theirs = torch.empty_like(compute, requires_grad=False)
+    theirs = torch.empty_like(tensor, requires_grad=False)
     _move(theirs, group, borrower, owner)
-    compute.grad = theirs if compute.grad is None else compute.grad.detach() + theirs
+    tensor.grad = theirs if tensor.grad is None else tensor.grad.detach() + theirs
 
 
-def _loans(slots: Sequence[Slot], size: int) -> list[tuple[int, int, Slot]]:
-    """Return (owner, borrower, slot) for every loan, in an order all ranks share."""
-    found: list[tuple[int, int, Slot]] = []
-    for slot in slots:
-        owner, *borrowers = pipeline_ranks(slot, size)
-        found += [(owner, borrower, slot) for borrower in borrowers]
+def _loans(
+    params: Sequence[ShardedParameter], size: int
+) -> list[tuple[int, int, ShardedParameter]]:
+    """Return (owner, borrower, param) for every loan, in an order all ranks share."""
+    found: list[tuple[int, int, ShardedParameter]] = []
+    for param in params:
+        owner, *borrowers = pipeline_ranks(param, size)
+        found += [(owner, borrower, param) for borrower in borrowers]
     return found
 
 

@@ -63,7 +63,7 @@ class TensorParallel:
         sharding_plan: FQN pattern (``*`` stands for one name component) to placement. A
             pattern ending in a parameter name places that parameter, for example
             ``"layers.*.mlp.up.weight": "Shard(0)"``. Marks in angle brackets say where
-            activations are summed, gathered or cut, whose gradients are addends, and which
+            activations are summed, gathered or cut, whose gradients are partial values, and which
             integers are divided; ``docs/guide/plans.md`` lists them.
         communication: ``"declared"`` refuses to move cut activations where ``sharding_plan``
             does not say so: gathering logits that the plan leaves cut raises.

@@ -26,7 +26,7 @@ from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -40,11 +40,11 @@ from .predict import (
     scopes_of_unknown,
 )
 from .row_order import draws_with_values, order_of_rows, twice_over
-from .sharded_rng import Cut, KnownDraws, Scope
+from .sharded_rng import KnownDraws, Scope, ShardedDraw
 
 _NUM_ROWS = NUM_ROWS // 2  # of the smaller one of two batches
 
-Cuts = Mapping[Draw, Cut | None]
+Cuts = Mapping[Draw, ShardedDraw | None]
 
 
 class DrawForms:
@@ -114,7 +114,7 @@ class DrawForms:
     ) -> Cuts | None:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         found: Cuts | None = None
-        with contextlib.suppress(RowCheckError, RehearsalError, ObservationError):
+        with contextlib.suppress(RowCheckError, DryRunError, ObservationError):
             found = in_fresh_thread(lambda: self._cuts(model, given, num_rows))
         if found is not None and not found and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
@@ -144,7 +144,7 @@ class DrawForms:
         try:
             with InDouble():
                 return drawn_by_shape(subject, once, twice, self._sharding)
-        except RehearsalError:
+        except DryRunError:
             if self._sharding.size > 1:
                 raise
         subject, is_scaled_down = self._guard.subject(model)
@@ -156,9 +156,9 @@ class DrawForms:
 
     def _ordered(
         self, model: nn.Module, once: Given, twice: Given, folded: Cuts
-    ) -> dict[Draw, Cut | None]:
+    ) -> dict[Draw, ShardedDraw | None]:
         """Return cuts of dims that rows share with something else, and how they lie in it."""
-        unknown: dict[Draw, Cut | None] = dict.fromkeys(folded)
+        unknown: dict[Draw, ShardedDraw | None] = dict.fromkeys(folded)
         try:
             subject, is_scaled_down = self._guard.subject(model)
         except RowCheckError:

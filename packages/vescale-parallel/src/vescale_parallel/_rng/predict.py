@@ -21,12 +21,12 @@ from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import RehearsalError, opened
+from vescale_parallel._trace.dry_run import DryRunError, opened
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
 from vescale_parallel._trace.rng_trace import NotedDraw
-from vescale_parallel._verify.rank_dry_run import rehearse_draws
+from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
-from .sharded_rng import WHOLE, Cut, Scope, mark
+from .sharded_rng import WHOLE, Scope, ShardedDraw, mark
 
 # The FQN of a module, and the number of the draw within a call of it.
 Draw = tuple[str, int]
@@ -35,7 +35,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 def cuts_of_example(
     model: nn.Module, batch: Any, sharding: TensorSharding
-) -> Mapping[Draw, Cut | None] | None:
+) -> Mapping[Draw, ShardedDraw | None] | None:
     """Return how what a model draws in training is cut, None if an example does not show it.
 
     Args:
@@ -50,11 +50,11 @@ def cuts_of_example(
     try:
         once = bind(model, opened(batch))
         if doubled is None:
-            draws = rehearse_draws(model, once, training=True)
+            draws = draws_of_rank(model, once, training=True)
             return None if draws else {}
         twice = bind(model, opened(doubled))
         noted = drawn_by_shape(model, once, twice, sharding, training=True)
-    except (RehearsalError, ObservationError):
+    except (DryRunError, ObservationError):
         return None
     return noted.cuts(sharding)
 
@@ -67,20 +67,20 @@ class Noted:
     twice: Sequence[NotedDraw]
     part: Sequence[NotedDraw]
 
-    def cuts(self, sharding: TensorSharding) -> dict[Draw, Cut | None]:
+    def cuts(self, sharding: TensorSharding) -> dict[Draw, ShardedDraw | None]:
         """Return which dims are cut by (module FQN, number of the draw within a call).
 
         None if calls differ, or it could not be told.
         """
-        cuts: dict[Draw, Cut | None] = {}
+        cuts: dict[Draw, ShardedDraw | None] = {}
         for key, found in _compared(self.once, self.twice, self.part, sharding.size).items():
             said = sharding.spec.draws.get(key)
             if said is not None:
-                found = Cut(rows=0 if found is None else found.rows, part=said.dim)
+                found = ShardedDraw(rows=0 if found is None else found.rows, part=said.dim)
             cuts[key] = found
         return cuts
 
-    def is_folded(self, draw: Draw, cut: Cut | None, num_rows: int) -> bool:
+    def is_folded(self, draw: Draw, cut: ShardedDraw | None, num_rows: int) -> bool:
         """Whether rows share their dim with something else, of ``num_rows`` rows."""
         if cut is None or cut.rows is None:
             return False
@@ -109,16 +109,16 @@ def drawn_by_shape(
         training: Whether to run all of it in training mode.
 
     Raises:
-        RehearsalError: If its forward needs values.
+        DryRunError: If its forward needs values.
         ObservationError: If it cannot be copied.
     """
-    few = rehearse_draws(model, once, training=training)
+    few = draws_of_rank(model, once, training=training)
     if not few:
         return Noted((), (), ())
-    many = rehearse_draws(model, twice, training=training)
+    many = draws_of_rank(model, twice, training=training)
     part = few
     if sharding.size > 1:
-        part = rehearse_draws(model, once, sharding, training=training)
+        part = draws_of_rank(model, once, sharding, training=training)
     return Noted(few, many, part)
 
 
@@ -139,9 +139,9 @@ def draw_marks(model: nn.Module, batch: Any, plan: Mapping[str, str], size: int)
     return marks
 
 
-def scopes_of(found: Mapping[Draw, Cut | None]) -> dict[str, Scope]:
+def scopes_of(found: Mapping[Draw, ShardedDraw | None]) -> dict[str, Scope]:
     """Return the modules that draw, and what is known of it."""
-    by_module: dict[str, list[Cut | None]] = {}
+    by_module: dict[str, list[ShardedDraw | None]] = {}
     for (fqn, _), cut in sorted(found.items(), key=lambda item: item[0]):
         by_module.setdefault(fqn, []).append(cut)
     return {
@@ -186,10 +186,10 @@ def _is_below(fqn: str, holders: Iterable[str]) -> bool:
 
 def _compared(
     once: Sequence[NotedDraw], twice: Sequence[NotedDraw], part: Sequence[NotedDraw], size: int
-) -> dict[tuple[str, int], Cut | None]:
+) -> dict[tuple[str, int], ShardedDraw | None]:
     doubled = {(d.fqn, d.call, d.index): d for d in twice}
     parts = {(d.fqn, d.call, d.index): d for d in part}
-    cuts: dict[tuple[str, int], Cut | None] = {}
+    cuts: dict[tuple[str, int], ShardedDraw | None] = {}
     for draw in once:
         where = (draw.fqn, draw.call, draw.index)
         cut = None
@@ -202,12 +202,12 @@ def _compared(
 
 def _cut(
     once: tuple[int, ...], twice: tuple[int, ...], part: tuple[int, ...], size: int
-) -> Cut | None:
+) -> ShardedDraw | None:
     rows = placement_between(_shaped(twice), _shaped(once), 2)
     placement = placement_between(_shaped(once), _shaped(part), size)
     if rows is None or placement is None:
         return None
-    cut = Cut(
+    cut = ShardedDraw(
         rows=rows.dim if isinstance(rows, Shard) else None,
         part=placement.dim if isinstance(placement, Shard) else None,
     )

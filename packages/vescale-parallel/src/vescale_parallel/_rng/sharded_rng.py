@@ -42,7 +42,7 @@ _WHOLE_MASK_NUMEL = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ShardedDraw:
     """Which dims of a drawn tensor ranks hold parts of.
 
     Attributes:
@@ -59,7 +59,7 @@ class Cut:
     alone: bool = False
 
 
-WHOLE = Cut()
+WHOLE = ShardedDraw()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Scope:
         is_region: Whether draws that are not in ``cuts`` may be of cut activations.
     """
 
-    cuts: Sequence[Cut | None] = ()
+    cuts: Sequence[ShardedDraw | None] = ()
     parts: Mapping[int, int]
     is_region: bool = False
 
@@ -220,20 +220,22 @@ class Draws:
         finally:
             self.is_drawing = False
 
-    def _cut(self, shape: tuple[int, ...], scope: Scope, index: int, at: str) -> Cut | None:
+    def _cut(
+        self, shape: tuple[int, ...], scope: Scope, index: int, at: str
+    ) -> ShardedDraw | None:
         if index < len(scope.cuts):
             return self._if_alone(scope.cuts[index], shape)
         if scope.is_region and index not in scope.parts:
             return None
         part = scope.parts.get(index)
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
-            return Cut(part=part)
+            return ShardedDraw(part=part)
         if shape[0] == self._now.num_rows:
             self._warn_of_guess(shape, at)
-            return Cut(rows=0, part=part)
+            return ShardedDraw(rows=0, part=part)
         return None
 
-    def _if_alone(self, cut: Cut | None, shape: tuple[int, ...]) -> Cut | None:
+    def _if_alone(self, cut: ShardedDraw | None, shape: tuple[int, ...]) -> ShardedDraw | None:
         """Return a cut, None if rows now share a dim in which they were seen alone."""
         if cut is None or cut.rows is None or not cut.alone:
             return cut
@@ -242,7 +244,7 @@ class Draws:
             return cut
         return cut if shape[cut.rows] == self._now.num_rows else None
 
-    def _is_cut(self, cut: Cut) -> bool:
+    def _is_cut(self, cut: ShardedDraw) -> bool:
         by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
         return by_rows or (cut.part is not None and self._place.tp_size > 1)
 
@@ -251,7 +253,7 @@ class Draws:
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        cut: Cut,
+        cut: ShardedDraw,
         stack: str,
     ) -> Any:
         if func is torch.ops.aten.native_dropout.default and args[0].device.type != "cpu":
@@ -263,13 +265,13 @@ class Draws:
         return draw_with(fill, func, args, kwargs)
 
     def _fill(
-        self, how: RandomOperator, out: Tensor, cut: Cut, generator: Any, stack: str
+        self, how: RandomOperator, out: Tensor, cut: ShardedDraw, generator: Any, stack: str
     ) -> None:
         out, shape, boxes = self._in_whole(out, cut, stack)
         window = Window(shape, _stride(shape, out), 0, out.dtype)
         draw_part(how.fill, window=window, boxes=boxes, out=out, generator=generator)
 
-    def _dropout_of_whole(self, args: tuple[Any, ...], cut: Cut, stack: str) -> Any:
+    def _dropout_of_whole(self, args: tuple[Any, ...], cut: ShardedDraw, stack: str) -> Any:
         """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
         x, p = args[:2]
         mask = torch.empty_like(x, dtype=torch.bool)
@@ -288,7 +290,7 @@ class Draws:
         return x * mask * scale.item(), mask
 
     def _in_whole(
-        self, out: Tensor, cut: Cut, stack: str
+        self, out: Tensor, cut: ShardedDraw, stack: str
     ) -> tuple[Tensor, tuple[int, ...], tuple[LocalBox, ...]]:
         """Return a view of this rank's part, the shape of the whole, and where in it that is."""
         rows, part = cut.rows, cut.part
@@ -332,7 +334,7 @@ class Draws:
         return length if is_sequence and length not in others else shape[dim] * size
 
     def _draw_own(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut | None
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: ShardedDraw | None
     ) -> Any:
         """Draw from a stream of this rank; ranks that hold the same draw the same.
 

@@ -145,7 +145,7 @@ class Engine:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, DTensor) and not self.logits.is_ours(leaf):
-                read = read_in(leaf, self.parameters.slots_of_blocks)
+                read = read_in(leaf, self.parameters.params_of_blocks)
                 raise ValueError(
                     f"forward returned a distributed tensor, because it read {read} "
                     "outside of the forward of its block, where data_parallel.zero_stage 2 and 3 "

@@ -49,22 +49,24 @@ class ParallelOptimizer(Optimizer):
         engine = self._vescale_engine()
         if engine is not None:
             engine.parameters.refuse_stray_gradients()
-        parts = {face: _part(face) for group in self.param_groups for face in group["params"]}
-        faces = {part: face for face, part in parts.items()}
+        parts = {
+            sharded: _part(sharded) for group in self.param_groups for sharded in group["params"]
+        }
+        sharded_of = {part: sharded for sharded, part in parts.items()}
         public_groups = [group["params"] for group in self.param_groups]
         public_state = self.state
         self.state = defaultdict(
-            dict, {parts[face]: _localized(state) for face, state in public_state.items()}
+            dict, {parts[sharded]: _localized(state) for sharded, state in public_state.items()}
         )
         for group in self.param_groups:
-            group["params"] = [parts[face] for face in group["params"]]
+            group["params"] = [parts[sharded] for sharded in group["params"]]
         try:
             return super().step()
         finally:
             for group, public in zip(self.param_groups, public_groups, strict=True):
                 group["params"] = public
             for part, state in self.state.items():
-                public_state[faces[cast(nn.Parameter, part)]] = state
+                public_state[sharded_of[cast(nn.Parameter, part)]] = state
             self.state = public_state
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,13 +77,13 @@ class ParallelOptimizer(Optimizer):
             parameters; the same on every rank up to which part of a tensor is local.
         """
         state = {
-            self._vescale_names[face]: {
-                name: _globalized(name, value, face)
-                for name, value in self.state.get(face, {}).items()
+            self._vescale_names[sharded]: {
+                name: _globalized(name, value, sharded)
+                for name, value in self.state.get(sharded, {}).items()
             }
             for group in self.param_groups
-            for face in group["params"]
-            if self.state.get(face)
+            for sharded in group["params"]
+            if self.state.get(sharded)
         }
         return {"state": state, "param_groups": self._groups_by_name()}
 
@@ -98,13 +100,13 @@ class ParallelOptimizer(Optimizer):
                 f"got groups of {[len(g['params']) for g in groups]} parameters for groups of "
                 f"{[len(g['params']) for g in own]}"
             )
-        faces = {name: face for face, name in self._vescale_names.items()}
+        by_name = {name: sharded for sharded, name in self._vescale_names.items()}
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self.state = defaultdict(dict)
         for name, values in state_dict["state"].items():
-            self.state[faces[name]] = {
-                key: _local_state(key, value, faces[name]) for key, value in values.items()
+            self.state[by_name[name]] = {
+                key: _local_state(key, value, by_name[name]) for key, value in values.items()
             }
 
     def state_template(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,15 +117,15 @@ class ParallelOptimizer(Optimizer):
                 ``dtype``, as a checkpoint lists it.
         """
         state: dict[str, dict[str, Any]] = {}
-        for face, fqn in self._vescale_names.items():
+        for sharded, fqn in self._vescale_names.items():
             prefix = f"state.{fqn}."
             for path, tensor in saved.items():
                 if not path.startswith(prefix) or "." in path[len(prefix) :]:
                     continue
                 name = path[len(prefix) :]
                 empty = (
-                    torch.zeros_like(face.detach(), dtype=tensor.dtype)
-                    if torch.Size(tensor.shape) == face.shape and name != _COUNTER
+                    torch.zeros_like(sharded.detach(), dtype=tensor.dtype)
+                    if torch.Size(tensor.shape) == sharded.shape and name != _COUNTER
                     else torch.zeros(tensor.shape, dtype=tensor.dtype)
                 )
                 state.setdefault(fqn, {})[name] = empty
@@ -131,7 +133,7 @@ class ParallelOptimizer(Optimizer):
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
         return [
-            {**group, "params": [self._vescale_names[face] for face in group["params"]]}
+            {**group, "params": [self._vescale_names[sharded] for sharded in group["params"]]}
             for group in self.param_groups
         ]
 
@@ -151,8 +153,8 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]: user input
         raise TypeError(f"expected optimizer_fn to return a torch optimizer, got {optimizer!r}")
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
-    held = [face for group in optimizer.param_groups for face in group["params"]]
-    if any(face not in names for face in held):
+    held = [sharded for group in optimizer.param_groups for sharded in group["params"]]
+    if any(sharded not in names for sharded in held):
         raise ValueError(
             "the optimizer holds a tensor that is no parameter of the parallelized model; "
             "build it in optimizer_fn from the model it is given"
@@ -160,7 +162,11 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.partition(".")[0]
     elementwise = owner in _ELEMENTWISE and step.__module__.startswith("torch.optim.")
-    cut = [names[face] for face in held if any(map(is_sharded, cast(DTensor, face).placements))]
+    cut = [
+        names[sharded]
+        for sharded in held
+        if any(map(is_sharded, cast(DTensor, sharded).placements))
+    ]
     if cut and not elementwise:
         raise ValueError(
             f"{type(optimizer).__name__}.step is not known to update every element on its own, "
@@ -178,19 +184,19 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _part(face: nn.Parameter) -> nn.Parameter:
+def _part(sharded: nn.Parameter) -> nn.Parameter:
     """Return this rank's part of a parameter and its gradient, as a plain parameter."""
-    assert isinstance(face, DTensor)
-    part = nn.Parameter(face._local_tensor, requires_grad=face.requires_grad)
-    if face.grad is not None:
-        if not isinstance(face.grad, DTensor):
+    assert isinstance(sharded, DTensor)
+    part = nn.Parameter(sharded._local_tensor, requires_grad=sharded.requires_grad)
+    if sharded.grad is not None:
+        if not isinstance(sharded.grad, DTensor):
             raise ValueError(
-                f"expected the gradient of a parameter of shape {tuple(face.shape)} to be a "
-                f"distributed tensor, got {type(face.grad).__name__}; set it by "
+                f"expected the gradient of a parameter of shape {tuple(sharded.shape)} to be a "
+                f"distributed tensor, got {type(sharded.grad).__name__}; set it by "
                 "parameter.grad = vescale_dtensor.distribute_tensor(grad, "
                 "parameter.device_mesh, parameter.placements)"
             )
-        part.grad = face.grad._local_tensor
+        part.grad = sharded.grad._local_tensor
     return part
 
 
@@ -199,23 +205,23 @@ def _localized(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
-def _globalized(name: str, value: Any, face: nn.Parameter) -> Any:
+def _globalized(name: str, value: Any, sharded: nn.Parameter) -> Any:
     """Return a state tensor that has the parameter's local shape as a distributed tensor."""
-    assert isinstance(face, DTensor)
+    assert isinstance(sharded, DTensor)
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == _COUNTER:
         return value
-    if value.shape != face._local_tensor.shape:
+    if value.shape != sharded._local_tensor.shape:
         return value
-    return DTensor.from_local(value, face.device_mesh, face.placements, shape=face.shape)
+    return DTensor.from_local(value, sharded.device_mesh, sharded.placements, shape=sharded.shape)
 
 
-def _local_state(name: str, value: Any, face: nn.Parameter) -> Any:
+def _local_state(name: str, value: Any, sharded: nn.Parameter) -> Any:
     """Return a loaded state value as the step wants it."""
-    assert isinstance(face, DTensor)
+    assert isinstance(sharded, DTensor)
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
         return value._local_tensor.clone()
-    if value.shape == face.shape and name != _COUNTER:
-        return distribute_tensor(value, face.device_mesh, face.placements)._local_tensor
+    if value.shape == sharded.shape and name != _COUNTER:
+        return distribute_tensor(value, sharded.device_mesh, sharded.placements)._local_tensor
     return value.clone()

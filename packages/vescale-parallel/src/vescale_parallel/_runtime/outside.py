@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._parameters.sharded_parameter import Slot
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import is_in_backward
 
 
@@ -18,8 +18,8 @@ class KnownModules:
     They would be this rank's alone: nothing averages their gradients over ranks.
     """
 
-    def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
-        self._model, self._slots = model, slots
+    def __init__(self, model: nn.Module, params: Sequence[ShardedParameter]) -> None:
+        self._model, self._params = model, params
         self._seen = _children(model)
 
     def check(self) -> None:
@@ -33,7 +33,7 @@ class KnownModules:
             for module, children, num in self._seen
         ):
             return
-        known = {id(slot.face) for slot in self._slots}
+        known = {id(param.sharded) for param in self._params}
         for fqn, parameter in self._model.named_parameters():
             if id(parameter) not in known:
                 raise ValueError(
@@ -78,9 +78,9 @@ def refuse_parts(model: nn.Module, blocks: Iterable[str], is_running: Callable[[
         module.register_forward_pre_hook(check, prepend=True)
 
 
-def read_in(tensor: Tensor, slots: Sequence[Slot]) -> str:
+def read_in(tensor: Tensor, params: Sequence[ShardedParameter]) -> str:
     """Return which of the parameters a tensor was computed from, as far as autograd knows."""
-    names = {id(slot.face): slot.fqns[0] for slot in slots}
+    names = {id(param.sharded): param.fqns[0] for param in params}
     found: list[str] = []
     seen: set[Any] = set()
     todo: list[Any] = [tensor.grad_fn]
@@ -94,4 +94,4 @@ def read_in(tensor: Tensor, slots: Sequence[Slot]) -> str:
         todo += [following for following, _ in node.next_functions]
     if found:
         return " and ".join(sorted(found))
-    return f"a parameter of a block, one of {[slot.fqns[0] for slot in slots]}"
+    return f"a parameter of a block, one of {[param.fqns[0] for param in params]}"

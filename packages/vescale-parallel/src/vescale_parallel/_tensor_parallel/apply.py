@@ -1,7 +1,7 @@
 """Tensor parallelism on plain local tensors: hooks that put collectives at region borders.
 
 Weights are already cut when these hooks run. A column-wise linear reads a whole activation and
-leaves one that is cut; a row-wise linear reads that and leaves addends. Between the two the
+leaves one that is cut; a row-wise linear reads that and leaves partial values. Between the two the
 user's own code runs on this rank's heads or features. See [Note: regions].
 """
 
@@ -24,7 +24,7 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import Borders, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
-from .sharding_spec import Move, ShardingSpec, shard_dim
+from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocab_embedding import shard_embedding_rows
 
@@ -246,7 +246,11 @@ def _zeros(bias: Tensor) -> nn.Parameter:
 
 
 def _output(
-    module: nn.Module, fqn: str, move: Move, boundary: Boundary, keep_cut: KeepCut | None
+    module: nn.Module,
+    fqn: str,
+    move: PlacementChange,
+    boundary: Boundary,
+    keep_cut: KeepCut | None,
 ) -> None:
     """Gather the output of a column-wise linear, or hand it on as it is cut."""
     if move.source == move.target and keep_cut is not None:
@@ -266,11 +270,13 @@ def _enter(
     _on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
 
 
-def _move_in(module: nn.Module, argument: str, move: Move, stack: str, boundary: Boundary) -> None:
+def _move_in(
+    module: nn.Module, argument: str, move: PlacementChange, stack: str, boundary: Boundary
+) -> None:
     _on_argument(module, argument, _moved(move, stack, boundary))
 
 
-def _moved(move: Move, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
+def _moved(move: PlacementChange, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
     source, target = shard_dim(move.source), shard_dim(move.target)
     if source is None and target is not None:
         return lambda x: boundary.split(x, target, stack)
@@ -309,7 +315,7 @@ def _leave(module: nn.Module, dim: int | None, stack: str, boundary: Boundary) -
     _on_output(module, lambda x: boundary.leave(x, dim, stack))
 
 
-def _move_out(module: nn.Module, move: Move, stack: str, boundary: Boundary) -> None:
+def _move_out(module: nn.Module, move: PlacementChange, stack: str, boundary: Boundary) -> None:
     _on_output(module, _moved(move, stack, boundary))
 
 

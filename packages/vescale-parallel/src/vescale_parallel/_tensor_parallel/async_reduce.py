@@ -1,9 +1,9 @@
 """Compute a layer's output in parts, and sum one part over ranks while the next is computed.
 
-[Note: overlap] The input of a row-cut layer is split along its positions. When the addends of a
-part are there, their sum starts beside the program, and so does, where activations are cut along
-the sequence, the gathering of a part's gradient before the layer's backward needs it. Sums are the
-same numbers, of matrix products that may be blocked otherwise: the last bits can differ.
+[Note: overlap] The input of a row-cut layer is split along its positions. When the partial output
+of a part is there, its sum starts beside the program, and so does, where activations are cut
+along the sequence, the gathering of a part's gradient before the layer's backward needs it. Sums
+are the same numbers, of matrix products that may be blocked otherwise: the last bits can differ.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ def sum_in_parts(
         beside: What the sums are computed on.
     """
     steps: list[_Step] = []
-    addends: list[Tensor] = []
+    partial: list[Tensor] = []
     for part in _parts(x, dim, num_parts, beside.ranks.size):
         step = _Step(beside, dim)
         # Contiguous as the whole is: a layer may view it.
-        addend: Any = _Arrive.apply(compute(part.contiguous()), step)
-        step.start_sum(addend.detach())
+        summand: Any = _Arrive.apply(compute(part.contiguous()), step)
+        step.start_sum(summand.detach())
         steps.append(step)
-        addends.append(addend)
-    total: Any = _Together.apply(steps, -2 if dim is None else dim, *addends)
+        partial.append(summand)
+    total: Any = _Together.apply(steps, -2 if dim is None else dim, *partial)
     return total
 
 
@@ -120,11 +120,11 @@ class _Step:
         self._sum: Wait | None = None
         self._grad: Wait | None = None
 
-    def start_sum(self, addend: Tensor) -> None:
+    def start_sum(self, summand: Tensor) -> None:
         ranks, dim = self._beside.ranks, self._dim
-        self._length = 0 if dim is None else addend.shape[dim]
+        self._length = 0 if dim is None else summand.shape[dim]
         run = ranks.all_reduce if dim is None else lambda x: ranks.reduce_scatter(x, dim)
-        self._sum = self._beside.start(run, addend)
+        self._sum = self._beside.start(run, summand)
 
     def take_sum(self) -> Tensor:
         wait, self._sum = self._sum, None
@@ -163,7 +163,7 @@ class _Together(torch.autograd.Function):
     """The sums of all parts; backward every part's gradient is started."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Sequence[_Step], dim: int, *addends: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, steps: Sequence[_Step], dim: int, *partial: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         sums = [step.take_sum() for step in steps]
         ctx.steps, ctx.dim, ctx.lengths = steps, dim, [part.shape[dim] for part in sums]
         return torch.cat(sums, dim)

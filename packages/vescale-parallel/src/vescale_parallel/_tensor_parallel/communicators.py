@@ -110,7 +110,7 @@ class FakeRanks:
 class ThreadRanks:
     """One of several ranks that are threads of this process."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: ThreadExchange, rank: int) -> None:
         self._meeting, self.size, self.rank = meeting, meeting.size, rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Turns(Protocol):
         ...
 
 
-class Meeting:
+class ThreadExchange:
     """Where threads exchange tensors.
 
     Args:

@@ -2,7 +2,7 @@
 
 [Note: regions] Inside a region every rank computes with its own heads or features. A whole
 activation *enters*: forward nothing happens to it, backward the ranks' gradients, which are
-addends, are summed. What *leaves* are addends, which are summed forward; backward every rank
+partial, are summed. What *leaves* is partial, too, and is summed forward; backward every rank
 gets the whole gradient. With sequence parallelism activations outside of regions are cut along
 the sequence: entering gathers, and backward sums and cuts; leaving sums and cuts, and backward
 gathers. These are f, g and their sequence-parallel forms of https://arxiv.org/abs/2205.05198.
@@ -169,7 +169,7 @@ class Boundary:
         return entered
 
     def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
-        """Sum the addends that leave a region; keep this rank's part along ``dim`` if given."""
+        """Sum the partial value that leaves a region; keep this rank's part of a ``dim``, if any."""
         self._entered = None
         self._tell("leave", x, dim, 1)
         if dim is None:

@@ -57,14 +57,14 @@ def placement_text(placement: Placement) -> str:
 
 
 @dataclass(frozen=True)
-class Move:
+class PlacementChange:
     """How an activation is placed, and how it shall be. Equal ones: it stays so."""
 
     source: Placement
     target: Placement
 
 
-def parse_move(text: str) -> Move:
+def parse_change(text: str) -> PlacementChange:
     """Read ``"Replicate() -> Shard(1)"``.
 
     One placement stands for the move of a linear layer's last dim: ``"Replicate()"`` as an
@@ -72,8 +72,8 @@ def parse_move(text: str) -> Move:
     """
     source, arrow, target = text.partition(" -> ")
     if arrow:
-        return Move(parse_placement(source), parse_placement(target))
-    return Move(Shard(-1), parse_placement(text))
+        return PlacementChange(parse_placement(source), parse_placement(target))
+    return PlacementChange(Shard(-1), parse_placement(text))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ShardingSpec:
             first activation.
         outputs: Module FQN to how what it returns is moved.
         entered: (module FQN, argument) of regions to how the argument arrives.
-        left: Module FQN, whose outputs are addends, to how their sum leaves.
+        left: Module FQN, whose outputs are partial values, to how their sum leaves.
         grads: Parameter FQN to placement of its gradient.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
             number of parts; neighbouring ranks compute the same one.
@@ -97,8 +97,8 @@ class ShardingSpec:
     """
 
     parameters: Mapping[str, Placement]
-    inputs: Mapping[tuple[str, str], Move]
-    outputs: Mapping[str, Move]
+    inputs: Mapping[tuple[str, str], PlacementChange]
+    outputs: Mapping[str, PlacementChange]
     entered: Mapping[tuple[str, str], Placement]
     left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
@@ -147,8 +147,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         ValueError: If a pattern matches nothing or a placement cannot be read.
     """
     parameters: dict[str, Placement] = {}
-    inputs: dict[tuple[str, str], Move] = {}
-    outputs: dict[str, Move] = {}
+    inputs: dict[tuple[str, str], PlacementChange] = {}
+    outputs: dict[str, PlacementChange] = {}
     entered: dict[tuple[str, str], Placement] = {}
     left: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
@@ -172,9 +172,9 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         names = _matches(pattern, base, parameter_fqns if kind == "grad" else module_fqns)
         match kind:
             case "in":
-                inputs |= {(fqn, name): parse_move(text) for fqn in names}
+                inputs |= {(fqn, name): parse_change(text) for fqn in names}
             case "out":
-                outputs |= dict.fromkeys(names, parse_move(text))
+                outputs |= dict.fromkeys(names, parse_change(text))
             case "enter":
                 entered |= {(fqn, name): parse_placement(text) for fqn in names}
             case "leave":

@@ -15,11 +15,11 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.copies import drop_hooks, snapshot
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
-from .fake_tensors import all_integer, bind, fake_output, skeleton, stand_ins
+from .fake_tensors import all_integer, bind, fake_batch, fake_output, skeleton
 from .generators import untouched_generators
 
 
-class RehearsalError(ValueError):
+class DryRunError(ValueError):
     """A model, or one rank's part of it, does not run; names the module."""
 
     def __init__(self, fqn: str, error: Exception) -> None:
@@ -28,7 +28,7 @@ class RehearsalError(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """What a module was called with and returned: trees of fake floats and real integers."""
 
     args: tuple[Any, ...]
@@ -36,11 +36,11 @@ class Call:
     output: Any
 
 
-def rehearse_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> dict[str, Call]:
+def dry_run_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> dict[str, ModuleCall]:
     """Return the first call of every watched module in a forward of the whole model.
 
     Raises:
-        RehearsalError: If the forward needs values.
+        DryRunError: If the forward needs values.
     """
     return dry_run(model, bind(model, opened(batch)), watched, lambda _: None)
 
@@ -49,7 +49,7 @@ def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
     """Return the modules in whose own forward each parameter, tied names included, is read.
 
     Raises:
-        RehearsalError: If the forward needs values.
+        DryRunError: If the forward needs values.
     """
     found: dict[int, set[str]] = {}
     named: dict[str, int] = {}
@@ -74,13 +74,13 @@ def dry_run(
     watched: Collection[str],
     prepare: Callable[[nn.Module], None],
     readers: dict[int, set[str]] | None = None,
-) -> dict[str, Call]:
+) -> dict[str, ModuleCall]:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = skeleton(model, fake_mode)
     drop_hooks(copied)
     with fake_mode:
         prepare(copied)
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     inside: list[str] = []
     mode = _FloatsAreFake(fake_mode, inside, readers)
     for first, others in equal_blocks(copied):
@@ -88,13 +88,13 @@ def dry_run(
     for fqn, module in copied.named_modules():
         _watch(fqn, module, inside, calls if fqn in watched else None)
     # A forward may change objects that it is given, caches for example.
-    args, kwargs = snapshot(stand_ins(given, fake_mode))
+    args, kwargs = snapshot(fake_batch(given, fake_mode))
     try:
         with untouched_generators(), torch.enable_grad(), _quiet(), mode:
             copied(*args, **kwargs)
-    # Arbitrary user code: whatever it raises means that it cannot be rehearsed.
+    # Arbitrary user code: whatever it raises means that it cannot be dry run.
     except Exception as error:
-        raise RehearsalError(inside[-1] if inside else "", error) from error
+        raise DryRunError(inside[-1] if inside else "", error) from error
     return calls
 
 
@@ -142,7 +142,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call] | None) -> None:
+def _watch(
+    fqn: str, module: nn.Module, inside: list[str], calls: dict[str, ModuleCall] | None
+) -> None:
     given: list[tuple[Any, Any]] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -153,7 +155,7 @@ def _watch(fqn: str, module: nn.Module, inside: list[str], calls: dict[str, Call
     def after(_: nn.Module, args: Any, output: Any) -> None:
         inside.pop()
         if calls is not None and fqn not in calls:
-            calls[fqn] = Call(*given.pop(), snapshot(output))
+            calls[fqn] = ModuleCall(*given.pop(), snapshot(output))
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)

@@ -1,4 +1,4 @@
-"""Run a module on tensors without memory: its skeleton, a batch of stand-ins, real integers."""
+"""Run a module on tensors without memory: its skeleton, a batch of fake tensors, real integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
         for attribute in vars(module).values():
             for leaf in pytree.tree_leaves(attribute):
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
-                    memo[id(leaf)] = _stand_in(leaf, fake_mode)
+                    memo[id(leaf)] = _fake(leaf, fake_mode)
                     originals.append(leaf)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
@@ -41,14 +41,14 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
         ) from error
 
 
-def stand_ins(batch: Any, fake_mode: FakeTensorMode) -> Any:
-    """Return a batch of stand-ins, one for a tensor that appears twice."""
+def fake_batch(batch: Any, fake_mode: FakeTensorMode) -> Any:
+    """Return a batch of fake tensors, one for a tensor that appears twice."""
     leaves, spec = pytree.tree_flatten(batch)
-    made = {id(leaf): _stand_in(leaf, fake_mode) for leaf in leaves}
+    made = {id(leaf): _fake(leaf, fake_mode) for leaf in leaves}
     return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
 
 
-def _stand_in(leaf: Any, fake_mode: FakeTensorMode) -> Any:
+def _fake(leaf: Any, fake_mode: FakeTensorMode) -> Any:
     """Return a tensor's shape and dtype as a fake tensor, or a real copy of readable integers."""
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -20,10 +20,10 @@ from .fake_tensors import (
     ObservationError,
     all_integer,
     bind,
+    fake_batch,
     fake_output,
     is_float,
     skeleton,
-    stand_ins,
 )
 from .flops import Uncounted, flops_of
 from .generators import untouched_generators
@@ -74,7 +74,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
     copied = skeleton(model, fake_mode)
     drop_hooks(copied)
     run = _Run(fake_mode, copied, blocks)
-    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
+    args, kwargs = bind(copied, fake_batch(batch, fake_mode))
     output = run.forward(args, kwargs)
     return _summary(run, output, batch)
 

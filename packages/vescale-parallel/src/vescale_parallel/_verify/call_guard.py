@@ -19,12 +19,12 @@ from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._user_line import warn_at_user_line
 
 from .call_signature import CallForms
 from .equivalence import NOT_REACHED, Contradiction, blocks_of_whole, prove
-from .scaled_down_model import is_large, plan_of_twin, tiny_twin
+from .scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from .threads import in_fresh_thread
 
 
@@ -85,7 +85,7 @@ class CallGuard:
                 f"them: in {self._told(error.fqn)}, {error.why}. Make a plan with such a call as "
                 "example_batch, and call the model in no other form"
             ) from error
-        except RehearsalError as error:
+        except DryRunError as error:
             return str(error)
 
     def _told(self, fqn: str) -> str:
@@ -95,14 +95,14 @@ class CallGuard:
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
-            twin = tiny_twin(subject, sharding.size)
-            smaller = None if twin is None else self._sharding_of(twin)
-            if twin is not None and smaller is not None:
-                subject, sharding = twin, smaller
+            scaled = scaled_down(subject, sharding.size)
+            smaller = None if scaled is None else self._sharding_of(scaled)
+            if scaled is not None and smaller is not None:
+                subject, sharding = scaled, smaller
         whole, doubt = None, None
         try:
             whole = blocks_of_whole(subject, named)
-        except RehearsalError as error:
+        except DryRunError as error:
             # Values decide what is run: right for these ones may be wrong for others.
             whole, doubt = {}, str(error)
         proof = prove(subject, named, sharding, whole=whole)
@@ -117,12 +117,12 @@ class CallGuard:
         too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
         return doubt or next(itertools.chain(reasons, too_large), None)
 
-    def _sharding_of(self, twin: nn.Module) -> TensorSharding | None:
-        """Return that of a twin, None if the plan names blocks that the twin does not have."""
+    def _sharding_of(self, scaled: nn.Module) -> TensorSharding | None:
+        """Return that of a scaled-down model, None if the plan names blocks that it lacks."""
         assert self._whole is not None
         try:
-            plan = plan_of_twin(self._sharding_plan, self._whole, twin)
-            return shard(plan, twin, self._sharding.size)
+            plan = plan_of_scaled_down(self._sharding_plan, self._whole, scaled)
+            return shard(plan, scaled, self._sharding.size)
         except ValueError:
             return None
 

@@ -16,12 +16,12 @@ from vescale_parallel._model.copies import copied_object
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.communicators import Meeting, ThreadRanks
+from vescale_parallel._tensor_parallel.communicators import ThreadExchange, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import Call, RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
 from vescale_parallel._trace.generators import (
     set_generators,
     states_of_generators,
@@ -108,13 +108,13 @@ def compare(
 
     Raises:
         Contradiction: If anything differs.
-        RehearsalError: If the whole region cannot be run.
+        DryRunError: If the whole region cannot be run.
     """
     region = _compare_once(make, sharding, found, seed, training=False)
     if averaging := _averaging_norms(region.module):
         try:
             _compare_once(make, sharding, found, seed, training=True)
-        except RehearsalError:
+        except DryRunError:
             return  # in training it does not run on one device either
         except Contradiction as error:
             raise Contradiction(
@@ -174,10 +174,10 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]
         first = _run(whole, _Given(inputs, region.spec, []))
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
-        raise RehearsalError(region.fqn, error) from error
+        raise DryRunError(region.fqn, error) from error
     if not all(bool(x.isfinite().all()) for x in first.outputs):
         error = ValueError("its outputs on random float64 numbers are not finite")
-        raise RehearsalError(region.fqn, error)
+        raise DryRunError(region.fqn, error)
     cotangents = [torch.randn_like(out) for out in first.outputs]
     if before.differs_outside_of_torch(states_of_generators()):
         set_generators(before)
@@ -201,7 +201,7 @@ def _run_ranks(
     lengths = _sequence_lengths(region.inputs, how)
     kept = _of_floats(how, expected)
 
-    def on_rank(rank: int, meeting: Meeting) -> _Results:
+    def on_rank(rank: int, meeting: ThreadExchange) -> _Results:
         local = sharing_copy(base)
         cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
@@ -225,7 +225,7 @@ def _of_floats(how: How, expected: _Results) -> list[Placement | None]:
     return [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
 
 
-def region_of_call(module: nn.Module, fqn: str, call: Call, how: How) -> Region:
+def region_of_call(module: nn.Module, fqn: str, call: ModuleCall, how: How) -> Region:
     """Return a module with random inputs like those of a call."""
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     return Region(module, fqn, [_random_input(leaf) for leaf in leaves], spec, how)

@@ -26,7 +26,7 @@ from vescale_parallel._model.hook_readers import read_by_hooks
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import Call, RehearsalError, rehearse_whole
+from vescale_parallel._trace.dry_run import DryRunError, ModuleCall, dry_run_whole
 
 from .compared_runs import (
     Contradiction as Contradiction,
@@ -36,7 +36,7 @@ from .compared_runs import (
     region_of_call,
 )
 from .large_tables import checked_tables
-from .rank_dry_run import rehearse_part
+from .rank_dry_run import dry_run_rank
 from .whole_model import passed_over, whole_region
 
 # Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.
@@ -86,7 +86,7 @@ def prove(
     batch: Any,
     sharding: TensorSharding,
     *,
-    whole: Mapping[str, Call] | None = None,
+    whole: Mapping[str, ModuleCall] | None = None,
 ) -> Proof:
     """Run a plan without a second rank.
 
@@ -100,14 +100,14 @@ def prove(
     Raises:
         Contradiction: If the results or gradients of a block or the model differ, or shapes do
             not fit.
-        RehearsalError: If the model cannot be run, with values or without.
+        DryRunError: If the model cannot be run, with values or without.
     """
     whole = blocks_of_whole(model, batch) if whole is None else whole
-    part: Mapping[str, Call] = {}
+    part: Mapping[str, ModuleCall] = {}
     if whole:
         try:
-            part = rehearse_part(model, batch, list(whole), sharding)
-        except RehearsalError as error:
+            part = dry_run_rank(model, batch, list(whole), sharding)
+        except DryRunError as error:
             raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     found = Findings()
     blocks = _prove_blocks(model, whole, part, sharding, found)
@@ -123,20 +123,20 @@ def prove(
     )
 
 
-def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, Call]:
+def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, ModuleCall]:
     """Return how the whole model calls its blocks, or the model itself if it has none.
 
     Raises:
-        RehearsalError: If the forward needs values.
+        DryRunError: If the forward needs values.
     """
     blocks = [fqn for stack in block_stacks(model) for fqn in stack] or [""]
-    return rehearse_whole(model, batch, blocks)
+    return dry_run_whole(model, batch, blocks)
 
 
 def _prove_blocks(
     model: nn.Module,
-    whole: Mapping[str, Call],
-    part: Mapping[str, Call],
+    whole: Mapping[str, ModuleCall],
+    part: Mapping[str, ModuleCall],
     sharding: TensorSharding,
     found: Findings,
 ) -> _Blocks:
@@ -174,7 +174,7 @@ def _prove_blocks(
 def _prove_rest(
     model: nn.Module,
     batch: Any,
-    whole: Mapping[str, Call],
+    whole: Mapping[str, ModuleCall],
     blocks: _Blocks,
     sharding: TensorSharding,
     found: Findings,
@@ -193,7 +193,7 @@ def _prove_rest(
         # Values may decide what is run.
         for seed in range(1 if whole else _DRAWS):
             compare(lambda: whole_region(model, batch, over), sharding, found, seed=seed)
-    except RehearsalError as error:
+    except DryRunError as error:
         if not blocks.proven:
             raise
         return _not_compared(
@@ -264,7 +264,7 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(p.shape) for p in module.parameters())
 
 
-def _shapes_of(call: Call) -> str:
+def _shapes_of(call: ModuleCall) -> str:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     return repr([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
 
@@ -274,7 +274,7 @@ def _is_whole(how: How) -> bool:
     return all(each is None or each == Replicate() for each in placements)
 
 
-def _match(fqn: str, whole: Call, part: Call, size: int) -> How:
+def _match(fqn: str, whole: ModuleCall, part: ModuleCall, size: int) -> How:
     def placements(ours: Any, theirs: Any, what: str) -> tuple[Placement | None, ...]:
         found: list[Placement | None] = []
         pairs = (pytree.tree_leaves(ours), pytree.tree_leaves(theirs))

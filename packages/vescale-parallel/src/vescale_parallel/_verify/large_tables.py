@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import RehearsalError, readers_of
+from vescale_parallel._trace.dry_run import DryRunError, readers_of
 
 from .compared_runs import Findings, How, Region, compare
 
@@ -44,7 +44,7 @@ def checked_tables(
     """
     try:
         readers = readers_of(model, batch)
-    except RehearsalError as error:
+    except DryRunError as error:
         return dict.fromkeys(cut, f"who reads it is not known: {error}")
     found: dict[str, str] = {}
     for fqn in cut:

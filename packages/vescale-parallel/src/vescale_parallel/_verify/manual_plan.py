@@ -13,7 +13,7 @@ from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._trace.dry_run import RehearsalError
+from vescale_parallel._trace.dry_run import DryRunError
 
 from .equivalence import Contradiction, Proof, prove
 from .single_module import contradicted_module
@@ -23,7 +23,7 @@ from .threads import in_fresh_thread
 def checked_plan(
     model: nn.Module, sharding: TensorSharding, batch: Any, *, declared: bool = False
 ) -> tuple[TensorSharding, bool]:
-    """Return the plan, completed by the gradients that are addends, and whether it was proven.
+    """Return the plan, completed by partial gradients, and whether it was proven.
 
     Without an example, or if the model cannot be run without values, only pairs of linears
     within modules that can be called on one tensor are run.
@@ -32,7 +32,7 @@ def checked_plan(
         model: Whole.
         sharding: The plan, applied to the model.
         batch: An example; None if there is none.
-        declared: Refuse a plan that does not say itself which gradients are addends.
+        declared: Refuse a plan that does not say itself which gradients are partial values.
 
     Raises:
         ValueError: With the module whose results or gradients the plan changes.
@@ -47,17 +47,18 @@ def checked_plan(
                 f"{error.fqn or type(model).__name__!r} computes: run whole "
                 f"and on {sharding.size} ranks on random weights, {error.why}"
             ) from error
-        except RehearsalError:
+        except DryRunError:
             return checked_plan(model, sharding, None, declared=declared)
         for fqn in sorted(proof.whole_grads.intersection(sharding.spec.grads)):
             raise ValueError(
-                f"tensor_parallel.sharding_plan: ranks do not hold addends of the gradient "
+                f"tensor_parallel.sharding_plan: ranks do not hold partial values of the gradient "
                 f"of {fqn!r}; leave out its <grad>"
             )
         for fqn in sorted(proof.partial_grads.difference(sharding.spec.grads)) if declared else ():
             raise ValueError(
-                f"tensor_parallel.communication is 'declared', and ranks hold addends of the "
-                f"gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the sharding plan"
+                f"tensor_parallel.communication is 'declared', and ranks hold partial "
+                f"values of the gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the "
+                "sharding plan"
             )
         _warn_of_unproven(proof)
         grads = {**sharding.spec.grads, **dict.fromkeys(proof.partial_grads, Partial())}

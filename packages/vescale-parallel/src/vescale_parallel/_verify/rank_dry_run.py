@@ -12,21 +12,21 @@ from vescale_parallel._tensor_parallel.communicators import FakeRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._trace.dry_run import Call, dry_run, equal_blocks, opened
+from vescale_parallel._trace.dry_run import ModuleCall, dry_run, equal_blocks, opened
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
 
-def rehearse_part(
+def dry_run_rank(
     model: nn.Module,
     batch: Any,
     watched: Collection[str],
     sharding: TensorSharding,
-) -> dict[str, Call]:
+) -> dict[str, ModuleCall]:
     """Return the first call of every watched module on the first rank, collectives included.
 
     Raises:
-        RehearsalError: If shapes do not fit each other.
+        DryRunError: If shapes do not fit each other.
     """
 
     def shard(copied: nn.Module) -> None:
@@ -35,7 +35,7 @@ def rehearse_part(
     return dry_run(model, bind(model, opened(batch)), watched, shard)
 
 
-def rehearse_draws(
+def draws_of_rank(
     model: nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     sharding: TensorSharding | None = None,
@@ -51,7 +51,7 @@ def rehearse_draws(
         training: Whether to run all of it in training mode.
 
     Raises:
-        RehearsalError: If the forward needs values, or shapes do not fit each other.
+        DryRunError: If the forward needs values, or shapes do not fit each other.
     """
     notes = DrawNotes()
 

@@ -42,7 +42,7 @@ def is_large(model: nn.Module) -> bool:
     return total > MAX_NUMEL
 
 
-def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:
+def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     """Return a model of the same class with few small layers, on the meta device.
 
     Args:
@@ -74,13 +74,13 @@ def tiny_twin(model: nn.Module, size: int) -> nn.Module | None:
     make: Any = type(model)
     try:
         with torch.device("meta"):
-            twin: nn.Module = make(config)
-    # Arbitrary constructors: one that does not take the small sizes has no twin.
+            scaled: nn.Module = make(config)
+    # Arbitrary constructors: one that does not take the small sizes has no scaled-down model.
     except Exception:
         return None
     finally:
         logger.setLevel(level)
-    return twin if _layout(twin) == _layout(model) else None
+    return scaled if _layout(scaled) == _layout(model) else None
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
@@ -98,11 +98,13 @@ def _layout(model: nn.Module) -> set[tuple[str, type]]:
     return {(generalize(fqn), type(module)) for fqn, module in model.named_modules()}
 
 
-def plan_of_twin(plan: Mapping[str, str], twin: nn.Module, model: nn.Module) -> dict[str, str]:
-    """Return a plan of a twin with the names of the model's own last blocks."""
+def plan_of_scaled_down(
+    plan: Mapping[str, str], scaled: nn.Module, model: nn.Module
+) -> dict[str, str]:
+    """Return a plan of a scaled-down model with the names of the model's own last blocks."""
     last = {
         theirs[-1]: ours[-1]
-        for theirs, ours in zip(block_stacks(twin), block_stacks(model), strict=True)
+        for theirs, ours in zip(block_stacks(scaled), block_stacks(model), strict=True)
     }
     return {_renamed(pattern, last): text for pattern, text in plan.items()}
 

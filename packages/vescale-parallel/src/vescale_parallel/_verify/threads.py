@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from vescale_parallel._tensor_parallel.communicators import Meeting
+from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._trace.generators import set_generators, states_of_generators
 
 T = TypeVar("T")
@@ -47,9 +47,9 @@ class _OwnGenerators:
 
 
 def run_in_threads(
-    size: int, on_rank: Callable[[int, Meeting], Any], *, draw_alike: bool = False
+    size: int, on_rank: Callable[[int, ThreadExchange], Any], *, draw_alike: bool = False
 ) -> list[Any]:
-    """Call a function on every rank, each in a thread of its own.
+    """ModuleCall a function on every rank, each in a thread of its own.
 
     Args:
         size: How many ranks.
@@ -61,7 +61,7 @@ def run_in_threads(
         Exception: Whatever the first rank that failed raised.
     """
     turns = _OwnGenerators(size) if draw_alike else None
-    meeting = Meeting(size, turns)
+    meeting = ThreadExchange(size, turns)
     results: list[Any] = [None] * size
     errors: list[Exception] = []
 

@@ -11,14 +11,14 @@ from torch.distributed.tensor import Replicate
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import Call
+from vescale_parallel._trace.dry_run import ModuleCall
 from vescale_parallel._trace.fake_tensors import bind
 
 from .compared_runs import How, Region, given_input
 
 
 def passed_over(
-    model: nn.Module, calls: Mapping[str, Call], kinds: Mapping[str, object]
+    model: nn.Module, calls: Mapping[str, ModuleCall], kinds: Mapping[str, object]
 ) -> dict[str, list[str]]:
     """Return blocks that need not run for what is outside of them to be compared.
 
@@ -49,7 +49,7 @@ def passed_over(
     return found
 
 
-def _is_like_its_input(call: Call) -> bool:
+def _is_like_its_input(call: ModuleCall) -> bool:
     given, returned = _activation((call.args, dict(call.kwargs))), _activation(call.output)
     return given is not None and returned is not None and given.shape == returned.shape
 

@@ -13,7 +13,7 @@ from .propagate import (
     Flow as Flow,
     Graph as Graph,
     RefusedError as RefusedError,
-    check_addends as check_addends,
+    check_partial as check_partial,
     follow as follow,
     is_within as is_within,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "Trace",
     "UnknownOperator",
     "Value",
-    "check_addends",
+    "check_partial",
     "follow",
     "infer_axes",
     "is_within",

@@ -17,10 +17,10 @@ from vescale_parallel._trace.fake_tensors import (
     ObservationError,
     all_integer,
     bind,
+    fake_batch,
     fake_output,
     is_float,
     skeleton,
-    stand_ins,
 )
 from vescale_parallel._trace.flops import flops_of
 from vescale_parallel._trace.generators import untouched_generators
@@ -72,7 +72,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
     copied = skeleton(model, fake_mode)
     drop_hooks(copied)
     run = _Run(fake_mode, copied)
-    args, kwargs = bind(copied, stand_ins(batch, fake_mode))
+    args, kwargs = bind(copied, fake_batch(batch, fake_mode))
     run.forward(args, kwargs)
     return run.trace
 

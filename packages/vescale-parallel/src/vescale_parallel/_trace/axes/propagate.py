@@ -1,11 +1,11 @@
 """What cutting one axis does to the rest of the forward, and of the backward.
 
-[Note: whole, cut, addend]
+[Note: whole, cut, partial value]
 With an axis cut, a tensor of the forward is *whole* on every rank, *cut* if one of its
-dimensions has the axis, or an *addend* of a sum over the ranks: what an operator returns that
-contracts the axis. An addend becomes whole where the module that made it returns; until then
-only operators that are linear may touch it. The gradient of a whole tensor is whole, or an
-addend if what it met was cut; it becomes whole where the module that was called with the
+dimensions has the axis, or *partial*, to be summed over the ranks: what an operator returns that
+contracts the axis. A partial value becomes whole where the module that made it returns; until then
+only operators that are linear may touch it. The gradient of a whole tensor is whole, or
+partial if what it met was cut; it becomes whole where the module that was called with the
 tensor begins. A cut that cannot be arranged so is refused, with the operator that forbids it.
 """
 
@@ -69,16 +69,16 @@ class Flow:
 
     Attributes:
         cut: Values that have the axis.
-        addends: Values that are addends, and the module at whose end they are summed.
-        summed: Values whose gradients are addends, and the modules at whose beginning they
+        partial: Values that are partial, and the module at whose end they are summed.
+        summed: Values whose gradients are partial values, and the modules at whose beginning they
             are summed.
-        replicated: Parameters that are whole and whose gradients are addends.
-        biases: Whole parameters that are added to addends.
+        replicated: Parameters that are whole and whose gradients are partial values.
+        biases: Whole parameters that are added to partial values.
         added: Values that are these parameters, or linear in one of them.
     """
 
     cut: set[int]
-    addends: dict[int, str] = field(default_factory=dict[int, str])
+    partial: dict[int, str] = field(default_factory=dict[int, str])
     summed: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     replicated: set[str] = field(default_factory=set[str])
     biases: set[str] = field(default_factory=set[str])
@@ -109,19 +109,19 @@ def is_within(module: str, outer: str) -> bool:
 # ---------------------------------------------------------------------- forward
 
 
-def check_addends(graph: Graph, steps: Iterable[Step]) -> None:
-    """Check that modules return the addends that steps in them make, or a linear function.
+def check_partial(graph: Graph, steps: Iterable[Step]) -> None:
+    """Check that modules return the partial values that steps in them make, or a linear function.
 
     Raises:
         RefusedError: If a module does something else with them.
     """
     made = {value.index: step.module for step in steps for value in step.outputs}
-    flow = Flow(cut=set(), addends=made)
+    flow = Flow(cut=set(), partial=made)
     waiting = sorted({step.index for index in made for step in graph.readers[index]})
     seen = set(waiting)
     while waiting:
         step = graph.trace.steps[heapq.heappop(waiting)]
-        summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        summed = [v for v in step.inputs if _is_partial(flow, v, step)]
         if summed and not graph.is_dead(step):
             _spread(graph, flow, step, _pass_on(graph, flow, step, summed), waiting, seen)
 
@@ -131,7 +131,7 @@ def _forward(graph: Graph, atom: int, flow: Flow) -> None:
     seen = set(waiting)
     while waiting:
         step = graph.trace.steps[heapq.heappop(waiting)]
-        summed = [v for v in step.inputs if _is_addend(flow, v, step)]
+        summed = [v for v in step.inputs if _is_partial(flow, v, step)]
         if graph.is_dead(step):
             continue
         if atom in graph.trace.axes.atoms(step.looked_up):
@@ -148,19 +148,19 @@ def _forward(graph: Graph, atom: int, flow: Flow) -> None:
 def _spread(
     graph: Graph, flow: Flow, step: Step, made_at: str, waiting: list[int], seen: set[int]
 ) -> None:
-    """Note that a step's outputs are addends, and ask their readers."""
+    """Note that a step's outputs are partial values, and ask their readers."""
     if step.into_view:
         raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
     for value in step.outputs:
-        flow.addends[value.index] = made_at
+        flow.partial[value.index] = made_at
         for reader in graph.readers[value.index]:
             if reader.index not in seen:
                 seen.add(reader.index)
                 heapq.heappush(waiting, reader.index)
 
 
-def _is_addend(flow: Flow, value: Value, step: Step) -> bool:
-    made_at = flow.addends.get(value.index)
+def _is_partial(flow: Flow, value: Value, step: Step) -> bool:
+    made_at = flow.partial.get(value.index)
     return made_at is not None and is_within(step.module, made_at)
 
 
@@ -176,7 +176,7 @@ def _contract(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
 
 
 def _add_biases(graph: Graph, flow: Flow, step: Step, values: Iterable[Value]) -> None:
-    """Note the parameters that are added to addends; nothing else that is whole may be."""
+    """Note the parameters that are added to partial values; nothing else that is whole may be."""
     for value in values:
         if not value.is_float or value.is_zero:
             continue
@@ -193,11 +193,11 @@ def _add_biases(graph: Graph, flow: Flow, step: Step, values: Iterable[Value]) -
 
 
 def _check_biases(graph: Graph, flow: Flow) -> None:
-    """Refuse parameters that are added to addends and used in another way too."""
+    """Refuse parameters that are added to partial values and used in another way too."""
     for index in flow.added:
         for step in graph.readers[index]:
             for value in step.outputs:
-                if value.index not in flow.added and not _is_addend(flow, value, step):
+                if value.index not in flow.added and not _is_partial(flow, value, step):
                     raise RefusedError(f"a bias of its sum is used by {step.operator} too")
 
 
@@ -219,7 +219,7 @@ def _pass_on(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
             linear = False
     if not linear:
         raise RefusedError(f"{step.operator} needs its sum in {step.module!r}, before it returns")
-    return flow.addends[summed[0].index]
+    return flow.partial[summed[0].index]
 
 
 # ---------------------------------------------------------------------- backward
@@ -246,8 +246,8 @@ def _backward(graph: Graph, flow: Flow) -> None:
 
 
 def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
-    """Find the whole values whose gradients are addends, from the last to the first."""
-    touched = {*flow.cut, *flow.addends}
+    """Find the whole values whose gradients are partial values, from the last to the first."""
+    touched = {*flow.cut, *flow.partial}
     waiting: list[int] = []
     seen: set[int] = set()
 
@@ -261,11 +261,11 @@ def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
         step = graph.trace.steps[index]
         if any(_is_cut_or_addend(flow, value, step) for value in step.outputs):
             ask(step.inputs)
-    addends: set[int] = set()
+    partial: set[int] = set()
     while waiting:
         value = graph.trace.values[-heapq.heappop(waiting)]
-        if _collect(graph, flow, value, addends, unsummed):
-            addends.add(value.index)
+        if _collect(graph, flow, value, partial, unsummed):
+            partial.add(value.index)
             if value.parameter is not None:
                 flow.replicated.add(value.parameter)
             elif value.index in graph.producer:
@@ -273,21 +273,21 @@ def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
 
 
 def _is_cut_or_addend(flow: Flow, value: Value, step: Step) -> bool:
-    return value.index in flow.cut or _is_addend(flow, value, step)
+    return value.index in flow.cut or _is_partial(flow, value, step)
 
 
 def _collect(
-    graph: Graph, flow: Flow, value: Value, addends: set[int], unsummed: set[str]
+    graph: Graph, flow: Flow, value: Value, partial: set[int], unsummed: set[str]
 ) -> bool:
-    """Return whether a value's gradient is an addend where the value is made."""
+    """Return whether a value's gradient is a partial value where the value is made."""
     raw, whole = list[Step](), list[Value]()
     summed: set[str] = set()
     for step in graph.readers[value.index]:
-        if _is_addend(flow, value, step):
+        if _is_partial(flow, value, step):
             continue
-        is_addend, others = _contributions(flow, step, value, addends)
+        is_partial, others = _contributions(flow, step, value, partial)
         whole += others
-        if is_addend:
+        if is_partial:
             boundary = _boundary(graph, value, step, unsummed)
             if boundary is None:
                 raw.append(step)
@@ -301,39 +301,39 @@ def _collect(
         further = {b for out in whole for b in _summed_behind(graph, flow, out)}
         if further:
             raise _Again(further)
-        if value.index in flow.addends:
+        if value.index in flow.partial:
             raise RefusedError(f"its sum is used by what is cut in {raw[0].module!r}")
     flow.summed[value.index] = summed
     return bool(raw)
 
 
 def _contributions(
-    flow: Flow, step: Step, value: Value, addends: set[int]
+    flow: Flow, step: Step, value: Value, partial: set[int]
 ) -> tuple[bool, list[Value]]:
-    """Return whether a step adds an addend to a gradient, and its outputs that add a whole."""
-    is_addend, whole = False, list[Value]()
+    """Return whether a step makes a gradient partial, and its outputs that add a whole one."""
+    is_partial, whole = False, list[Value]()
     for out in step.outputs:
         if not out.has_grad:
             continue
-        is_part = _is_addend(flow, out, step) and value.index not in flow.added
-        if is_part or out.index in flow.cut or out.index in addends:
-            is_addend = True
+        is_part = _is_partial(flow, out, step) and value.index not in flow.added
+        if is_part or out.index in flow.cut or out.index in partial:
+            is_partial = True
         else:
             whole.append(out)
-    return is_addend, whole
+    return is_partial, whole
 
 
 def _summed_behind(graph: Graph, flow: Flow, start: Value) -> set[str]:
     """Return the modules that made a gradient whole, by summing it where they begin.
 
     Raises:
-        RefusedError: If a part of the gradient is whole because it never was an addend.
+        RefusedError: If a part of the gradient is whole because it never was a partial value.
     """
     found: set[str] = set()
     waiting, seen = [start], {start.index}
     while waiting:
         value = waiting.pop()
-        if value.index in graph.returned or value.index in flow.addends or len(seen) > _FAR:
+        if value.index in graph.returned or value.index in flow.partial or len(seen) > _FAR:
             made_by = graph.producer[start.index]
             raise RefusedError(
                 f"a tensor is used by what is cut and by {made_by.operator} in "
