@@ -194,7 +194,7 @@ def test_parts_are_drawn_without_the_whole(emulated: Check, monkeypatch: pytest.
     def refuse(sources: object) -> None:
         raise AssertionError("evaluated whole")
 
-    monkeypatch.setattr("vescale_deferred._read.replay", refuse)
+    monkeypatch.setattr("vescale_deferred._evaluation.partial_replay.replay", refuse)
     for name, tensor in module.named_buffers():
         if tensor.dim() == 2:
             assert read(tensor, Box((3, 0), (2, 1))).shape == (2, 1), name

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from ._construction import Construction
-from ._real_code import RealCode, reason_of
-from ._tensor import DeferredTensor
-from ._tensors_of import registered, replace_unregistered
+from ._module_tensors import registered, replace_unregistered
+from ._recording.eager_scopes import RealCode, reason_of
+from ._recording.mode import Construction
+from ._tape.deferred_tensor import DeferredTensor
 from ._torch_private import active_modes, plainly
 from .exceptions import DeferredWarning
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window
 
-from ._history import History, Source, Write
-from ._replay import needed_writes
-from ._tensor import DeferredTensor
-from ._tensors_of import registered, replace_unregistered
+from ._evaluation.replay import needed_writes
+from ._module_tensors import registered, replace_unregistered
+from ._tape.deferred_tensor import DeferredTensor
+from ._tape.tape import History, Source, Write
 from ._torch_private import plainly, tree_flatten
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

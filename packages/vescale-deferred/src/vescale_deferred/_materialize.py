@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from vescale_dtensor import Box
 from vescale_dtensor.random import Window
 
-from ._read import read_part
-from ._replay import replay
-from ._tensor import DeferredTensor, copy_attributes
-from ._tensors_of import registered, replace_unregistered
+from ._evaluation.partial_replay import read_part
+from ._evaluation.replay import replay
+from ._module_tensors import registered, replace_unregistered
+from ._tape.deferred_tensor import DeferredTensor, copy_attributes
 from .exceptions import DeferredError
 
 M = TypeVar("M", bound=nn.Module)

@@ -16,11 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor.random import Window
-
-from ._history import History, Source
-from ._spectral import is_spectral
-from ._torch_private import (
+from vescale_deferred._torch_private import (
     OpOverload,
     plainly,
     tree_leaves,
@@ -28,7 +24,11 @@ from ._torch_private import (
     without_torch_function,
     wrapper,
 )
-from .exceptions import CannotDefer, ReadError
+from vescale_deferred.exceptions import CannotDefer, ReadError
+from vescale_dtensor.random import Window
+
+from .spectral import is_spectral
+from .tape import History, Source
 
 
 class Recorder(Protocol):
@@ -171,7 +171,7 @@ _READERS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
 # Methods that would crash, or lie, because there is no memory. Constructors that call one run for
-# real, see _real_code.py.
+# real, see eager_scopes.py.
 _NEED_MEMORY: frozenset[Any] = frozenset(
     {
         torch.Tensor.data_ptr,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._history import History
-from ._torch_private import plainly
-from ._where import line_of
-from .exceptions import CannotDefer
+from vescale_deferred._tape.tape import History
+from vescale_deferred._torch_private import plainly
+from vescale_deferred.exceptions import CannotDefer
+
+from .user_frame import line_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
+from vescale_deferred.exceptions import CannotDefer, DeferredError
 from vescale_dtensor.random import (
     CudaKernels,
     Fill,
@@ -29,8 +30,7 @@ from vescale_dtensor.random import (
     philox_draws,
 )
 
-from ._markers import marker_state, marker_value
-from .exceptions import CannotDefer, DeferredError
+from .markers import marker_state, marker_value
 
 
 class Generators:

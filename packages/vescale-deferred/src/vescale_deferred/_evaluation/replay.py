@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._tape.deferred_tensor import DeferredTensor
+from vescale_deferred._tape.op_schema import operator
+from vescale_deferred._tape.tape import History, Source, Write
+from vescale_deferred._torch_private import plainly, tree_leaves, tree_map
+from vescale_deferred.exceptions import DeferredError
 from vescale_dtensor.random import Draws, PhiloxDraws, Point
-
-from ._history import History, Source, Write
-from ._operators import operator
-from ._tensor import DeferredTensor
-from ._torch_private import plainly, tree_leaves, tree_map
-from .exceptions import DeferredError
 
 # A sentence in the place of a storage says why its content is not known.
 _Storages = dict[History, torch.UntypedStorage | str]

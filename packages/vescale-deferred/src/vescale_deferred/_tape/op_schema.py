@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from ._torch_private import OpOverload, schema
+from vescale_deferred._torch_private import OpOverload, schema
 
 
 def aten(names: str) -> frozenset[str]:

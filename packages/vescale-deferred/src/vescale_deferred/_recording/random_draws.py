@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._tape.deferred_tensor import DeferredTensor
+from vescale_deferred._tape.op_schema import operator
+from vescale_deferred._tape.tape import Call
+from vescale_deferred._torch_private import tree_map
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window, cuda_kernels, draws, fill_of
 
-from ._generators import Generators
-from ._history import Call
-from ._operators import operator
-from ._replay import values
-from ._tensor import DeferredTensor
-from ._torch_private import tree_map
+from .generators import Generators
 
 
 def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Point, Draws | None]:

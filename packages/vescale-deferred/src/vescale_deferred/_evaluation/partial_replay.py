@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._tape.tape import Entry, History, Source, Write
+from vescale_deferred._torch_private import plainly
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
-from ._history import Entry, History, Source, Write
-from ._operators import aten, operator
-from ._overlap import Factor, NotSliceable, Part, broadcast, overlap, select
-from ._replay import call, replay
-from ._torch_private import plainly
+from .replay import call, replay
+from .strided_overlap import Factor, NotSliceable, Part, broadcast, overlap, select
 
 # Temporaries are about this large, several at a time.
 _BAND_NUMEL = 1 << 22

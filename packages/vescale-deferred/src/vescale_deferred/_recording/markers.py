@@ -1,4 +1,4 @@
-"""States that stand for a place in a stream; see [Note: markers] in _generators.py."""
+"""States that stand for a place in a stream; see [Note: markers] in generators.py."""
 
 from __future__ import annotations
 

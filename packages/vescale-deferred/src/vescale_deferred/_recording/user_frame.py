@@ -8,7 +8,7 @@ from pathlib import Path
 
 import vescale_dtensor
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _DTENSOR = str(Path(vescale_dtensor.__file__).parent)
 _TORCHS = str(Path(sys.modules["torch"].__file__ or "").parent)
 

@@ -8,10 +8,9 @@ are far beyond it.
 
 from __future__ import annotations
 
+from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._tape.tape import Source, Write
 from vescale_dtensor.random import fill_of
-
-from ._history import Source, Write
-from ._operators import aten, operator
 
 # The uniform numbers behind a normal one have 53 bits at most: sqrt(-2 log 2**-53) = 8.57.
 _MAX_NUM_STDS = 9.0

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._torch_private import OpOverload, storage_key, tree_leaves
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
-
-from ._torch_private import OpOverload, storage_key, tree_leaves
 
 _next_index = itertools.count()
 

@@ -6,16 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from ._functions import Functions
-from ._generators import Generators
-from ._loans import Loans
-from ._operators import aten, operator
-from ._real_code import RealCode
-from ._record import Recording
-from ._replay import values
-from ._tensor import DeferredTensor, unreadable
-from ._torch_private import OpOverload, TorchDispatchMode, is_tracing, plainly, tree_leaves
-from .exceptions import DeferredError, ReadError
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._tape.deferred_tensor import DeferredTensor, unreadable
+from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    is_tracing,
+    plainly,
+    tree_leaves,
+)
+from vescale_deferred.exceptions import DeferredError, ReadError
+
+from .buffer_exports import Loans
+from .eager_scopes import RealCode
+from .function_mode import Functions
+from .generators import Generators
+from .recorder import Recording
 
 # What may happen to deferred tensors when their constructor is done: other places to see the same
 # storage, copies with another dtype or device, and tensors that only take over the geometry.

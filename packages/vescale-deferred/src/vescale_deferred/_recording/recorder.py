@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
-
-from ._certain import certain
-from ._draw import draw_on_cpu, draw_on_cuda
-from ._generators import Generators
-from ._history import Call, History, Source, Write
-from ._operators import Operator, aten, operator
-from ._read import any_true, read_part
-from ._real_code import RealCode
-from ._replay import values
-from ._tensor import DeferredTensor, Recorder, assign_data
-from ._torch_private import (
+from vescale_deferred._evaluation.partial_replay import any_true, read_part
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._evaluation.value_bounds import certain
+from vescale_deferred._tape.deferred_tensor import DeferredTensor, Recorder, assign_data
+from vescale_deferred._tape.op_schema import Operator, aten, operator
+from vescale_deferred._tape.tape import Call, History, Source, Write
+from vescale_deferred._torch_private import (
     OpOverload,
     schema,
     storage_key,
     tree_leaves,
     tree_map,
 )
-from ._where import line_of
-from .exceptions import CannotDefer, DeferredWarning
+from vescale_deferred.exceptions import CannotDefer, DeferredWarning
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
+
+from .eager_scopes import RealCode
+from .generators import Generators
+from .random_draws import draw_on_cpu, draw_on_cuda
+from .user_frame import line_of
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

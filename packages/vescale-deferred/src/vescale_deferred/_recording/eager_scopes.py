@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import nn
 
-from ._where import is_foreign, line_of
+from .user_frame import is_foreign, line_of
 
 _Extent = Literal["own", "all"]
 _MAX_NUM_ATTEMPTS = 8
