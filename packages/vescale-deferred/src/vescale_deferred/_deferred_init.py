@@ -161,7 +161,7 @@ def _name_tensors(module: nn.Module) -> None:
     for fqn, _, _, tensor in registered(module):
         if isinstance(tensor, DeferredTensor):
             tensor.deferral.fqn = tensor.deferral.fqn or fqn
-            tensor.deferral.history.fqn = tensor.deferral.history.fqn or fqn
+            tensor.deferral.tape.fqn = tensor.deferral.tape.fqn or fqn
 
 
 def _name(factory: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window
 from ._evaluation.replay import needed_writes
 from ._module_tensors import registered, replace_unregistered
 from ._tape.deferred_tensor import DeferredTensor
-from ._tape.tape import History, Source, Write
+from ._tape.tape import Source, Tape, Write
 from ._torch_private import plainly, tree_flatten
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -63,7 +63,7 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._histories: dict[History, int] = {}
+        self._tapes: dict[Tape, int] = {}
         self._streams: dict[Stream, str] = {}
         self._objects: dict[int, int] = {}
 
@@ -93,8 +93,8 @@ class _Digest:
     def _leaf(self, leaf: Any) -> None:
         match leaf:
             case Source():
-                ordinal = self._histories.setdefault(leaf.history, len(self._histories))
-                nbytes, device = leaf.history.nbytes, leaf.history.device.type
+                ordinal = self._tapes.setdefault(leaf.tape, len(self._tapes))
+                nbytes, device = leaf.tape.nbytes, leaf.tape.device.type
                 self._add("deferred", f"{ordinal} {nbytes} {device} {leaf.window}")
             case Tensor():
                 self._real(leaf)

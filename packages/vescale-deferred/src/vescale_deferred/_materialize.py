@@ -68,7 +68,7 @@ def read(tensor: Tensor, box: Box | None = None) -> Tensor:
     if box is None or box.shape == source.window.shape:
         whole = replay([source])[0]
         # A view of something larger does not keep all of it.
-        return whole if source.window.covers(source.history.nbytes) else whole.clone()
+        return whole if source.window.covers(source.tape.nbytes) else whole.clone()
     return read_part(replace(source, window=_window(source.window, box)))
 
 
@@ -158,18 +158,18 @@ def _fill_storages(tensors: list[Tensor]) -> None:
     sources = [
         tensor.deferral.source()
         for tensor in tensors
-        if isinstance(tensor, DeferredTensor) and tensor.deferral.history.storage is None
+        if isinstance(tensor, DeferredTensor) and tensor.deferral.tape.storage is None
     ]
     for source, tensor in zip(sources, replay(sources), strict=True):
-        source.history.storage = tensor.untyped_storage()
+        source.tape.storage = tensor.untyped_storage()
 
 
 def _whole(tensor: DeferredTensor) -> Tensor:
-    """Return ``tensor`` with values, on the storage of its history."""
+    """Return ``tensor`` with values, on the storage of its tape."""
     _fill_storages([tensor])
     source = tensor.deferral.source()
-    assert source.history.storage is not None
-    return _like(tensor, source.window.on(source.history.storage))
+    assert source.tape.storage is not None
+    return _like(tensor, source.window.on(source.tape.storage))
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

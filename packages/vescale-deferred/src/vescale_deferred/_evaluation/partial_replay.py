@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_deferred._tape.op_schema import aten, operator
-from vescale_deferred._tape.tape import Entry, History, Source, Write
+from vescale_deferred._tape.tape import Entry, Source, Tape, Write
 from vescale_deferred._torch_private import plainly
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
@@ -53,7 +53,7 @@ def read_part(source: Source) -> Tensor:
     sliceable the storages it needs.
     """
     window = source.window
-    out = torch.empty(window.shape, dtype=window.dtype, device=source.history.device)
+    out = torch.empty(window.shape, dtype=window.dtype, device=source.tape.device)
     with plainly():
         reader = _Reader()
         for band, index in _bands(window):
@@ -68,7 +68,7 @@ def any_true(source: Source) -> bool:
         reader = _Reader()
         for band, _ in _bands(source.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
             reader.forget_values()
-            out = torch.empty(band.shape, dtype=torch.bool, device=source.history.device)
+            out = torch.empty(band.shape, dtype=torch.bool, device=source.tape.device)
             reader.read(replace(source, window=band), out)
             if bool(out.any()):
                 return True
@@ -107,8 +107,8 @@ class _Reader:
     """Computes parts of tensors, each once."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[History, int, Window], Tensor] = {}
-        self._storages: dict[tuple[History, int], torch.UntypedStorage] = {}
+        self._values: dict[tuple[Tape, int, Window], Tensor] = {}
+        self._storages: dict[tuple[Tape, int], torch.UntypedStorage] = {}
         self._random: dict[int, RandomTensor | PhiloxDraws] = {}
         self._depth = 0
 
@@ -124,7 +124,7 @@ class _Reader:
                 raise NotSliceable
             self._read_last_write(source, out)
         except NotSliceable:
-            key = source.history, source.version
+            key = source.tape, source.version
             if key not in self._storages:
                 self._storages[key] = replay([source])[0].untyped_storage()
             out.copy_(source.window.on(self._storages[key]))
@@ -137,24 +137,24 @@ class _Reader:
         if any(expanded):
             shape = tuple(1 if e else n for e, n in zip(expanded, window.shape, strict=True))
             once = Window(shape, window.stride, window.offset, window.dtype)
-            out.copy_(self._value(Source(source.history, source.version, once)))
+            out.copy_(self._value(Source(source.tape, source.version, once)))
             return
         for version in range(source.version - 1, -1, -1):
-            entry = source.history.entries[version]
+            entry = source.tape.entries[version]
             shared = overlap(entry.window, window)
             if shared is None:
                 continue
             if not shared.is_all_of_second:
-                self.read(Source(source.history, version, window), out)
+                self.read(Source(source.tape, version, window), out)
             target = select(Window.of(out), shared.in_second).on(out.untyped_storage())
             self._evaluate(entry, shared.in_first, target)
             return
 
     def _value(self, source: Source) -> Tensor:
         window = source.window
-        key = source.history, source.version, window
+        key = source.tape, source.version, window
         if key not in self._values:
-            out = torch.empty(window.shape, dtype=window.dtype, device=source.history.device)
+            out = torch.empty(window.shape, dtype=window.dtype, device=source.tape.device)
             self.read(source, out)
             self._values[key] = out
         return self._values[key]
@@ -192,7 +192,7 @@ class _Reader:
             # A tensor without dims stays one: it counts less in type promotion.
             if window.shape:
                 window = select(broadcast(window, shape), part)
-            return self._value(Source(argument.history, argument.version, window))
+            return self._value(Source(argument.tape, argument.version, window))
         return _cut(argument, shape, part) if isinstance(argument, Tensor) else argument
 
     def _compute(

@@ -15,34 +15,34 @@ from torch import Tensor
 
 from vescale_deferred._tape.deferred_tensor import DeferredTensor
 from vescale_deferred._tape.op_schema import operator
-from vescale_deferred._tape.tape import History, Source, Write
+from vescale_deferred._tape.tape import Source, Tape, Write
 from vescale_deferred._torch_private import plainly, tree_leaves, tree_map
 from vescale_deferred.exceptions import DeferredError
 from vescale_dtensor.random import Draws, PhiloxDraws, Point
 
 # A sentence in the place of a storage says why its content is not known.
-_Storages = dict[History, torch.UntypedStorage | str]
+_Storages = dict[Tape, torch.UntypedStorage | str]
 
 
 def replay(sources: Sequence[Source]) -> list[Tensor]:
-    """Return the tensors that ``sources`` stand for; those of one history share a storage.
+    """Return the tensors that ``sources`` stand for; those of one tape share a storage.
 
     The default generator is left as it is. Memory is that of the results and of the temporaries
     of one write at a time.
     """
     writes = needed_writes(sources)
-    last_use = {history: write.index for write in writes for history in write.histories()}
-    kept = {source.history for source in sources}
+    last_use = {tape: write.index for write in writes for tape in write.tapes()}
+    kept = {source.tape for source in sources}
     storages: _Storages = {}
     state = torch.default_generator.get_state()
     try:
         with plainly():
             for write in writes:
                 _run(write, storages)
-                for history in write.histories():
-                    if history not in kept and last_use[history] == write.index:
-                        storages.pop(history, None)
-            return [source.window.on(_storage(source.history, storages)) for source in sources]
+                for tape in write.tapes():
+                    if tape not in kept and last_use[tape] == write.index:
+                        storages.pop(tape, None)
+            return [source.window.on(_storage(source.tape, storages)) for source in sources]
     finally:
         torch.default_generator.set_state(state)
 
@@ -55,17 +55,17 @@ def values(tensor: DeferredTensor) -> Tensor:
 def needed_writes(sources: Iterable[Source]) -> list[Write]:
     """Return the writes that the content of ``sources`` depends on, in order."""
     writes: dict[int, Write] = {}
-    expanded: dict[History, tuple[int, int]] = {}
+    expanded: dict[Tape, tuple[int, int]] = {}
     pending = list(sources)
     while pending:
         source = pending.pop()
-        history, end = source.history, source.version
-        begin = history.last_cover(end)
-        done = expanded.get(history, (0, 0))
+        tape, end = source.tape, source.version
+        begin = tape.last_cover(end)
+        done = expanded.get(tape, (0, 0))
         if done[0] <= begin and end <= done[1]:
             continue
-        expanded[history] = (begin, end)
-        for entry in history.entries[begin:end]:
+        expanded[tape] = (begin, end)
+        for entry in tape.entries[begin:end]:
             write = entry.write
             if write.index not in writes:
                 writes[write.index] = write
@@ -73,20 +73,20 @@ def needed_writes(sources: Iterable[Source]) -> list[Write]:
     return [writes[index] for index in sorted(writes)]
 
 
-def _storage(history: History, storages: _Storages) -> torch.UntypedStorage:
-    if history not in storages:
-        memory = torch.empty(history.nbytes, dtype=torch.uint8, device=history.device)
-        storages[history] = memory.untyped_storage()
-    found = storages[history]
+def _storage(tape: Tape, storages: _Storages) -> torch.UntypedStorage:
+    if tape not in storages:
+        memory = torch.empty(tape.nbytes, dtype=torch.uint8, device=tape.device)
+        storages[tape] = memory.untyped_storage()
+    found = storages[tape]
     if isinstance(found, str):
-        raise DeferredError(f"{history.fqn or 'a tensor'!r} cannot be made: {found}")
+        raise DeferredError(f"{tape.fqn or 'a tensor'!r} cannot be made: {found}")
     return found
 
 
 def _run(write: Write, storages: _Storages) -> None:
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Source):
-            return leaf.window.on(_storage(leaf.history, storages))
+            return leaf.window.on(_storage(leaf.tape, storages))
         return leaf
 
     args, kwargs = tree_map(real, (write.args, write.kwargs))
@@ -134,20 +134,20 @@ def _draw_on_cuda(write: Write, draws: PhiloxDraws, args: tuple[Any, ...]) -> Te
         out: Tensor = args[0]
     else:
         (source,) = filter(None, write.outputs)
-        window, device = source.window, source.history.device
+        window, device = source.window, source.tape.device
         out = torch.empty_strided(window.shape, window.stride, dtype=window.dtype, device=device)
     draws.draw_whole(out)
     return out
 
 
 def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:
-    """Make ``result`` the content of a history that begins with it.
+    """Make ``result`` the content of a tape that begins with it.
 
     Some meta kernels tell another shape than the kernel of the device returns, most of all for
     results that nobody uses, such as the saved statistics of batch norm in evaluation.
     """
     if tuple(result.shape) != out.window.shape or result.dtype != out.window.dtype:
-        storages[out.history] = (
+        storages[out.tape] = (
             f"expected an operator to return shape {out.window.shape} and {out.window.dtype} as "
             f"on the meta device, got {tuple(result.shape)} and {result.dtype}; construct it "
             "outside of deferred_init"
@@ -155,12 +155,12 @@ def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool
         return
     storage = result.untyped_storage()
     is_same = (
-        storage.nbytes() == out.history.nbytes
+        storage.nbytes() == out.tape.nbytes
         and tuple(result.stride()) == out.window.stride
         and result.storage_offset() == out.window.offset
-        and result.device == out.history.device
+        and result.device == out.tape.device
     )
     if is_same and not is_constant:
-        storages[out.history] = storage
+        storages[out.tape] = storage
     else:
-        out.window.on(_storage(out.history, storages)).copy_(result)
+        out.window.on(_storage(out.tape, storages)).copy_(result)

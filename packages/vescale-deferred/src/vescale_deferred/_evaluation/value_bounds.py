@@ -40,7 +40,7 @@ def _only_write(source: Source) -> Write | None:
     """Return the write that all of ``source`` comes from."""
     if not source.version:
         return None
-    entry = source.history.entries[source.version - 1]
+    entry = source.tape.entries[source.version - 1]
     return entry.write if entry.covers and entry.window.numel == source.window.numel else None
 
 

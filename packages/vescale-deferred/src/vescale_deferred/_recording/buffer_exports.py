@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vescale_deferred._tape.tape import History
+from vescale_deferred._tape.tape import Tape
 from vescale_deferred._torch_private import plainly
 from vescale_deferred.exceptions import CannotDefer
 
@@ -55,10 +55,10 @@ class Loans:
     """All copies lent in one construction."""
 
     def __init__(self) -> None:
-        self._loans: dict[History, list[_Loan]] = {}
+        self._loans: dict[Tape, list[_Loan]] = {}
 
-    def add(self, history: History, values: Tensor, borrower: object) -> None:
-        """Note that ``borrower`` looks at ``values`` of a tensor on ``history``."""
+    def add(self, tape: Tape, values: Tensor, borrower: object) -> None:
+        """Note that ``borrower`` looks at ``values`` of a tensor on ``tape``."""
         self._end()
         try:
             reference = weakref.ref(borrower)
@@ -66,14 +66,14 @@ class Loans:
             reference = None
         with plainly():
             loan = _Loan(values, values.clone(), reference, line_of())
-        self._loans.setdefault(history, []).append(loan)
+        self._loans.setdefault(tape, []).append(loan)
 
-    def check(self, history: History) -> None:
-        """Raise CannotDefer if a write to ``history`` would not be seen by a borrower."""
-        if history not in self._loans:
+    def check(self, tape: Tape) -> None:
+        """Raise CannotDefer if a write to ``tape`` would not be seen by a borrower."""
+        if tape not in self._loans:
             return
         self._end()
-        for loan in self._loans.get(history, ()):
+        for loan in self._loans.get(tape, ()):
             raise CannotDefer(
                 f"a tensor is written to while an array ({loan.line}) looks at its memory, which "
                 "a deferred one does not have"
@@ -88,15 +88,15 @@ class Loans:
 
     def _end(self) -> None:
         """Forget the loans that are over."""
-        for history, loans in list(self._loans.items()):
+        for tape, loans in list(self._loans.items()):
             for loan in loans:
                 if loan.is_over():
                     loan.check_unchanged()
             kept = [loan for loan in loans if not loan.is_over()]
             if kept:
-                self._loans[history] = kept
+                self._loans[tape] = kept
             else:
-                del self._loans[history]
+                del self._loans[tape]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -107,11 +107,11 @@ class Construction(TorchDispatchMode):
 
     def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
         """Note who looks at the memory of ``values``, which are those of ``tensor``."""
-        self._loans.add(tensor.deferral.history, values, borrower)
+        self._loans.add(tensor.deferral.tape, values, borrower)
 
     def check_not_lent(self, tensor: DeferredTensor) -> None:
         """Raise CannotDefer if somebody would not see a write to ``tensor``."""
-        self._loans.check(tensor.deferral.history)
+        self._loans.check(tensor.deferral.tape)
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values of ``tensor``."""
@@ -122,9 +122,9 @@ class Construction(TorchDispatchMode):
 def _check_not_made(targets: list[DeferredTensor]) -> None:
     for tensor in targets:
         deferral = tensor.deferral
-        if deferral.made is not None or deferral.history.storage is not None:
+        if deferral.made is not None or deferral.tape.storage is not None:
             raise DeferredError(
-                f"{(deferral.fqn or deferral.history.fqn)!r} has been materialised; write to the "
+                f"{(deferral.fqn or deferral.tape.fqn)!r} has been materialised; write to the "
                 "tensor that is in the module now, not to the deferred one"
             )
 

@@ -18,7 +18,7 @@ from vescale_deferred._evaluation.replay import values
 from vescale_deferred._evaluation.value_bounds import certain
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, Recorder, assign_data
 from vescale_deferred._tape.op_schema import Operator, aten, operator
-from vescale_deferred._tape.tape import Call, History, Source, Write
+from vescale_deferred._tape.tape import Call, Source, Tape, Write
 from vescale_deferred._torch_private import (
     OpOverload,
     schema,
@@ -109,9 +109,9 @@ class Recording:
         value = _private_copy(tensor)
         meta = Window.of(value)
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
-        history = History(like, value.device)
-        Write(None, (value,), outputs=(Source(history, 0, meta),)).enter()
-        return DeferredTensor(like, history, self._recorder)
+        tape = Tape(like, value.device)
+        Write(None, (value,), outputs=(Source(tape, 0, meta),)).enter()
+        return DeferredTensor(like, tape, self._recorder)
 
     def _record(
         self,
@@ -136,8 +136,8 @@ class Recording:
             window = written[0].window if written else next(filter(None, created)).window
             point, known = draw_on_cpu(call, window, self._generators)
         # An operator that also reads what it writes, such as x.copy_(x), overwrites nothing.
-        histories = [source.history for source in sources]
-        is_apart = all(histories.count(out.history) == 1 for out in written)
+        tapes = [source.tape for source in sources]
+        is_apart = all(tapes.count(out.tape) == 1 for out in written)
         Write(
             call.func,
             args,
@@ -153,12 +153,12 @@ class Recording:
     def _wrap(
         self, call: Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
     ) -> tuple[Any, list[Source | None]]:
-        """Return ``outputs`` as deferred tensors, and for each leaf the history it begins."""
+        """Return ``outputs`` as deferred tensors, and for each leaf the tape it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
             raise CannotDefer(f"{schema(call.func).name} resizes a tensor in place")
         by_meta = {id(tensor.deferral.meta): tensor for tensor in mutated}
         inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_deferred(leaf)]
-        by_storage = {t.deferral.history.key: t.deferral.history for t in inputs}
+        by_storage = {t.deferral.tape.key: t.deferral.tape for t in inputs}
         created: list[Source | None] = []
 
         def wrap(leaf: Any) -> Any:
@@ -167,11 +167,11 @@ class Recording:
                 return leaf
             if id(leaf) in by_meta:
                 return by_meta[id(leaf)]
-            history = by_storage.get(storage_key(leaf))
-            if history is None:
-                history = by_storage[storage_key(leaf)] = History(leaf, device)
-                created[-1] = Source(history, 0, Window.of(leaf))
-            return DeferredTensor(leaf, history, self._recorder)
+            tape = by_storage.get(storage_key(leaf))
+            if tape is None:
+                tape = by_storage[storage_key(leaf)] = Tape(leaf, device)
+                created[-1] = Source(tape, 0, Window.of(leaf))
+            return DeferredTensor(leaf, tape, self._recorder)
 
         return tree_map(wrap, outputs), created
 
@@ -262,7 +262,7 @@ def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwarg
     deferral = tensor.deferral
     meta = deferral.meta.detach()
     func(meta, *args[1:], **kwargs)
-    assign_data(tensor, DeferredTensor(meta, deferral.history, deferral.recorder))
+    assign_data(tensor, DeferredTensor(meta, deferral.tape, deferral.recorder))
     return tensor
 
 
@@ -272,7 +272,7 @@ def _scalar(tensor: DeferredTensor) -> Any:
     known = certain(source)
     if known is not None:
         return known
-    last = source.history.entries[source.version - 1].write if source.version else None
+    last = source.tape.entries[source.version - 1].write if source.version else None
     if last is not None and last.func is torch.ops.aten.any.default:
         asked = last.args[0]
         if isinstance(asked, Source) and asked.window.dtype is torch.bool:

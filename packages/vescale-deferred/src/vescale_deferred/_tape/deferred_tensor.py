@@ -28,7 +28,7 @@ from vescale_deferred.exceptions import CannotDefer, ReadError
 from vescale_dtensor.random import Window
 
 from .spectral import is_spectral
-from .tape import History, Source
+from .tape import Source, Tape
 
 
 class Recorder(Protocol):
@@ -61,21 +61,21 @@ class Deferral:
 
     Attributes:
         meta: Its geometry, on the meta device.
-        history: What was written to its storage.
+        tape: What was written to its storage.
         recorder: Who records what happens to it.
         fqn: Its first name in the module that was deferred.
         made: What ``materialize`` put in its place.
     """
 
     meta: Tensor
-    history: History
+    tape: Tape
     recorder: Recorder
     fqn: str | None = None
     made: Tensor | None = None
 
     def source(self) -> Source:
         """Return the tensor as it is now."""
-        return Source(self.history, self.history.version, Window.of(self.meta))
+        return Source(self.tape, self.tape.version, Window.of(self.meta))
 
 
 class DeferredTensor(torch.Tensor):
@@ -83,9 +83,9 @@ class DeferredTensor(torch.Tensor):
 
     deferral: Deferral
 
-    def __new__(cls, meta: Tensor, history: History, recorder: Recorder) -> Self:
-        tensor = wrapper(cls, meta, history.device)
-        tensor.deferral = Deferral(meta, history, recorder)
+    def __new__(cls, meta: Tensor, tape: Tape, recorder: Recorder) -> Self:
+        tensor = wrapper(cls, meta, tape.device)
+        tensor.deferral = Deferral(meta, tape, recorder)
         return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,11 +114,11 @@ class DeferredTensor(torch.Tensor):
             return memo[id(self)]
         deferral = self.deferral
         with plainly():
-            history = memo.get(id(deferral.history))
-            if history is None:
-                history = memo[id(deferral.history)] = deferral.history.fork()
-            meta = Window.of(deferral.meta).on(history.meta.untyped_storage())
-        result = type(self)(meta, history, deferral.recorder)
+            tape = memo.get(id(deferral.tape))
+            if tape is None:
+                tape = memo[id(deferral.tape)] = deferral.tape.fork()
+            meta = Window.of(deferral.meta).on(tape.meta.untyped_storage())
+        result = type(self)(meta, tape, deferral.recorder)
         result.requires_grad_(self.requires_grad)
         result.deferral.fqn = deferral.fqn
         memo[id(self)] = result
@@ -190,12 +190,12 @@ class DeferredStorage:
 
     def __init__(self, tensor: DeferredTensor) -> None:
         self._tensor = tensor
-        self._cdata = tensor.deferral.history.key
-        self.device = tensor.deferral.history.device
+        self._cdata = tensor.deferral.tape.key
+        self.device = tensor.deferral.tape.device
 
     def nbytes(self) -> int:
         """Return its size."""
-        return self._tensor.deferral.history.nbytes
+        return self._tensor.deferral.tape.nbytes
 
     size = __len__ = nbytes
 
@@ -265,7 +265,7 @@ def copy_attributes(tensor: Tensor, other: Tensor) -> None:
 
 def unreadable(tensor: DeferredTensor, reason: str) -> str:
     """Return why a value of ``tensor`` cannot be had, and what to do."""
-    fqn, storage_fqn = tensor.deferral.fqn, tensor.deferral.history.fqn
+    fqn, storage_fqn = tensor.deferral.fqn, tensor.deferral.tape.fqn
     if fqn is not None:
         name = repr(fqn)
     else:
@@ -284,7 +284,7 @@ def assign_data(tensor: Tensor, value: Tensor) -> None:
         if not isinstance(value, DeferredTensor):
             value = recorder.defer(value)
         tensor.deferral.meta = value.deferral.meta
-        tensor.deferral.history = value.deferral.history
+        tensor.deferral.tape = value.deferral.tape
     elif isinstance(value, DeferredTensor):
         raise CannotDefer(
             f"a real {type(tensor).__name__} cannot take over the memory of a deferred tensor of "

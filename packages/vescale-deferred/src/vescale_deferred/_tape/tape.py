@@ -1,7 +1,7 @@
-"""What has been written to a storage that does not exist yet?
+"""The tape of a storage that does not exist yet: what was written to it, in order.
 
-A deferred tensor is a window on a :class:`History`, as an ordinary tensor is a window on a
-storage. Operators append to histories and never look at values; a read goes back from the last
+A deferred tensor is a window on a :class:`Tape`, as an ordinary tensor is a window on a
+storage. Operators append to tapes and never look at values; a read goes back from the last
 write to those writes it depends on. Views need no entry: they are other windows.
 """
 
@@ -30,8 +30,8 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class History:
-    """The writes to one storage, in order.
+class Tape:
+    """The recorded writes to one storage, in order.
 
     Attributes:
         meta: A tensor on the meta device whose storage stands for this one.
@@ -69,9 +69,9 @@ class History:
                 return index
         return 0
 
-    def fork(self) -> History:
-        """Return a history that begins with a copy of what is in this one."""
-        copy = History(torch.empty_like(self._flat()), self.device)
+    def fork(self) -> Tape:
+        """Return a tape that begins with a copy of what is in this one."""
+        copy = Tape(torch.empty_like(self._flat()), self.device)
         flat = Window.of(copy.meta)
         source = Source(self, self.version, flat)
         clone = torch.ops.aten.clone.default
@@ -86,9 +86,9 @@ class History:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A deferred tensor as an operator found it: a window on a version of a history."""
+    """A deferred tensor as an operator found it: a window on a version of a tape."""
 
-    history: History
+    tape: Tape
     version: int
     window: Window
 
@@ -103,7 +103,7 @@ class Write:
         kwargs: Likewise.
         outputs: The new tensors it returned, flat; None for what is not recorded.
         mutated: The arguments it wrote to.
-        overwrites: Whether the result does not depend on what was in the mutated histories.
+        overwrites: Whether the result does not depend on what was in the mutated tapes.
         point: Where the generator was, for a random operator; its state if it is one of CUDA.
         draws: What a random operator draws, if that is known.
         default_dtype: torch's default at the time.
@@ -128,23 +128,23 @@ class Write:
 
     def reads(self) -> list[Source]:
         """Return the deferred tensors whose values the operator needs."""
-        written = {out.history for out in self.mutated} if self.overwrites else ()
-        return [source for source in self.arguments() if source.history not in written]
+        written = {out.tape for out in self.mutated} if self.overwrites else ()
+        return [source for source in self.arguments() if source.tape not in written]
 
-    def histories(self) -> set[History]:
-        """Return all histories that the operator reads or writes."""
-        return {source.history for source in (*self.arguments(), *filter(None, self.outputs))}
+    def tapes(self) -> set[Tape]:
+        """Return all tapes that the operator reads or writes."""
+        return {source.tape for source in (*self.arguments(), *filter(None, self.outputs))}
 
     def enter(self) -> None:
-        """Append the write to the histories it changed."""
+        """Append the write to the tapes it changed."""
         for out in (*filter(None, self.outputs), *self.mutated):
-            covers = self.overwrites and out.window.covers(out.history.nbytes)
-            out.history.entries.append(Entry(self, out.window, covers))
+            covers = self.overwrites and out.window.covers(out.tape.nbytes)
+            out.tape.entries.append(Entry(self, out.window, covers))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What a write did to one history.
+    """What a write did to one tape.
 
     Attributes:
         write: The operator call.
