@@ -19,7 +19,7 @@ from vescale_deferred._torch_private import plainly, tree_leaves
 _SETTER = type(SET_DATA)
 
 
-class Functions(TorchFunctionMode):
+class ConstructionFunctionMode(TorchFunctionMode):
     """Looks at the calls of torch's functions in a constructor.
 
     ``real.data = deferred`` would leave ``real`` with a null pointer, as torch asks the class of

@@ -1,4 +1,4 @@
-"""Run a constructor so that no tensor in it gets memory."""
+"""The mode in which a constructor runs, so that no tensor in it gets memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vescale_deferred.exceptions import DeferredError, ReadError
 
 from .buffer_exports import Loans
 from .eager_scopes import RealCode
-from .function_mode import Functions
+from .function_mode import ConstructionFunctionMode
 from .generators import Generators
-from .recorder import Recording
+from .recorder import Recorder
 
 # What may happen to deferred tensors when their constructor is done: other places to see the same
 # storage, copies with another dtype or device, and tensors that only take over the geometry.
@@ -33,8 +33,8 @@ _GEOMETRY_ONLY = aten(
 )
 
 
-class Construction(TorchDispatchMode):
-    """Records while it is entered, and looks after the tensors when it is left.
+class ConstructionMode(TorchDispatchMode):
+    """The dispatch mode of a constructor: records it, and looks after its tensors when left.
 
     Args:
         real_code: What makes real tensors.
@@ -47,18 +47,18 @@ class Construction(TorchDispatchMode):
         super().__init__()
         self.generators = Generators()
         self._real_code = real_code
-        self._functions = Functions()
+        self._function_mode = ConstructionFunctionMode()
         self._loans = Loans()
         self._is_open = False
 
-    def __enter__(self) -> Construction:
+    def __enter__(self) -> ConstructionMode:
         self._is_open = True
         super().__enter__()
-        self._functions.__enter__()
+        self._function_mode.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._functions.__exit__(*exception)
+        self._function_mode.__exit__(*exception)
         super().__exit__(*exception)
         self._is_open = False
         if exception[0] is None:
@@ -74,14 +74,14 @@ class Construction(TorchDispatchMode):
         if is_tracing():
             return func(*args, **(kwargs or {}))
         with plainly():
-            recording = Recording(self, self.generators, self._real_code)
-            return recording.call(func, args, kwargs or {})
+            recorder = Recorder(self, self.generators, self._real_code)
+            return recorder.call(func, args, kwargs or {})
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record what still makes sense now that the constructor is done."""
         op = operator(func)
         generators = Generators()
-        recording = Recording(self, generators)
+        recorder = Recorder(self, generators)
         if op.name in _GEOMETRY_ONLY:
             with plainly():
                 return _like(func, args, kwargs)
@@ -92,7 +92,7 @@ class Construction(TorchDispatchMode):
         if is_write or op.name in _COPIES or op.is_view:
             with plainly():
                 try:
-                    return recording.call(func, args, kwargs)
+                    return recorder.call(func, args, kwargs)
                 finally:
                     generators.settle()
         leaves = tree_leaves((args, kwargs))
@@ -116,7 +116,7 @@ class Construction(TorchDispatchMode):
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values of ``tensor``."""
         with plainly():
-            return Recording(self, self.generators).defer(tensor)
+            return Recorder(self, self.generators).defer(tensor)
 
 
 def _check_not_made(targets: list[DeferredTensor]) -> None:

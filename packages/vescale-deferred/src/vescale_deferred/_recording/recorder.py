@@ -16,7 +16,7 @@ from torch import Tensor
 from vescale_deferred._evaluation.partial_replay import any_true, read_part
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._evaluation.value_bounds import certain
-from vescale_deferred._tape.deferred_tensor import DeferredTensor, Recorder, assign_data
+from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
 from vescale_deferred._tape.op_schema import Operator, aten, operator
 from vescale_deferred._tape.tape import Call, Source, Tape, Write
 from vescale_deferred._torch_private import (
@@ -50,19 +50,19 @@ _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 
-class Recording:
+class Recorder:
     """Records the operator calls of one construction; to be used within ``plainly()``.
 
     Args:
-        recorder: Who will take care of the tensors afterwards.
+        mode: The one that deferred tensors will belong to.
         generators: Where the generators are.
         real_code: What makes real tensors.
     """
 
     def __init__(
-        self, recorder: Recorder, generators: Generators, real_code: RealCode | None = None
+        self, mode: DeferredTensorMode, generators: Generators, real_code: RealCode | None = None
     ) -> None:
-        self._recorder = recorder
+        self._mode = mode
         self._generators = generators
         self._real_code = real_code
 
@@ -111,7 +111,7 @@ class Recording:
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
         tape = Tape(like, value.device)
         Write(None, (value,), outputs=(Source(tape, 0, meta),)).enter()
-        return DeferredTensor(like, tape, self._recorder)
+        return DeferredTensor(like, tape, self._mode)
 
     def _record(
         self,
@@ -123,7 +123,7 @@ class Recording:
         drawn: PhiloxDraws | None,
     ) -> Any:
         for tensor in mutated:
-            self._recorder.check_not_lent(tensor)
+            self._mode.check_not_lent(tensor)
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
         sources = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
@@ -171,7 +171,7 @@ class Recording:
             if tape is None:
                 tape = by_storage[storage_key(leaf)] = Tape(leaf, device)
                 created[-1] = Source(tape, 0, Window.of(leaf))
-            return DeferredTensor(leaf, tape, self._recorder)
+            return DeferredTensor(leaf, tape, self._mode)
 
         return tree_map(wrap, outputs), created
 
@@ -234,7 +234,7 @@ class Recording:
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} changed in place to "
                 f"shape {tuple(value.shape)} and {value.dtype}"
             )
-        self._recorder.check_not_lent(tensor)
+        self._mode.check_not_lent(tensor)
         target = tensor.deferral.source()
         copy = torch.ops.aten.copy_.default
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
@@ -262,7 +262,7 @@ def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwarg
     deferral = tensor.deferral
     meta = deferral.meta.detach()
     func(meta, *args[1:], **kwargs)
-    assign_data(tensor, DeferredTensor(meta, deferral.tape, deferral.recorder))
+    assign_data(tensor, DeferredTensor(meta, deferral.tape, deferral.mode))
     return tensor
 
 

@@ -31,8 +31,8 @@ from .spectral import is_spectral
 from .tape import Source, Tape
 
 
-class Recorder(Protocol):
-    """Who records what happens to deferred tensors."""
+class DeferredTensorMode(Protocol):
+    """The mode that made a deferred tensor, as that calls it; ``FakeTensor.fake_mode`` is alike."""
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what ``func`` does; at least one of the tensors in its arguments is deferred."""
@@ -62,14 +62,14 @@ class Deferral:
     Attributes:
         meta: Its geometry, on the meta device.
         tape: What was written to its storage.
-        recorder: Who records what happens to it.
+        mode: The one that made it, and records what happens to it.
         fqn: Its first name in the module that was deferred.
         made: What ``materialize`` put in its place.
     """
 
     meta: Tensor
     tape: Tape
-    recorder: Recorder
+    mode: DeferredTensorMode
     fqn: str | None = None
     made: Tensor | None = None
 
@@ -83,9 +83,9 @@ class DeferredTensor(torch.Tensor):
 
     deferral: Deferral
 
-    def __new__(cls, meta: Tensor, tape: Tape, recorder: Recorder) -> Self:
+    def __new__(cls, meta: Tensor, tape: Tape, mode: DeferredTensorMode) -> Self:
         tensor = wrapper(cls, meta, tape.device)
-        tensor.deferral = Deferral(meta, tape, recorder)
+        tensor.deferral = Deferral(meta, tape, mode)
         return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +118,7 @@ class DeferredTensor(torch.Tensor):
             if tape is None:
                 tape = memo[id(deferral.tape)] = deferral.tape.fork()
             meta = Window.of(deferral.meta).on(tape.meta.untyped_storage())
-        result = type(self)(meta, tape, deferral.recorder)
+        result = type(self)(meta, tape, deferral.mode)
         result.requires_grad_(self.requires_grad)
         result.deferral.fqn = deferral.fqn
         memo[id(self)] = result
@@ -163,7 +163,7 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         leaves = tree_leaves((args, kwargs))
         first = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor))
-        return first.deferral.recorder.dispatch(func, args, kwargs or {})
+        return first.deferral.mode.dispatch(func, args, kwargs or {})
 
 
 # Methods that reach for a tensor's memory without passing the dispatcher.
@@ -212,11 +212,11 @@ def _read(
     func: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a method that reads the memory of ``tensor``, and may lie on it from then on."""
-    recorder = tensor.deferral.recorder
-    values = recorder.values(tensor, getattr(func, "__name__", "read"))
+    mode = tensor.deferral.mode
+    values = mode.values(tensor, getattr(func, "__name__", "read"))
     result = func(values, *args, **kwargs)
     if func is not torch.Tensor.tolist:
-        recorder.lend(tensor, values, result)
+        mode.lend(tensor, values, result)
     return result
 
 
@@ -229,16 +229,16 @@ def is_differentiated(args: tuple[Any, ...]) -> bool:
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function on the values of its arguments, and defer its results."""
     leaves = tree_leaves((args, kwargs))
-    recorder = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor)).deferral.recorder
+    mode = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor)).deferral.mode
     name = getattr(func, "__name__", "a function")
 
     def real(leaf: Any) -> Any:
-        return recorder.values(leaf, name) if isinstance(leaf, DeferredTensor) else leaf
+        return mode.values(leaf, name) if isinstance(leaf, DeferredTensor) else leaf
 
     real_args, real_kwargs = tree_map(real, (args, kwargs))
     with plainly():
         result = func(*real_args, **real_kwargs)
-        return tree_map(lambda t: recorder.defer(t) if isinstance(t, Tensor) else t, result)
+        return tree_map(lambda t: mode.defer(t) if isinstance(t, Tensor) else t, result)
 
 
 def _recurrent_layer_asks() -> bool:
@@ -280,9 +280,9 @@ def unreadable(tensor: DeferredTensor, reason: str) -> str:
 def assign_data(tensor: Tensor, value: Tensor) -> None:
     """Do ``tensor.data = value`` where at least one of the two is deferred."""
     if isinstance(tensor, DeferredTensor):
-        recorder = tensor.deferral.recorder
+        mode = tensor.deferral.mode
         if not isinstance(value, DeferredTensor):
-            value = recorder.defer(value)
+            value = mode.defer(value)
         tensor.deferral.meta = value.deferral.meta
         tensor.deferral.tape = value.deferral.tape
     elif isinstance(value, DeferredTensor):
