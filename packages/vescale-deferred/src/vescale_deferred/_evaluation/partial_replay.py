@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._tape.op_schema import aten, op_schema
 from vescale_deferred._tape.tape import Entry, Source, Tape, Write
 from vescale_deferred._torch_private import plainly
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
-from .replay import call, replay
+from .replay import replay, run_op
 from .strided_overlap import Factor, NotSliceable, Part, broadcast, overlap, select
 
 # Temporaries are about this large, several at a time.
@@ -165,7 +165,7 @@ class _Reader:
         if write.func is None:
             target.copy_(_cut(write.args[0], written.shape, part))
             return
-        name = operator(write.func).name
+        name = op_schema(write.func).name
         if write.point is not None:
             self._draw(write, written, part, target)
         elif name in _ZEROS | _ONES:
@@ -201,7 +201,7 @@ class _Reader:
         args = [self._argument(argument, shape, part) for argument in write.args]
         if name.endswith("_"):
             args[0] = args[0].clone()  # others may read the same part
-        target.copy_(call(write, tuple(args), write.kwargs))
+        target.copy_(run_op(write, tuple(args), write.kwargs))
 
     def _choose(self, write: Write, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
         """Compute ``where``, and only what is chosen if that is the same for all elements."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_deferred._tape.deferred_tensor import DeferredTensor
-from vescale_deferred._tape.op_schema import operator
+from vescale_deferred._tape.op_schema import op_schema
 from vescale_deferred._tape.tape import Source, Tape, Write
 from vescale_deferred._torch_private import plainly, tree_leaves, tree_map
 from vescale_deferred.exceptions import DeferredError
@@ -90,7 +90,7 @@ def _run(write: Write, storages: _Storages) -> None:
         return leaf
 
     args, kwargs = tree_map(real, (write.args, write.kwargs))
-    results = args if write.func is None else tree_leaves(call(write, args, kwargs))
+    results = args if write.func is None else tree_leaves(run_op(write, args, kwargs))
     if not write.outputs:
         return
     for out, result in zip(write.outputs, results, strict=True):
@@ -98,7 +98,7 @@ def _run(write: Write, storages: _Storages) -> None:
             _keep(out, result, storages, is_constant=write.func is None)
 
 
-def call(write: Write, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_op(write: Write, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the operator of ``write`` on real arguments, under the conditions of its recording."""
     assert write.func is not None
     default_dtype = torch.get_default_dtype()
@@ -119,7 +119,7 @@ def call(write: Write, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _draw(write: Write, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert write.func is not None
     generator = torch.default_generator
-    if operator(write.func).has_generator:
+    if op_schema(write.func).has_generator:
         generator = torch.Generator()
         kwargs = {**kwargs, "generator": generator}
     generator.set_state(point.state())

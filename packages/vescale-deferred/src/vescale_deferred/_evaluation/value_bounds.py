@@ -8,7 +8,7 @@ are far beyond it.
 
 from __future__ import annotations
 
-from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._tape.op_schema import aten, op_schema
 from vescale_deferred._tape.tape import Source, Write
 from vescale_dtensor.random import fill_of
 
@@ -23,7 +23,7 @@ def certain(source: Source) -> bool | None:
     write = _only_write(source)
     if write is None or write.func is None:
         return None
-    name = operator(write.func).name
+    name = op_schema(write.func).name
     if name in _COMPARISONS and isinstance(write.args[1], int | float):
         return _compare(name, _bounds(write.args[0]), write.args[1])
     if name in ("aten::bitwise_or", "aten::logical_or") and isinstance(write.args[1], Source):

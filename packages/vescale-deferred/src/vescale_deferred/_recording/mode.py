@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, unreadable
-from vescale_deferred._tape.op_schema import aten, operator
+from vescale_deferred._tape.op_schema import aten, op_schema
 from vescale_deferred._torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -79,7 +79,7 @@ class ConstructionMode(TorchDispatchMode):
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record what still makes sense now that the constructor is done."""
-        op = operator(func)
+        op = op_schema(func)
         generators = Generators()
         recorder = Recorder(self, generators)
         if op.name in _GEOMETRY_ONLY:

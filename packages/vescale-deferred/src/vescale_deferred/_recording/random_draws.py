@@ -9,15 +9,17 @@ from torch import Tensor
 
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._tape.deferred_tensor import DeferredTensor
-from vescale_deferred._tape.op_schema import operator
-from vescale_deferred._tape.tape import Call
+from vescale_deferred._tape.op_schema import op_schema
+from vescale_deferred._tape.tape import OpCall
 from vescale_deferred._torch_private import tree_map
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window, cuda_kernels, draws, fill_of
 
 from .generators import Generators
 
 
-def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Point, Draws | None]:
+def draw_on_cpu(
+    call: OpCall, window: Window, generators: Generators
+) -> tuple[Point, Draws | None]:
     """Move the generator as ``call`` does; return where it was, and what it draws if known.
 
     Args:
@@ -33,7 +35,7 @@ def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Poi
         generators.move(generator, found[1])
         return point, found[0]
     # What it draws can only be learned by drawing.
-    op = operator(call.func)
+    op = op_schema(call.func)
     target = id(call.args[0]) if op.mutated and op.overwrites else None
 
     def real(leaf: Any) -> Any:
@@ -50,7 +52,7 @@ def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Poi
 
 
 def draw_on_cuda(
-    call: Call, outputs: Any, device: torch.device, generators: Generators
+    call: OpCall, outputs: Any, device: torch.device, generators: Generators
 ) -> PhiloxDraws | None:
     """Move the generator as ``call`` does; None, and it has not moved, if parts cannot be drawn.
 

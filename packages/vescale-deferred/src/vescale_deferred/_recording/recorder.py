@@ -17,8 +17,8 @@ from vescale_deferred._evaluation.partial_replay import any_true, read_part
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._evaluation.value_bounds import certain
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
-from vescale_deferred._tape.op_schema import Operator, aten, operator
-from vescale_deferred._tape.tape import Call, Source, Tape, Write
+from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
+from vescale_deferred._tape.tape import OpCall, Source, Tape, Write
 from vescale_deferred._torch_private import (
     OpOverload,
     schema,
@@ -68,7 +68,7 @@ class Recorder:
 
     def call(self, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Do what ``func`` does, without values as far as possible."""
-        op = operator(func)
+        op = op_schema(func)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
         if op.name == "aten::_local_scalar_dense" and deferred:
@@ -85,7 +85,7 @@ class Recorder:
             return self._early(op, func, args, kwargs, mutated)
         # A fill tells its geometry without running.
         outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs, device)
-        call = Call(func, args, kwargs)
+        call = OpCall(func, args, kwargs)
         drawn = None
         if op.is_random and device.type not in ("cpu", "meta"):
             drawn = draw_on_cuda(call, outputs, device, self._generators)
@@ -115,8 +115,8 @@ class Recorder:
 
     def _record(
         self,
-        op: Operator,
-        call: Call,
+        op: OpSchema,
+        call: OpCall,
         mutated: list[DeferredTensor],
         outputs: Any,
         device: torch.device,
@@ -151,7 +151,7 @@ class Recorder:
         return result
 
     def _wrap(
-        self, call: Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
+        self, call: OpCall, mutated: list[DeferredTensor], outputs: Any, device: torch.device
     ) -> tuple[Any, list[Source | None]]:
         """Return ``outputs`` as deferred tensors, and for each leaf the tape it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
@@ -175,7 +175,7 @@ class Recorder:
 
         return tree_map(wrap, outputs), created
 
-    def _run(self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+    def _run(self, op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Run an operator on tensors that are real."""
         generator = kwargs.get("generator") or torch.default_generator
         if op.is_random and generator.device.type == "cpu":
@@ -189,7 +189,7 @@ class Recorder:
         return result
 
     def _early(
-        self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
+        self, op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
     ) -> Any:
         """Run an operator on the values of its arguments, and record its results."""
         reals: dict[int, Tensor] = {}
@@ -240,7 +240,7 @@ class Recorder:
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
 
 
-def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
+def _mutated(op: OpSchema, args: _Args, kwargs: _Kwargs) -> list[Any]:
     """Return the tensors that an operator writes to."""
     arguments = [
         args[position] if position < len(args) else kwargs.get(name)
@@ -249,7 +249,7 @@ def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
+def _change_geometry(op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
     """Make a tensor another view of its storage, in place."""
     tensor = args[0]
     if not isinstance(tensor, DeferredTensor):
@@ -280,7 +280,7 @@ def _scalar(tensor: DeferredTensor) -> Any:
     return read_part(source).item()
 
 
-def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
+def _device(op: OpSchema, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
     """Return the device of an operator's results."""
     if kwargs.get("device") is None:
         # A tensor without dims follows the others.
@@ -292,7 +292,7 @@ def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> to
 
 
 def _on_meta(
-    op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, device: torch.device
+    op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs, device: torch.device
 ) -> Any:
     """Return the results of an operator on the meta device, None if it cannot run there."""
     if op.name in _MISSTATED:

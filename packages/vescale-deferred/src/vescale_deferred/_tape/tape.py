@@ -21,7 +21,7 @@ _next_index = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """An operator and its arguments, deferred tensors among them."""
 
     func: OpOverload
