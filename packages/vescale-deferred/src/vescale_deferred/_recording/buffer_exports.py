@@ -1,8 +1,8 @@
-"""Who looks at the values of deferred tensors through memory, and would they see writes?
+"""Exported buffers: who looks at deferred tensors through memory, and would they see writes?
 
 ``tensor.numpy()`` of a real tensor is another name for its memory: what is written through one is
-seen through the other. A deferred tensor can only lend a copy. That is as good as long as nobody
-writes, so it is checked that nobody has.
+seen through the other. A deferred tensor can only export a copy. That is as good as long as nobody
+writes, so it is checked that nobody has. The words are those of Python's buffer protocol.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from .user_frame import line_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Loan:
+class _Export:
     """A copy of the values of a tensor that somebody looks at.
 
     Attributes:
-        values: The memory that was lent.
+        values: The memory that was exported.
         original: What was in it.
-        borrower: Who looks at it; None if that cannot be known.
+        consumer: Who looks at it; None if that cannot be known.
         line: Where it was asked for.
     """
 
     values: Tensor
     original: Tensor
-    borrower: weakref.ref[object] | None
+    consumer: weakref.ref[object] | None
     line: str
 
     def is_over(self) -> bool:
         """Whether nobody looks at it any longer."""
-        return self.borrower is not None and self.borrower() is None
+        return self.consumer is not None and self.consumer() is None
 
     def check_unchanged(self) -> None:
-        """Raise CannotDefer if the borrower has written to it."""
+        """Raise CannotDefer if the consumer has written to it."""
         with plainly():
             same = torch.equal(_bytes(self.values), _bytes(self.original))
         if not same:
@@ -51,52 +51,52 @@ class _Loan:
             )
 
 
-class Loans:
-    """All copies lent in one construction."""
+class BufferExports:
+    """All copies exported in one construction."""
 
     def __init__(self) -> None:
-        self._loans: dict[Tape, list[_Loan]] = {}
+        self._exports: dict[Tape, list[_Export]] = {}
 
-    def add(self, tape: Tape, values: Tensor, borrower: object) -> None:
-        """Note that ``borrower`` looks at ``values`` of a tensor on ``tape``."""
+    def add(self, tape: Tape, values: Tensor, consumer: object) -> None:
+        """Note that ``consumer`` looks at ``values`` of a tensor on ``tape``."""
         self._end()
         try:
-            reference = weakref.ref(borrower)
+            reference = weakref.ref(consumer)
         except TypeError:
             reference = None
         with plainly():
-            loan = _Loan(values, values.clone(), reference, line_of())
-        self._loans.setdefault(tape, []).append(loan)
+            export = _Export(values, values.clone(), reference, line_of())
+        self._exports.setdefault(tape, []).append(export)
 
     def check(self, tape: Tape) -> None:
-        """Raise CannotDefer if a write to ``tape`` would not be seen by a borrower."""
-        if tape not in self._loans:
+        """Raise CannotDefer if a write to ``tape`` would not be seen by a consumer."""
+        if tape not in self._exports:
             return
         self._end()
-        for loan in self._loans.get(tape, ()):
+        for export in self._exports.get(tape, ()):
             raise CannotDefer(
-                f"a tensor is written to while an array ({loan.line}) looks at its memory, which "
+                f"a tensor is written to while an array ({export.line}) looks at its memory, which "
                 "a deferred one does not have"
             )
 
     def settle(self) -> None:
-        """Raise CannotDefer if any borrower has written to what it was lent."""
-        for loans in self._loans.values():
-            for loan in loans:
-                loan.check_unchanged()
-        self._loans.clear()
+        """Raise CannotDefer if any consumer has written to what was exported to it."""
+        for exports in self._exports.values():
+            for export in exports:
+                export.check_unchanged()
+        self._exports.clear()
 
     def _end(self) -> None:
-        """Forget the loans that are over."""
-        for tape, loans in list(self._loans.items()):
-            for loan in loans:
-                if loan.is_over():
-                    loan.check_unchanged()
-            kept = [loan for loan in loans if not loan.is_over()]
+        """Forget the exports that are over."""
+        for tape, exports in list(self._exports.items()):
+            for export in exports:
+                if export.is_over():
+                    export.check_unchanged()
+            kept = [export for export in exports if not export.is_over()]
             if kept:
-                self._loans[tape] = kept
+                self._exports[tape] = kept
             else:
-                del self._loans[tape]
+                del self._exports[tape]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from vescale_deferred._torch_private import (
 )
 from vescale_deferred.exceptions import DeferredError, ReadError
 
-from .buffer_exports import Loans
+from .buffer_exports import BufferExports
 from .eager_scopes import RealCode
 from .function_mode import ConstructionFunctionMode
 from .generators import Generators
@@ -48,7 +48,7 @@ class ConstructionMode(TorchDispatchMode):
         self.generators = Generators()
         self._real_code = real_code
         self._function_mode = ConstructionFunctionMode()
-        self._loans = Loans()
+        self._exports = BufferExports()
         self._is_open = False
 
     def __enter__(self) -> ConstructionMode:
@@ -62,7 +62,7 @@ class ConstructionMode(TorchDispatchMode):
         super().__exit__(*exception)
         self._is_open = False
         if exception[0] is None:
-            self._loans.settle()
+            self._exports.settle()
 
     def __torch_dispatch__(
         self,
@@ -105,13 +105,13 @@ class ConstructionMode(TorchDispatchMode):
             raise ReadError(unreadable(tensor, reason))
         return values(tensor)
 
-    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
+    def export(self, tensor: DeferredTensor, values: Tensor, consumer: object) -> None:
         """Note who looks at the memory of ``values``, which are those of ``tensor``."""
-        self._loans.add(tensor.deferral.tape, values, borrower)
+        self._exports.add(tensor.deferral.tape, values, consumer)
 
-    def check_not_lent(self, tensor: DeferredTensor) -> None:
+    def check_not_exported(self, tensor: DeferredTensor) -> None:
         """Raise CannotDefer if somebody would not see a write to ``tensor``."""
-        self._loans.check(tensor.deferral.tape)
+        self._exports.check(tensor.deferral.tape)
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values of ``tensor``."""

@@ -123,7 +123,7 @@ class Recorder:
         drawn: PhiloxDraws | None,
     ) -> Any:
         for tensor in mutated:
-            self._mode.check_not_lent(tensor)
+            self._mode.check_not_exported(tensor)
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
         sources = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
@@ -234,7 +234,7 @@ class Recorder:
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} changed in place to "
                 f"shape {tuple(value.shape)} and {value.dtype}"
             )
-        self._mode.check_not_lent(tensor)
+        self._mode.check_not_exported(tensor)
         target = tensor.deferral.source()
         copy = torch.ops.aten.copy_.default
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()

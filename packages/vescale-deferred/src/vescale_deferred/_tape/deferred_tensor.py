@@ -32,7 +32,7 @@ from .tape import Source, Tape
 
 
 class DeferredTensorMode(Protocol):
-    """The mode that made a deferred tensor, as that calls it; ``FakeTensor.fake_mode`` is alike."""
+    """The mode that made a deferred tensor, as that calls it; as ``FakeTensor.fake_mode``."""
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what ``func`` does; at least one of the tensors in its arguments is deferred."""
@@ -46,12 +46,12 @@ class DeferredTensorMode(Protocol):
         """Return a deferred tensor that will have the values ``tensor`` has now."""
         ...
 
-    def check_not_lent(self, tensor: DeferredTensor) -> None:
+    def check_not_exported(self, tensor: DeferredTensor) -> None:
         """Raise CannotDefer if somebody who looks at the memory of ``tensor`` lacks a write."""
         ...
 
-    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
-        """Watch ``values`` of ``tensor``, on whose memory ``borrower`` lies."""
+    def export(self, tensor: DeferredTensor, values: Tensor, consumer: object) -> None:
+        """Watch ``values`` of ``tensor``, on whose memory ``consumer`` lies."""
         ...
 
 
@@ -216,7 +216,7 @@ def _read(
     values = mode.values(tensor, getattr(func, "__name__", "read"))
     result = func(values, *args, **kwargs)
     if func is not torch.Tensor.tolist:
-        mode.lend(tensor, values, result)
+        mode.export(tensor, values, result)
     return result
 
 
