@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from ._module_tensors import registered, replace_unregistered
-from ._recording.eager_scopes import RealCode, reason_of
+from ._recording.eager_scopes import EagerScopes, reason_of
 from ._recording.mode import ConstructionMode
 from ._tape.deferred_tensor import DeferredTensor
 from ._torch_private import active_modes, plainly
@@ -100,18 +100,18 @@ def _construct(
     factory: Callable[..., M], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[M, ConstructionMode | None]:
     """Return a module and what recorded it: as much as can be, None if nothing."""
-    real_code = RealCode(_attempt.__code__)
+    eager_scopes = EagerScopes(_attempt.__code__)
     others = _OtherGenerators()
     refusal = None
     while refusal is None:
-        construction = ConstructionMode(real_code)
+        construction = ConstructionMode(eager_scopes)
         try:
             module = _attempt(construction, factory, args, kwargs)
         except Exception as error:
             others.rewind()
-            refusal = None if real_code.learn(error) else reason_of(error)
+            refusal = None if eager_scopes.learn(error) else reason_of(error)
         else:
-            for name, reason in real_code.reasons.items():
+            for name, reason in eager_scopes.reasons.items():
                 _warn(name, reason)
             return module, construction
     module = factory(*args, **kwargs)

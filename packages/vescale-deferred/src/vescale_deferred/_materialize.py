@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from vescale_dtensor import Box
 from vescale_dtensor.random import Window
 
-from ._evaluation.partial_replay import read_part
+from ._evaluation.partial_replay import replay_part
 from ._evaluation.replay import replay
 from ._module_tensors import registered, replace_unregistered
 from ._tape.deferred_tensor import DeferredTensor, copy_attributes
@@ -69,7 +69,7 @@ def read(tensor: Tensor, box: Box | None = None) -> Tensor:
         whole = replay([source])[0]
         # A view of something larger does not keep all of it.
         return whole if source.window.covers(source.tape.nbytes) else whole.clone()
-    return read_part(replace(source, window=_window(source.window, box)))
+    return replay_part(replace(source, window=_window(source.window, box)))
 
 
 def materialize(module: M, *, make: ShardMaker | None = None) -> M:

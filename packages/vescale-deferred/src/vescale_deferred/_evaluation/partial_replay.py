@@ -46,7 +46,7 @@ _POINTWISE = aten(
 _POINTWISE_IN_PLACE = frozenset(f"{name}_" for name in _POINTWISE)
 
 
-def read_part(source: Source) -> Tensor:
+def replay_part(source: Source) -> Tensor:
     """Return the values at the window of ``source``, in memory of their own.
 
     Besides the result there are temporaries of a few times 16 MiB, and where an operator is not

@@ -1,4 +1,4 @@
-"""Is a yes-or-no answer known without drawing?
+"""Bounds of random values: is a yes-or-no answer known without drawing?
 
 ``trunc_normal_`` asks again and again whether any element is out of bounds, and if so draws
 again. To answer means to draw all elements, whoever owns them. But normal numbers made from
@@ -18,7 +18,7 @@ _MAX_NUM_STDS = 9.0
 _COMPARISONS = aten("lt le gt ge")
 
 
-def certain(source: Source) -> bool | None:
+def known_truth(source: Source) -> bool | None:
     """Return what all elements of a boolean tensor are, None if that takes evaluating them."""
     write = _only_write(source)
     if write is None or write.func is None:
@@ -27,12 +27,12 @@ def certain(source: Source) -> bool | None:
     if name in _COMPARISONS and isinstance(write.args[1], int | float):
         return _compare(name, _bounds(write.args[0]), write.args[1])
     if name in ("aten::bitwise_or", "aten::logical_or") and isinstance(write.args[1], Source):
-        either = certain(write.args[0]), certain(write.args[1])
+        either = known_truth(write.args[0]), known_truth(write.args[1])
         if True in either:
             return True
         return None if None in either else False
     if name == "aten::any" and len(write.args) == 1 and write.args[0].window.numel:
-        return certain(write.args[0])
+        return known_truth(write.args[0])
     return None
 
 

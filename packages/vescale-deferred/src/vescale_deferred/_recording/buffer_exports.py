@@ -17,7 +17,7 @@ from vescale_deferred._tape.tape import Tape
 from vescale_deferred._torch_private import plainly
 from vescale_deferred.exceptions import CannotDefer
 
-from .user_frame import line_of
+from .user_frame import user_line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ class BufferExports:
         except TypeError:
             reference = None
         with plainly():
-            export = _Export(values, values.clone(), reference, line_of())
+            export = _Export(values, values.clone(), reference, user_line())
         self._exports.setdefault(tape, []).append(export)
 
     def check(self, tape: Tape) -> None:
@@ -75,8 +75,8 @@ class BufferExports:
         self._end()
         for export in self._exports.get(tape, ()):
             raise CannotDefer(
-                f"a tensor is written to while an array ({export.line}) looks at its memory, which "
-                "a deferred one does not have"
+                f"a tensor is written to while an array ({export.line}) looks at its memory, "
+                "which a deferred one does not have"
             )
 
     def settle(self) -> None:

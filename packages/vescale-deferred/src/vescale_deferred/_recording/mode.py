@@ -19,7 +19,7 @@ from vescale_deferred._torch_private import (
 from vescale_deferred.exceptions import DeferredError, ReadError
 
 from .buffer_exports import BufferExports
-from .eager_scopes import RealCode
+from .eager_scopes import EagerScopes
 from .function_mode import ConstructionFunctionMode
 from .generators import Generators
 from .recorder import Recorder
@@ -37,16 +37,16 @@ class ConstructionMode(TorchDispatchMode):
     """The dispatch mode of a constructor: records it, and looks after its tensors when left.
 
     Args:
-        real_code: What makes real tensors.
+        eager_scopes: What makes real tensors.
 
     Attributes:
         generators: Where the generators are while it is entered.
     """
 
-    def __init__(self, real_code: RealCode | None = None) -> None:
+    def __init__(self, eager_scopes: EagerScopes | None = None) -> None:
         super().__init__()
         self.generators = Generators()
-        self._real_code = real_code
+        self._eager_scopes = eager_scopes
         self._function_mode = ConstructionFunctionMode()
         self._exports = BufferExports()
         self._is_open = False
@@ -74,7 +74,7 @@ class ConstructionMode(TorchDispatchMode):
         if is_tracing():
             return func(*args, **(kwargs or {}))
         with plainly():
-            recorder = Recorder(self, self.generators, self._real_code)
+            recorder = Recorder(self, self.generators, self._eager_scopes)
             return recorder.call(func, args, kwargs or {})
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

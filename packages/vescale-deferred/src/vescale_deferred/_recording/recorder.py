@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_deferred._evaluation.partial_replay import any_true, read_part
+from vescale_deferred._evaluation.partial_replay import any_true, replay_part
 from vescale_deferred._evaluation.replay import values
-from vescale_deferred._evaluation.value_bounds import certain
+from vescale_deferred._evaluation.value_bounds import known_truth
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
 from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
 from vescale_deferred._tape.tape import OpCall, Source, Tape, Write
@@ -29,10 +29,10 @@ from vescale_deferred._torch_private import (
 from vescale_deferred.exceptions import CannotDefer, DeferredWarning
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 
-from .eager_scopes import RealCode
+from .eager_scopes import EagerScopes
 from .generators import Generators
 from .random_draws import draw_on_cpu, draw_on_cuda
-from .user_frame import line_of
+from .user_frame import user_line
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -56,15 +56,18 @@ class Recorder:
     Args:
         mode: The one that deferred tensors will belong to.
         generators: Where the generators are.
-        real_code: What makes real tensors.
+        eager_scopes: What makes real tensors.
     """
 
     def __init__(
-        self, mode: DeferredTensorMode, generators: Generators, real_code: RealCode | None = None
+        self,
+        mode: DeferredTensorMode,
+        generators: Generators,
+        eager_scopes: EagerScopes | None = None,
     ) -> None:
         self._mode = mode
         self._generators = generators
-        self._real_code = real_code
+        self._eager_scopes = eager_scopes
 
     def call(self, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Do what ``func`` does, without values as far as possible."""
@@ -82,7 +85,7 @@ class Recorder:
             return _change_geometry(op, func, args, kwargs)
         mutated = _mutated(op, args, kwargs)
         if any(type(tensor) is not DeferredTensor for tensor in mutated):
-            return self._early(op, func, args, kwargs, mutated)
+            return self._run_eagerly(op, func, args, kwargs, mutated)
         # A fill tells its geometry without running.
         outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs, device)
         call = OpCall(func, args, kwargs)
@@ -93,7 +96,7 @@ class Recorder:
                 self._warn(f"{op.name} on {device} is not deferred, how it draws is not known")
                 outputs = None
         if outputs is None:
-            return self._early(op, func, args, kwargs, mutated)
+            return self._run_eagerly(op, func, args, kwargs, mutated)
         if device == _META:
             return outputs
         # What has no elements needs no memory; lazy modules begin with such tensors.
@@ -102,7 +105,7 @@ class Recorder:
         return self._record(op, call, mutated, outputs, device, drawn)
 
     def _is_real(self) -> bool:
-        return self._real_code is not None and self._real_code.is_running()
+        return self._eager_scopes is not None and self._eager_scopes.is_running()
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values that ``tensor`` has now."""
@@ -188,7 +191,7 @@ class Recorder:
         self._generators.check_untouched(before)
         return result
 
-    def _early(
+    def _run_eagerly(
         self, op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
     ) -> Any:
         """Run an operator on the values of its arguments, and record its results."""
@@ -225,7 +228,7 @@ class Recorder:
         return tree_map(outside, result)
 
     def _warn(self, message: str) -> None:
-        warnings.warn(f"{message} ({line_of()})", DeferredWarning, stacklevel=2)
+        warnings.warn(f"{message} ({user_line()})", DeferredWarning, stacklevel=2)
 
     def _set(self, tensor: DeferredTensor, value: Tensor) -> None:
         """Record that ``tensor`` now has the values of ``value``."""
@@ -269,7 +272,7 @@ def _change_geometry(op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwarg
 def _scalar(tensor: DeferredTensor) -> Any:
     """Return the value of a tensor of one element."""
     source = tensor.deferral.source()
-    known = certain(source)
+    known = known_truth(source)
     if known is not None:
         return known
     last = source.tape.entries[source.version - 1].write if source.version else None
@@ -277,7 +280,7 @@ def _scalar(tensor: DeferredTensor) -> Any:
         asked = last.args[0]
         if isinstance(asked, Source) and asked.window.dtype is torch.bool:
             return any_true(asked)
-    return read_part(source).item()
+    return replay_part(source).item()
 
 
 def _device(op: OpSchema, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
