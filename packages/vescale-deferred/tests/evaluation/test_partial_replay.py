@@ -141,7 +141,7 @@ def test_sliceable_parts_are_computed_without_the_whole(
 ):
     ordinary, deferred = _ordinary_and_deferred(_SLICEABLE[name])
 
-    def refuse(sources: object) -> None:
+    def refuse(snapshots: object) -> None:
         raise AssertionError(f"{name} was evaluated whole")
 
     monkeypatch.setattr("vescale_deferred._evaluation.partial_replay.replay", refuse)

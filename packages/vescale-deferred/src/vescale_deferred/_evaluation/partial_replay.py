@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_deferred._tape.op_schema import aten, op_schema
-from vescale_deferred._tape.tape import Entry, Source, Tape, Write
+from vescale_deferred._tape.tape import Entry, Snapshot, Tape, Write
 from vescale_deferred._torch_private import plainly
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
@@ -46,30 +46,30 @@ _POINTWISE = aten(
 _POINTWISE_IN_PLACE = frozenset(f"{name}_" for name in _POINTWISE)
 
 
-def replay_part(source: Source) -> Tensor:
-    """Return the values at the window of ``source``, in memory of their own.
+def replay_part(snapshot: Snapshot) -> Tensor:
+    """Return the values at the window of ``snapshot``, in memory of their own.
 
     Besides the result there are temporaries of a few times 16 MiB, and where an operator is not
     sliceable the storages it needs.
     """
-    window = source.window
-    out = torch.empty(window.shape, dtype=window.dtype, device=source.tape.device)
+    window = snapshot.window
+    out = torch.empty(window.shape, dtype=window.dtype, device=snapshot.tape.device)
     with plainly():
         reader = _Reader()
         for band, index in _bands(window):
             reader.forget_values()
-            reader.read(replace(source, window=band), out[index])
+            reader.read(replace(snapshot, window=band), out[index])
     return out
 
 
-def any_true(source: Source) -> bool:
+def any_true(snapshot: Snapshot) -> bool:
     """Return whether any element of a boolean tensor is true, without holding all of them."""
     with plainly():
         reader = _Reader()
-        for band, _ in _bands(source.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
+        for band, _ in _bands(snapshot.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
             reader.forget_values()
-            out = torch.empty(band.shape, dtype=torch.bool, device=source.tape.device)
-            reader.read(replace(source, window=band), out)
+            out = torch.empty(band.shape, dtype=torch.bool, device=snapshot.tape.device)
+            reader.read(replace(snapshot, window=band), out)
             if bool(out.any()):
                 return True
     return False
@@ -116,46 +116,46 @@ class _Reader:
         """Drop the parts computed so far, but not the storages evaluated whole."""
         self._values.clear()
 
-    def read(self, source: Source, out: Tensor) -> None:
-        """Put the values of ``source`` into ``out``."""
+    def read(self, snapshot: Snapshot, out: Tensor) -> None:
+        """Put the values of ``snapshot`` into ``out``."""
         self._depth += 1
         try:
             if self._depth > _MAX_DEPTH:
                 raise NotSliceable
-            self._read_last_write(source, out)
+            self._read_last_write(snapshot, out)
         except NotSliceable:
-            key = source.tape, source.version
+            key = snapshot.tape, snapshot.version
             if key not in self._storages:
-                self._storages[key] = replay([source])[0].untyped_storage()
-            out.copy_(source.window.on(self._storages[key]))
+                self._storages[key] = replay([snapshot])[0].untyped_storage()
+            out.copy_(snapshot.window.on(self._storages[key]))
         finally:
             self._depth -= 1
 
-    def _read_last_write(self, source: Source, out: Tensor) -> None:
-        window = source.window
+    def _read_last_write(self, snapshot: Snapshot, out: Tensor) -> None:
+        window = snapshot.window
         expanded = [s == 0 and n > 1 for s, n in zip(window.stride, window.shape, strict=True)]
         if any(expanded):
             shape = tuple(1 if e else n for e, n in zip(expanded, window.shape, strict=True))
             once = Window(shape, window.stride, window.offset, window.dtype)
-            out.copy_(self._value(Source(source.tape, source.version, once)))
+            out.copy_(self._value(Snapshot(snapshot.tape, snapshot.version, once)))
             return
-        for version in range(source.version - 1, -1, -1):
-            entry = source.tape.entries[version]
+        for version in range(snapshot.version - 1, -1, -1):
+            entry = snapshot.tape.entries[version]
             shared = overlap(entry.window, window)
             if shared is None:
                 continue
             if not shared.is_all_of_second:
-                self.read(Source(source.tape, version, window), out)
+                self.read(Snapshot(snapshot.tape, version, window), out)
             target = select(Window.of(out), shared.in_second).on(out.untyped_storage())
             self._evaluate(entry, shared.in_first, target)
             return
 
-    def _value(self, source: Source) -> Tensor:
-        window = source.window
-        key = source.tape, source.version, window
+    def _value(self, snapshot: Snapshot) -> Tensor:
+        window = snapshot.window
+        key = snapshot.tape, snapshot.version, window
         if key not in self._values:
-            out = torch.empty(window.shape, dtype=window.dtype, device=source.tape.device)
-            self.read(source, out)
+            out = torch.empty(window.shape, dtype=window.dtype, device=snapshot.tape.device)
+            self.read(snapshot, out)
             self._values[key] = out
         return self._values[key]
 
@@ -172,7 +172,7 @@ class _Reader:
             target.fill_(int(name in _ONES))
         elif name in _FULL:
             value = write.args[1]
-            target.fill_(self._value(value) if isinstance(value, Source) else value)
+            target.fill_(self._value(value) if isinstance(value, Snapshot) else value)
         elif name in _COPIES:
             original = write.args[1] if name == "aten::copy_" else write.args[0]
             target.copy_(self._argument(original, written.shape, part))
@@ -187,12 +187,12 @@ class _Reader:
 
     def _argument(self, argument: Any, shape: tuple[int, ...], part: Part) -> Any:
         """Return the part of an argument that broadcasts to ``shape``; numbers as they are."""
-        if isinstance(argument, Source):
+        if isinstance(argument, Snapshot):
             window = argument.window
             # A tensor without dims stays one: it counts less in type promotion.
             if window.shape:
                 window = select(broadcast(window, shape), part)
-            return self._value(Source(argument.tape, argument.version, window))
+            return self._value(Snapshot(argument.tape, argument.version, window))
         return _cut(argument, shape, part) if isinstance(argument, Tensor) else argument
 
     def _compute(
@@ -286,8 +286,8 @@ def _is_exact(write: Write) -> bool:
     return not has_options and len(write.outputs) <= 1
 
 
-def _shape(tensor: Source | Tensor) -> tuple[int, ...]:
-    return tensor.window.shape if isinstance(tensor, Source) else tuple(tensor.shape)
+def _shape(tensor: Snapshot | Tensor) -> tuple[int, ...]:
+    return tensor.window.shape if isinstance(tensor, Snapshot) else tuple(tensor.shape)
 
 
 def _with(part: Part, at: int, factor: Factor) -> Part:

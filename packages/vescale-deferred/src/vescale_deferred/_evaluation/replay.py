@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_deferred._tape.deferred_tensor import DeferredTensor
 from vescale_deferred._tape.op_schema import op_schema
-from vescale_deferred._tape.tape import Source, Tape, Write
+from vescale_deferred._tape.tape import Snapshot, Tape, Write
 from vescale_deferred._torch_private import plainly, tree_leaves, tree_map
 from vescale_deferred.exceptions import DeferredError
 from vescale_dtensor.random import Draws, PhiloxDraws, Point
@@ -24,15 +24,15 @@ from vescale_dtensor.random import Draws, PhiloxDraws, Point
 _Storages = dict[Tape, torch.UntypedStorage | str]
 
 
-def replay(sources: Sequence[Source]) -> list[Tensor]:
-    """Return the tensors that ``sources`` stand for; those of one tape share a storage.
+def replay(snapshots: Sequence[Snapshot]) -> list[Tensor]:
+    """Return the tensors that ``snapshots`` stand for; those of one tape share a storage.
 
     The default generator is left as it is. Memory is that of the results and of the temporaries
     of one write at a time.
     """
-    writes = needed_writes(sources)
+    writes = needed_writes(snapshots)
     last_use = {tape: write.index for write in writes for tape in write.tapes()}
-    kept = {source.tape for source in sources}
+    kept = {snapshot.tape for snapshot in snapshots}
     storages: _Storages = {}
     state = torch.default_generator.get_state()
     try:
@@ -42,24 +42,26 @@ def replay(sources: Sequence[Source]) -> list[Tensor]:
                 for tape in write.tapes():
                     if tape not in kept and last_use[tape] == write.index:
                         storages.pop(tape, None)
-            return [source.window.on(_storage(source.tape, storages)) for source in sources]
+            return [
+                snapshot.window.on(_storage(snapshot.tape, storages)) for snapshot in snapshots
+            ]
     finally:
         torch.default_generator.set_state(state)
 
 
 def values(tensor: DeferredTensor) -> Tensor:
     """Return the values of ``tensor``, in memory of their own."""
-    return replay([tensor.deferral.source()])[0]
+    return replay([tensor.deferral.snapshot()])[0]
 
 
-def needed_writes(sources: Iterable[Source]) -> list[Write]:
-    """Return the writes that the content of ``sources`` depends on, in order."""
+def needed_writes(snapshots: Iterable[Snapshot]) -> list[Write]:
+    """Return the writes that the content of ``snapshots`` depends on, in order."""
     writes: dict[int, Write] = {}
     expanded: dict[Tape, tuple[int, int]] = {}
-    pending = list(sources)
+    pending = list(snapshots)
     while pending:
-        source = pending.pop()
-        tape, end = source.tape, source.version
+        snapshot = pending.pop()
+        tape, end = snapshot.tape, snapshot.version
         begin = tape.last_cover(end)
         done = expanded.get(tape, (0, 0))
         if done[0] <= begin and end <= done[1]:
@@ -85,7 +87,7 @@ def _storage(tape: Tape, storages: _Storages) -> torch.UntypedStorage:
 
 def _run(write: Write, storages: _Storages) -> None:
     def real(leaf: Any) -> Any:
-        if isinstance(leaf, Source):
+        if isinstance(leaf, Snapshot):
             return leaf.window.on(_storage(leaf.tape, storages))
         return leaf
 
@@ -133,14 +135,14 @@ def _draw_on_cuda(write: Write, draws: PhiloxDraws, args: tuple[Any, ...]) -> Te
     if write.mutated:
         out: Tensor = args[0]
     else:
-        (source,) = filter(None, write.outputs)
-        window, device = source.window, source.tape.device
+        (snapshot,) = filter(None, write.outputs)
+        window, device = snapshot.window, snapshot.tape.device
         out = torch.empty_strided(window.shape, window.stride, dtype=window.dtype, device=device)
     draws.draw_whole(out)
     return out
 
 
-def _keep(out: Source, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:
+def _keep(out: Snapshot, result: Tensor, storages: _Storages, *, is_constant: bool) -> None:
     """Make ``result`` the content of a tape that begins with it.
 
     Some meta kernels tell another shape than the kernel of the device returns, most of all for

@@ -18,7 +18,7 @@ from vescale_deferred._evaluation.replay import values
 from vescale_deferred._evaluation.value_bounds import known_truth
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
 from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
-from vescale_deferred._tape.tape import OpCall, Source, Tape, Write
+from vescale_deferred._tape.tape import OpCall, Snapshot, Tape, Write
 from vescale_deferred._torch_private import (
     OpOverload,
     schema,
@@ -113,7 +113,7 @@ class Recorder:
         meta = Window.of(value)
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
         tape = Tape(like, value.device)
-        Write(None, (value,), outputs=(Source(tape, 0, meta),)).enter()
+        Write(None, (value,), outputs=(Snapshot(tape, 0, meta),)).enter()
         return DeferredTensor(like, tape, self._mode)
 
     def _record(
@@ -128,18 +128,18 @@ class Recorder:
         for tensor in mutated:
             self._mode.check_not_exported(tensor)
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
-        sources = _deferred_leaves((args, kwargs))
+        snapshots = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
         if not mutated and not any(created):
             return result  # views only
-        written = tuple(tensor.deferral.source() for tensor in mutated)
+        written = tuple(tensor.deferral.snapshot() for tensor in mutated)
         point: Point | Tensor | None = None if drawn is None else drawn.state
         known: Draws | PhiloxDraws | None = drawn
         if op.is_random and drawn is None:
             window = written[0].window if written else next(filter(None, created)).window
             point, known = draw_on_cpu(call, window, self._generators)
         # An operator that also reads what it writes, such as x.copy_(x), overwrites nothing.
-        tapes = [source.tape for source in sources]
+        tapes = [snapshot.tape for snapshot in snapshots]
         is_apart = all(tapes.count(out.tape) == 1 for out in written)
         Write(
             call.func,
@@ -155,14 +155,14 @@ class Recorder:
 
     def _wrap(
         self, call: OpCall, mutated: list[DeferredTensor], outputs: Any, device: torch.device
-    ) -> tuple[Any, list[Source | None]]:
+    ) -> tuple[Any, list[Snapshot | None]]:
         """Return ``outputs`` as deferred tensors, and for each leaf the tape it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
             raise CannotDefer(f"{schema(call.func).name} resizes a tensor in place")
         by_meta = {id(tensor.deferral.meta): tensor for tensor in mutated}
         inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_deferred(leaf)]
         by_storage = {t.deferral.tape.key: t.deferral.tape for t in inputs}
-        created: list[Source | None] = []
+        created: list[Snapshot | None] = []
 
         def wrap(leaf: Any) -> Any:
             created.append(None)
@@ -173,7 +173,7 @@ class Recorder:
             tape = by_storage.get(storage_key(leaf))
             if tape is None:
                 tape = by_storage[storage_key(leaf)] = Tape(leaf, device)
-                created[-1] = Source(tape, 0, Window.of(leaf))
+                created[-1] = Snapshot(tape, 0, Window.of(leaf))
             return DeferredTensor(leaf, tape, self._mode)
 
         return tree_map(wrap, outputs), created
@@ -238,7 +238,7 @@ class Recorder:
                 f"shape {tuple(value.shape)} and {value.dtype}"
             )
         self._mode.check_not_exported(tensor)
-        target = tensor.deferral.source()
+        target = tensor.deferral.snapshot()
         copy = torch.ops.aten.copy_.default
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
 
@@ -271,16 +271,16 @@ def _change_geometry(op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwarg
 
 def _scalar(tensor: DeferredTensor) -> Any:
     """Return the value of a tensor of one element."""
-    source = tensor.deferral.source()
-    known = known_truth(source)
+    snapshot = tensor.deferral.snapshot()
+    known = known_truth(snapshot)
     if known is not None:
         return known
-    last = source.tape.entries[source.version - 1].write if source.version else None
+    last = snapshot.tape.entries[snapshot.version - 1].write if snapshot.version else None
     if last is not None and last.func is torch.ops.aten.any.default:
         asked = last.args[0]
-        if isinstance(asked, Source) and asked.window.dtype is torch.bool:
+        if isinstance(asked, Snapshot) and asked.window.dtype is torch.bool:
             return any_true(asked)
-    return replay_part(source).item()
+    return replay_part(snapshot).item()
 
 
 def _device(op: OpSchema, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
@@ -344,14 +344,14 @@ def _is_deferred(leaf: Any) -> bool:
     return isinstance(leaf, DeferredTensor)
 
 
-def _deferred_leaves(tree: Any) -> list[Source]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Source)]
+def _deferred_leaves(tree: Any) -> list[Snapshot]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Snapshot)]
 
 
 def _freeze(leaf: Any) -> Any:
     """Return an argument as it is now, whatever is written to it later."""
     if isinstance(leaf, DeferredTensor):
-        return leaf.deferral.source()
+        return leaf.deferral.snapshot()
     return _private_copy(leaf) if isinstance(leaf, Tensor) else leaf
 
 

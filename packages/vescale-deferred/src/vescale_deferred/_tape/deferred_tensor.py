@@ -28,7 +28,7 @@ from vescale_deferred.exceptions import CannotDefer, ReadError
 from vescale_dtensor.random import Window
 
 from .spectral import is_spectral
-from .tape import Source, Tape
+from .tape import Snapshot, Tape
 
 
 class DeferredTensorMode(Protocol):
@@ -73,9 +73,9 @@ class Deferral:
     fqn: str | None = None
     made: Tensor | None = None
 
-    def source(self) -> Source:
+    def snapshot(self) -> Snapshot:
         """Return the tensor as it is now."""
-        return Source(self.tape, self.tape.version, Window.of(self.meta))
+        return Snapshot(self.tape, self.tape.version, Window.of(self.meta))
 
 
 class DeferredTensor(torch.Tensor):

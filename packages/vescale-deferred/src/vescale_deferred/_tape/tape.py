@@ -73,9 +73,9 @@ class Tape:
         """Return a tape that begins with a copy of what is in this one."""
         copy = Tape(torch.empty_like(self._flat()), self.device)
         flat = Window.of(copy.meta)
-        source = Source(self, self.version, flat)
+        snapshot = Snapshot(self, self.version, flat)
         clone = torch.ops.aten.clone.default
-        Write(clone, (source,), outputs=(Source(copy, 0, flat),)).enter()
+        Write(clone, (snapshot,), outputs=(Snapshot(copy, 0, flat),)).enter()
         return copy
 
     def _flat(self) -> Tensor:
@@ -85,7 +85,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class Snapshot:
     """A deferred tensor as an operator found it: a window on a version of a tape."""
 
     tape: Tape
@@ -99,7 +99,7 @@ class Write:
 
     Attributes:
         func: The operator; None if the outputs are the constants in ``args``.
-        args: Its arguments, with a :class:`Source` or a private copy for every tensor.
+        args: Its arguments, with a :class:`Snapshot` or a private copy for every tensor.
         kwargs: Likewise.
         outputs: The new tensors it returned, flat; None for what is not recorded.
         mutated: The arguments it wrote to.
@@ -113,27 +113,27 @@ class Write:
     func: OpOverload | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    outputs: tuple[Source | None, ...] = ()
-    mutated: tuple[Source, ...] = ()
+    outputs: tuple[Snapshot | None, ...] = ()
+    mutated: tuple[Snapshot, ...] = ()
     overwrites: bool = True
     point: Point | Tensor | None = None
     draws: Draws | PhiloxDraws | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     index: int = field(default_factory=lambda: next(_next_index))
 
-    def arguments(self) -> list[Source]:
+    def arguments(self) -> list[Snapshot]:
         """Return all deferred tensors among the arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Source)]
+        return [leaf for leaf in leaves if isinstance(leaf, Snapshot)]
 
-    def reads(self) -> list[Source]:
+    def reads(self) -> list[Snapshot]:
         """Return the deferred tensors whose values the operator needs."""
         written = {out.tape for out in self.mutated} if self.overwrites else ()
-        return [source for source in self.arguments() if source.tape not in written]
+        return [snapshot for snapshot in self.arguments() if snapshot.tape not in written]
 
     def tapes(self) -> set[Tape]:
         """Return all tapes that the operator reads or writes."""
-        return {source.tape for source in (*self.arguments(), *filter(None, self.outputs))}
+        return {snapshot.tape for snapshot in (*self.arguments(), *filter(None, self.outputs))}
 
     def enter(self) -> None:
         """Append the write to the tapes it changed."""
