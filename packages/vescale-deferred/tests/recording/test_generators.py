@@ -1,6 +1,6 @@
 import torch
 
-from vescale_deferred._recording.markers import marker_state, marker_value
+from vescale_deferred._recording.generators import marker_state, marker_value
 
 
 def test_a_marker_can_be_set_read_and_told_from_a_real_state():
