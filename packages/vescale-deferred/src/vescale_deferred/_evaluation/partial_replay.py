@@ -135,6 +135,7 @@ class _Reader:
         window = snapshot.window
         expanded = [s == 0 and n > 1 for s, n in zip(window.stride, window.shape, strict=True)]
         if any(expanded):
+            # An expanded tensor has one element for many indices: read it once, then broadcast.
             shape = tuple(1 if e else n for e, n in zip(expanded, window.shape, strict=True))
             once = Window(shape, window.stride, window.offset, window.dtype)
             out.copy_(self._value(Snapshot(snapshot.tape, snapshot.version, once)))
@@ -145,6 +146,7 @@ class _Reader:
             if shared is None:
                 continue
             if not shared.is_all_of_second:
+                # What this write left alone is of an earlier version; then put the write on top.
                 self.read(Snapshot(snapshot.tape, version, window), out)
             target = select(Window.of(out), shared.in_second).on(out.untyped_storage())
             self._evaluate(entry, shared.in_first, target)
@@ -219,6 +221,7 @@ class _Reader:
     def _draw(self, write: Write, written: Window, part: Part, target: Tensor) -> None:
         if write.draws is None:
             raise NotSliceable
+        # A kernel draws in an order of its own: select the part in that, not in memory.
         order = Window(written.shape, _drawing_order(write.draws, written), 0, written.dtype)
         if write.index not in self._random:
             self._random[write.index] = _drawn(write, write.draws, written)
@@ -233,6 +236,8 @@ class _Reader:
         rank = len(shapes[0]) + is_stack
         dim = (write.args[1] if len(write.args) > 1 else 0) % rank
         along = [position for position, factor in enumerate(part) if factor.dim == dim]
+        # Only one range along the concatenated dim, and one that takes every index of it, can
+        # be cut at the borders of the tensors.
         if len(along) > 1 or any(part[position].multiplier != 1 for position in along):
             raise NotSliceable
         if not along:  # the output has one index along the dim

@@ -55,7 +55,11 @@ def values(tensor: DeferredTensor) -> Tensor:
 
 
 def needed_writes(snapshots: Iterable[Snapshot]) -> list[Write]:
-    """Return the writes that the content of ``snapshots`` depends on, in order."""
+    """Return the writes that the content of ``snapshots`` depends on, in order.
+
+    In order of recording, so that a write finds its arguments as they were: every write to them
+    that came later, and is needed for something else, has not run yet.
+    """
     writes: dict[int, Write] = {}
     expanded: dict[Tape, tuple[int, int]] = {}
     pending = list(snapshots)
@@ -63,6 +67,8 @@ def needed_writes(snapshots: Iterable[Snapshot]) -> list[Write]:
         snapshot = pending.pop()
         tape, end = snapshot.tape, snapshot.version
         begin = tape.last_cover(end)
+        # A later version with the same last cover only adds entries, so one range a tape is
+        # enough to know what has been looked at; another range is looked at again, harmlessly.
         done = expanded.get(tape, (0, 0))
         if done[0] <= begin and end <= done[1]:
             continue

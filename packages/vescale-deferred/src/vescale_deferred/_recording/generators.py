@@ -112,10 +112,10 @@ class Generators:
         for undo in reversed(self._undo.values()):
             undo()
 
-    def check_untouched(self, before: Tensor) -> None:
-        """Raise if the default generator drew although the operator was not known to draw."""
+    def check_untouched(self, before: Tensor, name: str) -> None:
+        """Raise CannotDefer if the default generator drew in an operator not known to draw."""
         if not torch.equal(before, torch.default_generator.get_state()):
-            raise CannotDefer("an operator drew random numbers without saying so")
+            raise CannotDefer(f"{name} drew random numbers, although it is not known as random")
 
     def _watch(
         self, generator: Generator, state: Tensor, set_state: Callable[[Tensor], object]

@@ -61,7 +61,7 @@ class ConstructionMode(TorchDispatchMode):
         self._function_mode.__exit__(*exception)
         super().__exit__(*exception)
         self._is_open = False
-        if exception[0] is None:
+        if exception[0] is None:  # after an error the construction begins anew
             self._exports.settle()
 
     def __torch_dispatch__(

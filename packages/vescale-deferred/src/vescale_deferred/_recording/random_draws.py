@@ -36,6 +36,7 @@ def draw_on_cpu(
         return point, found[0]
     # What it draws can only be learned by drawing.
     op = op_schema(call.func)
+    # What it overwrites needs no values, only memory to draw into.
     target = id(call.args[0]) if op.mutated and op.overwrites else None
 
     def real(leaf: Any) -> Any:

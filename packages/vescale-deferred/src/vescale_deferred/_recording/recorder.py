@@ -127,6 +127,8 @@ class Recorder:
     ) -> Any:
         for tensor in mutated:
             self._mode.check_not_exported(tensor)
+        # Snapshots come before the results are wrapped: those of an in-place operator are the
+        # same tapes, and must be read at the version before this write.
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
         snapshots = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
@@ -159,6 +161,8 @@ class Recorder:
         """Return ``outputs`` as deferred tensors, and for each leaf the tape it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
             raise CannotDefer(f"{schema(call.func).name} resizes a tensor in place")
+        # The meta device does the bookkeeping: a result that is an argument's meta tensor is that
+        # argument, one on the storage of an argument's is a view of it, any other is new.
         by_meta = {id(tensor.deferral.meta): tensor for tensor in mutated}
         inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_deferred(leaf)]
         by_storage = {t.deferral.tape.key: t.deferral.tape for t in inputs}
@@ -186,9 +190,11 @@ class Recorder:
                 return func(*args, **kwargs)
         if op.is_random:
             self._generators.watch(generator)
+        # Not every operator that draws is tagged as random, and one that is not would leave the
+        # generator elsewhere than recorded.
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        self._generators.check_untouched(before)
+        self._generators.check_untouched(before, op.name)
         return result
 
     def _run_eagerly(
