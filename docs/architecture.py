@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from graphlib import TopologicalSorter
 from html import escape
 from itertools import pairwise
@@ -78,17 +79,20 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _imports(file: Path, package: Path) -> Iterator[tuple[str, ...]]:
-    """Yield what a file imports, as the parts of absolute names."""
+@cache
+def _imports(file: Path, package: Path) -> tuple[tuple[str, ...], ...]:
+    """Return what a file imports, as the parts of absolute names."""
+    found: list[tuple[str, ...]] = []
     here = file.relative_to(package.parent).with_suffix("").parts
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            found += (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = here[: -node.level] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
             # ``from package import room`` names the room last.
-            yield from ((*module, alias.name) for alias in node.names)
+            found += ((*module, alias.name) for alias in node.names)
+    return tuple(found)
 
 
 def reduced(graph: Graph) -> dict[str, frozenset[str]]:

@@ -72,6 +72,7 @@ def test_every_room_says_what_it_is_for(package: str) -> None:
         assert ast.get_docstring(ast.parse(init.read_text("utf-8"))), init.relative_to(folder)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_sources_as_they_are() -> None:
     drawn = architecture.PICTURE.read_text("utf-8")
     listed = architecture.PAGE.read_text("utf-8")
@@ -80,6 +81,7 @@ def test_the_picture_shows_the_sources_as_they_are() -> None:
     assert listed == architecture.page(), outdated
 
 
+@pytest.mark.slow
 def test_boxes_of_the_picture_lie_apart_and_hold_their_names() -> None:
     for frame in architecture.frames():
         at = frame.boxes(frame.width)
