@@ -31,19 +31,10 @@ from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 
 from .eager_scopes import EagerScopes
 from .generators import Generators
+from .meta_outputs import META, can_be_deferred, device_of_outputs, outputs_on_meta
 from .random_draws import draw_on_cpu, draw_on_cuda
 from .user_frame import user_line
 
-_META = torch.device("meta")
-_CPU = torch.device("cpu")
-# What running on the meta device raises if an operator needs values, or is not implemented there.
-_NO_META = (RuntimeError, TypeError, ValueError, IndexError)
-
-# On the meta device these return another dtype, or other strides, than on any other.
-_MISSTATED = aten(
-    "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel nonzero_static "
-    "max_unpool2d max_unpool3d linalg_eig _fft_r2c _fft_c2r _fft_c2c"
-)
 _GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
 
 _Args = tuple[Any, ...]
@@ -78,16 +69,15 @@ class Recorder:
             return _scalar(deferred[0])
         if op.name == "aten::_has_compatible_shallow_copy_type":
             return len(deferred) == 2
-        device = _device(op, deferred, kwargs)
-        if not deferred and (tensors or not op.has_device or device == _META or self._is_real()):
+        device = device_of_outputs(deferred, kwargs)
+        if not deferred and (tensors or not op.has_device or device == META or self._is_real()):
             return self._run(op, func, args, kwargs)
         if op.changes_geometry:
             return _change_geometry(op, func, args, kwargs)
         mutated = _mutated(op, args, kwargs)
         if any(type(tensor) is not DeferredTensor for tensor in mutated):
             return self._run_eagerly(op, func, args, kwargs, mutated)
-        # A fill tells its geometry without running.
-        outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs, device)
+        outputs = outputs_on_meta(op, func, args, kwargs, device)
         call = OpCall(func, args, kwargs)
         drawn = None
         if op.is_random and device.type not in ("cpu", "meta"):
@@ -97,7 +87,7 @@ class Recorder:
                 outputs = None
         if outputs is None:
             return self._run_eagerly(op, func, args, kwargs, mutated)
-        if device == _META:
+        if device == META:
             return outputs
         # What has no elements needs no memory; lazy modules begin with such tensors.
         if not deferred and not any(leaf.numel() for leaf in tree_leaves(outputs)):
@@ -111,7 +101,7 @@ class Recorder:
         """Return a deferred tensor with the values that ``tensor`` has now."""
         value = _private_copy(tensor)
         meta = Window.of(value)
-        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
+        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
         tape = Tape(like, value.device)
         Write(None, (value,), outputs=(Snapshot(tape, 0, meta),)).enter()
         return DeferredTensor(like, tape, self._mode)
@@ -223,7 +213,7 @@ class Recorder:
         def outside(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or id(leaf) in by_real:
                 return by_real.get(id(leaf), leaf)
-            if _can_be_deferred(leaf):
+            if can_be_deferred(leaf):
                 return self.defer(leaf)
             self._warn(
                 f"the result of {op.name} is not deferred, "
@@ -289,63 +279,6 @@ def _scalar(tensor: DeferredTensor) -> Any:
     return replay_part(snapshot).item()
 
 
-def _device(op: OpSchema, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
-    """Return the device of an operator's results."""
-    if kwargs.get("device") is None:
-        # A tensor without dims follows the others.
-        return max(deferred, key=Tensor.dim).device if deferred else _CPU
-    device: Any = torch.device(kwargs["device"])
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _on_meta(
-    op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs, device: torch.device
-) -> Any:
-    """Return the results of an operator on the meta device, None if it cannot run there."""
-    if op.name in _MISSTATED:
-        return None
-
-    def meta(leaf: Any) -> Any:
-        if isinstance(leaf, DeferredTensor):
-            return leaf.deferral.meta
-        return leaf.to(_META) if isinstance(leaf, Tensor) else leaf
-
-    try:
-        meta_args, meta_kwargs = tree_map(meta, (args, kwargs))
-        if op.has_device:
-            meta_kwargs = {**meta_kwargs, "device": _META}
-        if "pin_memory" in kwargs:
-            meta_kwargs["pin_memory"] = None
-        if "generator" in kwargs:
-            meta_kwargs["generator"] = None
-        results = func(*meta_args, **meta_kwargs)
-    except _NO_META:
-        return None
-    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-    if op.is_view and any(leaf.is_conj() or leaf.is_neg() for leaf in tensors):
-        raise CannotDefer(f"{op.name} returns a conjugate view, which writes would have to follow")
-    is_plain = all(
-        _can_be_deferred(leaf) and not leaf.is_conj() and not leaf.is_neg() for leaf in tensors
-    )
-    if op.name == "aten::_linalg_svd" and device.type == "cpu":
-        results = _vectors_of_lapack(results)
-    return results if tensors and is_plain else None
-
-
-def _vectors_of_lapack(results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return singular vectors column after column; the meta device takes itself for CUDA."""
-    left, values, right = results
-    by_columns = torch.empty_like(right.mT, memory_format=torch.contiguous_format).mT
-    return left, values, by_columns
-
-
-def _can_be_deferred(tensor: Tensor) -> bool:
-    """Whether a tensor is a window on plain numbers."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
 def _is_deferred(leaf: Any) -> bool:
     return isinstance(leaf, DeferredTensor)
 
@@ -364,7 +297,7 @@ def _freeze(leaf: Any) -> Any:
 def _private_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides; ``clone`` packs tensors with gaps."""
     copy = tensor.detach().clone()
-    if copy.stride() == tensor.stride() or not _can_be_deferred(tensor) or 0 in tensor.stride():
+    if copy.stride() == tensor.stride() or not can_be_deferred(tensor) or 0 in tensor.stride():
         return copy
     strided = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
