@@ -191,10 +191,10 @@ def test_draws_that_are_not_known_are_made_at_once_and_say_so(emulated: Check):
 def test_parts_are_drawn_without_the_whole(emulated: Check, monkeypatch: pytest.MonkeyPatch):
     module = deferred_init(lambda: _factories(DEVICE))
 
-    def refuse(sources: object) -> None:
+    def refuse(snapshots: object) -> None:
         raise AssertionError("evaluated whole")
 
-    monkeypatch.setattr("vescale_deferred._read.replay", refuse)
+    monkeypatch.setattr("vescale_deferred._evaluation.partial_replay.replay", refuse)
     for name, tensor in module.named_buffers():
         if tensor.dim() == 2:
             assert read(tensor, Box((3, 0), (2, 1))).shape == (2, 1), name

@@ -10,7 +10,7 @@ from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Layout, Rows, candidates, layouts
 from vescale_planner._cost import step_cost
 from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
-from vescale_planner._stages import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._workload import ParameterSize, Part, Workload
 
 H200 = Cluster.preset("h200")

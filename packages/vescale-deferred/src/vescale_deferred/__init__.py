@@ -1,4 +1,17 @@
-"""Construct a module of any size without memory; give each rank the bits of one device."""
+"""Construct a module of any size without memory; give each rank the bits of one device.
+
+Rooms, in the order in which a tensor passes through them:
+
+- ``_deferred_init.py``: runs a constructor, again if some part of it cannot be deferred
+- ``_recording/``: the modes it runs in; records operators, moves generators without drawing
+- ``_tape/``: deferred tensors, and what was written to each of their storages
+- ``_skip_init.py``, ``_fingerprint.py``: leave values to a checkpoint; compare ranks
+- ``_materialize.py``: puts real tensors, or shards, in the place of deferred ones
+- ``_evaluation/``: runs the recorded writes for all of a storage, or for a part of a tensor
+
+``_module_tensors.py`` says where a module keeps tensors. A room imports only those below it in
+this order: the public files, ``_recording``, ``_evaluation``, ``_tape``.
+"""
 
 from ._deferred_init import deferred_init as deferred_init, is_deferred as is_deferred
 from ._fingerprint import fingerprint as fingerprint

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from ._construction import Construction
-from ._real_code import RealCode, reason_of
-from ._tensor import DeferredTensor
-from ._tensors_of import registered, replace_unregistered
+from ._module_tensors import registered, replace_unregistered
+from ._recording.eager_scopes import EagerScopes, reason_of
+from ._recording.mode import ConstructionMode
+from ._tape.deferred_tensor import DeferredTensor
 from ._torch_private import active_modes, plainly
 from .exceptions import DeferredWarning
 
@@ -59,7 +59,7 @@ requires_grad=True, fqn='weight')
             "expected a module, a module class or a function that returns a module, got "
             f"{module_or_factory!r}"
         )
-    if any(isinstance(mode, Construction) for mode in active_modes()):
+    if any(isinstance(mode, ConstructionMode) for mode in active_modes()):
         return module_or_factory(*args, **kwargs)  # a part of what is being deferred already
     module, construction = _construct(module_or_factory, args, kwargs)
     if construction is None:
@@ -98,20 +98,20 @@ def is_deferred(tensor_or_module: Tensor | nn.Module) -> bool:
 
 def _construct(
     factory: Callable[..., M], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[M, Construction | None]:
+) -> tuple[M, ConstructionMode | None]:
     """Return a module and what recorded it: as much as can be, None if nothing."""
-    real_code = RealCode(_attempt.__code__)
+    eager_scopes = EagerScopes(_attempt.__code__)
     others = _OtherGenerators()
     refusal = None
     while refusal is None:
-        construction = Construction(real_code)
+        construction = ConstructionMode(eager_scopes)
         try:
             module = _attempt(construction, factory, args, kwargs)
         except Exception as error:
             others.rewind()
-            refusal = None if real_code.learn(error) else reason_of(error)
+            refusal = None if eager_scopes.learn(error) else reason_of(error)
         else:
-            for name, reason in real_code.reasons.items():
+            for name, reason in eager_scopes.reasons.items():
                 _warn(name, reason)
             return module, construction
     module = factory(*args, **kwargs)
@@ -120,7 +120,7 @@ def _construct(
 
 
 def _attempt(
-    construction: Construction,
+    construction: ConstructionMode,
     factory: Callable[..., M],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -161,7 +161,7 @@ def _name_tensors(module: nn.Module) -> None:
     for fqn, _, _, tensor in registered(module):
         if isinstance(tensor, DeferredTensor):
             tensor.deferral.fqn = tensor.deferral.fqn or fqn
-            tensor.deferral.history.fqn = tensor.deferral.history.fqn or fqn
+            tensor.deferral.tape.fqn = tensor.deferral.tape.fqn or fqn
 
 
 def _name(factory: Callable[..., Any]) -> str:

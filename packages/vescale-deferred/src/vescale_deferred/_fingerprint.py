@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window
 
-from ._history import History, Source, Write
-from ._replay import needed_writes
-from ._tensor import DeferredTensor
-from ._tensors_of import registered, replace_unregistered
+from ._evaluation.replay import needed_writes
+from ._module_tensors import registered, replace_unregistered
+from ._tape.deferred_tensor import DeferredTensor
+from ._tape.tape import Snapshot, Tape, Write
 from ._torch_private import plainly, tree_flatten
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -50,8 +50,8 @@ def fingerprint(module: nn.Module) -> str:
     replace_unregistered(module, note)
     digest = _Digest()
     with plainly():
-        sources = [t.deferral.source() for _, t in named if isinstance(t, DeferredTensor)]
-        for write in needed_writes(sources):
+        snapshots = [t.deferral.snapshot() for _, t in named if isinstance(t, DeferredTensor)]
+        for write in needed_writes(snapshots):
             digest.write(write)
         for fqn, tensor in named:
             digest.tensor(fqn, tensor)
@@ -63,7 +63,7 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._histories: dict[History, int] = {}
+        self._tapes: dict[Tape, int] = {}
         self._streams: dict[Stream, str] = {}
         self._objects: dict[int, int] = {}
 
@@ -85,16 +85,16 @@ class _Digest:
         same_as = self._objects.setdefault(id(tensor), len(self._objects))
         kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
         self._add(fqn, str(same_as), kind, str(tensor.requires_grad))
-        self._leaf(tensor.deferral.source() if isinstance(tensor, DeferredTensor) else tensor)
+        self._leaf(tensor.deferral.snapshot() if isinstance(tensor, DeferredTensor) else tensor)
 
     def _add(self, *words: str) -> None:
         self._hash.update("\0".join((*words, "\n")).encode())
 
     def _leaf(self, leaf: Any) -> None:
         match leaf:
-            case Source():
-                ordinal = self._histories.setdefault(leaf.history, len(self._histories))
-                nbytes, device = leaf.history.nbytes, leaf.history.device.type
+            case Snapshot():
+                ordinal = self._tapes.setdefault(leaf.tape, len(self._tapes))
+                nbytes, device = leaf.tape.nbytes, leaf.tape.device.type
                 self._add("deferred", f"{ordinal} {nbytes} {device} {leaf.window}")
             case Tensor():
                 self._real(leaf)

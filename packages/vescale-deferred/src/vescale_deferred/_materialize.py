@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from vescale_dtensor import Box
 from vescale_dtensor.random import Window
 
-from ._read import read_part
-from ._replay import replay
-from ._tensor import DeferredTensor, copy_attributes
-from ._tensors_of import registered, replace_unregistered
+from ._evaluation.partial_replay import replay_part
+from ._evaluation.replay import replay
+from ._module_tensors import registered, replace_unregistered
+from ._tape.deferred_tensor import DeferredTensor, copy_attributes
 from .exceptions import DeferredError
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,12 +64,12 @@ def read(tensor: Tensor, box: Box | None = None) -> Tensor:
     if not isinstance(tensor, DeferredTensor):
         part = tensor.detach() if box is None else tensor.detach()[box.slices]
         return part.clone()
-    source = tensor.deferral.source()
-    if box is None or box.shape == source.window.shape:
-        whole = replay([source])[0]
+    snapshot = tensor.deferral.snapshot()
+    if box is None or box.shape == snapshot.window.shape:
+        whole = replay([snapshot])[0]
         # A view of something larger does not keep all of it.
-        return whole if source.window.covers(source.history.nbytes) else whole.clone()
-    return read_part(replace(source, window=_window(source.window, box)))
+        return whole if snapshot.window.covers(snapshot.tape.nbytes) else whole.clone()
+    return replay_part(replace(snapshot, window=_window(snapshot.window, box)))
 
 
 def materialize(module: M, *, make: ShardMaker | None = None) -> M:
@@ -155,21 +155,21 @@ class _Replacements:
 
 def _fill_storages(tensors: list[Tensor]) -> None:
     """Make the storages of all deferred ``tensors`` in one go, in the order of recording."""
-    sources = [
-        tensor.deferral.source()
+    snapshots = [
+        tensor.deferral.snapshot()
         for tensor in tensors
-        if isinstance(tensor, DeferredTensor) and tensor.deferral.history.storage is None
+        if isinstance(tensor, DeferredTensor) and tensor.deferral.tape.storage is None
     ]
-    for source, tensor in zip(sources, replay(sources), strict=True):
-        source.history.storage = tensor.untyped_storage()
+    for snapshot, tensor in zip(snapshots, replay(snapshots), strict=True):
+        snapshot.tape.storage = tensor.untyped_storage()
 
 
 def _whole(tensor: DeferredTensor) -> Tensor:
-    """Return ``tensor`` with values, on the storage of its history."""
+    """Return ``tensor`` with values, on the storage of its tape."""
     _fill_storages([tensor])
-    source = tensor.deferral.source()
-    assert source.history.storage is not None
-    return _like(tensor, source.window.on(source.history.storage))
+    snapshot = tensor.deferral.snapshot()
+    assert snapshot.tape.storage is not None
+    return _like(tensor, snapshot.window.on(snapshot.tape.storage))
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

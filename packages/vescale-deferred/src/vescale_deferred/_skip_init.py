@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ._tensor import DeferredTensor
+from ._tape.deferred_tensor import DeferredTensor
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,4 +1,18 @@
-"""Decide how to run a model on many ranks."""
+"""Decide how to run a model on many ranks.
+
+Files, in the order in which a plan comes about:
+
+- ``_generate.py``: the entry point, flat: workload, search, what would run, reasons
+- ``_constraints.py``: what a person may fix, checked before anything else
+- ``_workload.py``: what each block computes and keeps, from one forward on shapes
+- ``cluster.py``: what the machines can do
+- ``_candidates.py``: every combination of degrees, schedules and stages, as data
+- ``_partition.py``: where the pipeline is cut, and what each of its ranks owns
+- ``_cost.py``, ``_memory.py``: seconds and bytes of one candidate
+- ``_search.py``: scores and ranks all of them
+- ``_runnable.py``: drops pipelines that the runtime would refuse
+- ``_explain.py``: why the winner won, in words
+"""
 
 from ._generate import generate_plan as generate_plan
 from .cluster import Cluster as Cluster

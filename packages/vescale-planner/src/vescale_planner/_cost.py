@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ._candidates import Candidate
-from ._stages import LocalPart, PipelineRank
+from ._partition import LocalPart, PipelineRank
 from .cluster import Cluster
 
 # Operators of one block's forward, for the time that starting them takes.

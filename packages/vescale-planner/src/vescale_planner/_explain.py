@@ -8,7 +8,7 @@ from typing import Any
 from ._candidates import Layout, counted
 from ._cost import seconds
 from ._memory import FRAGMENTATION, Memory, needed_bytes
-from ._search import TIE, Found, Scored
+from ._search import TIE, ScoredCandidate, SearchResult
 from ._workload import Workload
 from .cluster import Cluster
 
@@ -17,10 +17,14 @@ _SHOWN = 8
 
 
 def reasons(
-    found: Found, workload: Workload, cluster: Cluster, constraints: Mapping[str, Any], split: str
+    result: SearchResult,
+    workload: Workload,
+    cluster: Cluster,
+    constraints: Mapping[str, Any],
+    split: str,
 ) -> tuple[str, ...]:
     """Return why the winner won, why others did not, and what was assumed."""
-    winner = found.fits[0]
+    winner = result.fits[0]
     per_row = seconds(winner.seconds_per_row)
     where = f"{per_row} a row of the batch on {cluster.name}"
     overhead = f"x {FRAGMENTATION} fragmentation and {_gib(cluster.reserved_bytes)} reserved"
@@ -31,11 +35,11 @@ def reasons(
             f"of {_gib(cluster.memory_bytes)}"
         ),
     ]
-    lines += _runners_up(found)
-    lines += _too_large(found, cluster)
-    lines += [f"not possible: {reason}" for reason in found.rejected[:_RUNNERS_UP]]
-    if len(found.rejected) > _RUNNERS_UP:
-        lines.append(f"not possible: {len(found.rejected) - _RUNNERS_UP} more combinations")
+    lines += _runners_up(result)
+    lines += _too_large(result, cluster)
+    lines += [f"not possible: {reason}" for reason in result.rejected[:_RUNNERS_UP]]
+    if len(result.rejected) > _RUNNERS_UP:
+        lines.append(f"not possible: {len(result.rejected) - _RUNNERS_UP} more combinations")
     lines += [f"assumed: {note}" for note in workload.assumptions]
     lines += _about_rows(winner, workload, constraints)
     if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
@@ -51,21 +55,21 @@ def left_whole(parameters: Mapping[str, str]) -> list[str]:
     return shown
 
 
-def runners_up(found: Found) -> list[Scored]:
+def runners_up(result: SearchResult) -> list[ScoredCandidate]:
     """Return the best of every other layout, as many as are named."""
-    winner = found.fits[0]
-    best: dict[Layout, Scored] = {}
-    for each in sorted(found.fits, key=lambda s: (s.seconds_per_row, s.candidate)):
+    winner = result.fits[0]
+    best: dict[Layout, ScoredCandidate] = {}
+    for each in sorted(result.fits, key=lambda s: (s.seconds_per_row, s.candidate)):
         if each.candidate.layout != winner.candidate.layout:
             best.setdefault(each.candidate.layout, each)
     return list(best.values())[:_RUNNERS_UP]
 
 
-def _runners_up(found: Found) -> list[str]:
+def _runners_up(result: SearchResult) -> list[str]:
     """Return how much slower the others are."""
-    winner = found.fits[0]
+    winner = result.fits[0]
     lines: list[str] = []
-    for each in runners_up(found):
+    for each in runners_up(result):
         ratio = each.seconds_per_row / winner.seconds_per_row
         tied = ratio <= TIE and each.candidate.moving_parts >= winner.candidate.moving_parts
         verdict = f"{ratio:.3g} x the time"
@@ -74,11 +78,11 @@ def _runners_up(found: Found) -> list[str]:
     return lines
 
 
-def _too_large(found: Found, cluster: Cluster) -> list[str]:
+def _too_large(result: SearchResult, cluster: Cluster) -> list[str]:
     """Return the simplest layouts that do not fit."""
-    fitting = {each.candidate.layout for each in found.fits}
-    best: dict[Layout, Scored] = {}
-    for each in found.too_large:
+    fitting = {each.candidate.layout for each in result.fits}
+    best: dict[Layout, ScoredCandidate] = {}
+    for each in result.too_large:
         if each.candidate.layout not in fitting:
             best.setdefault(each.candidate.layout, each)
     chosen = sorted(best.values(), key=lambda s: (s.candidate.moving_parts, s.needed_bytes))
@@ -89,7 +93,9 @@ def _too_large(found: Found, cluster: Cluster) -> list[str]:
     ]
 
 
-def _about_rows(winner: Scored, workload: Workload, constraints: Mapping[str, Any]) -> list[str]:
+def _about_rows(
+    winner: ScoredCandidate, workload: Workload, constraints: Mapping[str, Any]
+) -> list[str]:
     candidate = winner.candidate
     if constraints.get("batch.global_size") is not None:
         return []
@@ -103,15 +109,15 @@ def _about_rows(winner: Scored, workload: Workload, constraints: Mapping[str, An
     return [f"{note}; constrain batch.global_size to say otherwise"]
 
 
-def nothing_fits(found: Found, cluster: Cluster, helpers: Mapping[str, Memory]) -> str:
+def nothing_fits(result: SearchResult, cluster: Cluster, helpers: Mapping[str, Memory]) -> str:
     """Return by how much the smallest candidate is too large, and what would help.
 
     Args:
-        found: The search's result.
+        result: The search's result.
         cluster: The machines.
         helpers: What could be changed, and the memory it would take then.
     """
-    least = found.too_large[0]
+    least = result.too_large[0]
     missing = least.needed_bytes - cluster.memory_bytes
     fits = [
         change

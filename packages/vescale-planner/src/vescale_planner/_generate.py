@@ -16,7 +16,7 @@ from ._constraints import check, check_split_points
 from ._explain import left_whole, nothing_fits, reasons
 from ._memory import Memory, optimizer_states
 from ._runnable import runnable
-from ._search import Found, Scored, Search
+from ._search import ScoredCandidate, Search, SearchResult
 from ._workload import workload_of
 from .cluster import Cluster
 
@@ -68,11 +68,11 @@ def generate_plan(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
     search = Search(model, workload, cluster, constraints, states, split, example_batch)
-    found = runnable(search.run(world_size), search, lambda each: _fill_in(each, search))
-    if not found.fits:
-        raise ValueError(_no_plan(found, search))
-    plan = _fill_in(found.fits[0], search)
-    said = reasons(found, workload, cluster, constraints, split)
+    result = runnable(search.run(world_size), search, lambda each: _fill_in(each, search))
+    if not result.fits:
+        raise ValueError(_no_plan(result, search))
+    plan = _fill_in(result.fits[0], search)
+    said = reasons(result, workload, cluster, constraints, split)
     proposal = search.proposals.get(plan.tensor_parallel.size)
     return replace(plan, reasons=(*said, *left_whole(proposal.left_whole if proposal else {})))
 
@@ -83,7 +83,7 @@ def _world_size() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _fill_in(scored: Scored, search: Search) -> ParallelPlan:
+def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
     """Return the plan that a candidate stands for."""
     candidate = scored.candidate
     layout = candidate.layout
@@ -121,17 +121,17 @@ def _proven_calls(search: Search, size: int) -> tuple[str, ...]:
     return search.proposals[size].proven_calls(size) if size in search.proposals else ()
 
 
-def _no_plan(found: Found, search: Search) -> str:
+def _no_plan(result: SearchResult, search: Search) -> str:
     """Return why there is no plan at all."""
-    if not found.too_large:
-        why = found.rejected[0] if len(found.rejected) == 1 else "; ".join(found.rejected[:4])
+    if not result.too_large:
+        why = result.rejected[0] if len(result.rejected) == 1 else "; ".join(result.rejected[:4])
         return f"no plan obeys the constraints: {why}"
-    return nothing_fits(found, search.cluster, _helpers(found, search))
+    return nothing_fits(result, search.cluster, _helpers(result, search))
 
 
-def _helpers(found: Found, search: Search) -> dict[str, Memory]:
+def _helpers(result: SearchResult, search: Search) -> dict[str, Memory]:
     """Return what could be changed about the smallest candidate, and its memory then."""
-    least = found.too_large[0].candidate
+    least = result.too_large[0].candidate
     helpers: dict[str, Memory] = {}
     if least.recompute == "none":
         helpers["recompute 'full'"] = search.score(replace(least, recompute="full")).memory

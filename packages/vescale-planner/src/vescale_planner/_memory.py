@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ._candidates import Candidate
-from ._stages import PipelineRank
+from ._partition import PipelineRank
 from .cluster import Cluster
 
 # Reserved over allocated memory of real runs: median 1.04 to 1.11, depending on the stack.

@@ -9,32 +9,34 @@ from vescale_parallel import ObservationError, ParallelPlan, check_pipeline
 
 from ._candidates import is_pipeline_asked_for
 from ._explain import runners_up
-from ._search import Found, Scored, Search, distinct, ranked
+from ._search import ScoredCandidate, Search, SearchResult, distinct, ranked
 
 
-def runnable(found: Found, search: Search, fill_in: Callable[[Scored], ParallelPlan]) -> Found:
+def runnable(
+    result: SearchResult, search: Search, fill_in: Callable[[ScoredCandidate], ParallelPlan]
+) -> SearchResult:
     """Return what was found, without candidates to be named that would not run.
 
     Pipelines that nobody asked for are left out as well if it cannot be said whether they run.
 
     Args:
-        found: Candidates, best first.
+        result: Candidates, best first.
         search: What they were found by.
         fill_in: Returns the plan that a candidate stands for.
     """
     tried: dict[int, str] = {}
-    while found.fits:
-        for each in (found.fits[0], *runners_up(found)):
+    while result.fits:
+        for each in (result.fits[0], *runners_up(result)):
             cut = each.candidate.stages
             if each.candidate.layout.pp > 1 and cut not in tried:
                 tried[cut] = _refusal(fill_in(each), search)
         refused = {cut for cut, why in tried.items() if why}
-        kept = [each for each in found.fits if each.candidate.stages not in refused]
-        if len(kept) == len(found.fits):
+        kept = [each for each in result.fits if each.candidate.stages not in refused]
+        if len(kept) == len(result.fits):
             break
-        found = replace(found, fits=tuple(ranked(kept)))
+        result = replace(result, fits=tuple(ranked(kept)))
     reasons = [f"{cut} pipeline stages: {why}" for cut, why in tried.items() if why]
-    return replace(found, rejected=tuple(distinct((*reasons, *found.rejected))))
+    return replace(result, rejected=tuple(distinct((*reasons, *result.rejected))))
 
 
 def _refusal(plan: ParallelPlan, search: Search) -> str:

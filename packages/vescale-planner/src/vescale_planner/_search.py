@@ -14,7 +14,7 @@ from vescale_parallel import ShardingProposal, propose_sharding
 from ._candidates import Candidate, Layout, Rows, candidates, layouts
 from ._cost import Cost, step_cost
 from ._memory import Memory, needed_bytes, peak_memory
-from ._stages import PipelineRank, local_parts, pipeline_ranks, stage_starts
+from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._workload import Workload, itemsize_of, sharded_names
 from .cluster import Cluster
 
@@ -23,7 +23,7 @@ TIE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class ScoredCandidate:
     """A candidate with its predictions."""
 
     candidate: Candidate
@@ -38,7 +38,7 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """Everything that was looked at.
 
     Attributes:
@@ -47,8 +47,8 @@ class Found:
         rejected: Why layouts are impossible, in the order found, each once.
     """
 
-    fits: tuple[Scored, ...]
-    too_large: tuple[Scored, ...]
+    fits: tuple[ScoredCandidate, ...]
+    too_large: tuple[ScoredCandidate, ...]
     rejected: tuple[str, ...]
 
 
@@ -88,13 +88,13 @@ class Search:
         """Whether activations between blocks are cut along the sequence."""
         return bool(self.constraints.get("tensor_parallel.sequence", False))
 
-    def run(self, world_size: int) -> Found:
+    def run(self, world_size: int) -> SearchResult:
         """Score every candidate of a world size.
 
         Raises:
             ValueError: If no sizes of the axes multiply to the world size.
         """
-        scored: list[Scored] = []
+        scored: list[ScoredCandidate] = []
         rejected: dict[str, None] = {}
         for layout in layouts(world_size, self.constraints):
             reason = self._impossible(layout)
@@ -109,13 +109,13 @@ class Search:
         limit = self.cluster.memory_bytes
         fits = [each for each in scored if each.needed_bytes <= limit]
         too_large = [each for each in scored if each.needed_bytes > limit]
-        return Found(
+        return SearchResult(
             fits=tuple(ranked(fits)),
             too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
             rejected=tuple(distinct(rejected)),
         )
 
-    def score(self, candidate: Candidate) -> Scored:
+    def score(self, candidate: Candidate) -> ScoredCandidate:
         """Predict one candidate."""
         ranks = self._ranks_of(candidate)
         itemsize = itemsize_of(self.constraints.get("precision.param"), self.workload.itemsize)
@@ -129,7 +129,7 @@ class Search:
         cost = step_cost(
             candidate, ranks, self.cluster, states=self.states, compute_itemsize=itemsize
         )
-        return Scored(
+        return ScoredCandidate(
             candidate=candidate,
             cost=cost,
             memory=memory,
@@ -223,13 +223,13 @@ def distinct(sentences: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def ranked(fits: list[Scored]) -> list[Scored]:
+def ranked(fits: list[ScoredCandidate]) -> list[ScoredCandidate]:
     """Sort by time; of those about as fast as the fastest, the simplest first."""
     if not fits:
         return []
     fastest = min(each.seconds_per_row for each in fits)
 
-    def key(each: Scored) -> tuple[bool, float, float, Candidate]:
+    def key(each: ScoredCandidate) -> tuple[bool, float, float, Candidate]:
         tied = each.seconds_per_row <= TIE * fastest
         simplicity = each.candidate.moving_parts if tied else 0
         return not tied, simplicity, each.seconds_per_row, each.candidate

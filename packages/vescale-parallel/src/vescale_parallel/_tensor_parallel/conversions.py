@@ -169,7 +169,7 @@ class Boundary:
         return entered
 
     def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
-        """Sum the partial value that leaves a region; keep this rank's part of a ``dim``, if any."""
+        """Sum a partial value that leaves a region; keep this rank's part of ``dim``, if any."""
         self._entered = None
         self._tell("leave", x, dim, 1)
         if dim is None:

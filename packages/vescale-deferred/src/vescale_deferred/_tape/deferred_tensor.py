@@ -16,11 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor.random import Window
-
-from ._history import History, Source
-from ._spectral import is_spectral
-from ._torch_private import (
+from vescale_deferred._torch_private import (
     OpOverload,
     plainly,
     tree_leaves,
@@ -28,11 +24,15 @@ from ._torch_private import (
     without_torch_function,
     wrapper,
 )
-from .exceptions import CannotDefer, ReadError
+from vescale_deferred.exceptions import CannotDefer, ReadError
+from vescale_dtensor.random import Window
+
+from .spectral import is_spectral
+from .tape import Snapshot, Tape
 
 
-class Recorder(Protocol):
-    """Who records what happens to deferred tensors."""
+class DeferredTensorMode(Protocol):
+    """The mode that made a deferred tensor, as that calls it; as ``FakeTensor.fake_mode``."""
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what ``func`` does; at least one of the tensors in its arguments is deferred."""
@@ -46,12 +46,12 @@ class Recorder(Protocol):
         """Return a deferred tensor that will have the values ``tensor`` has now."""
         ...
 
-    def check_not_lent(self, tensor: DeferredTensor) -> None:
+    def check_not_exported(self, tensor: DeferredTensor) -> None:
         """Raise CannotDefer if somebody who looks at the memory of ``tensor`` lacks a write."""
         ...
 
-    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
-        """Watch ``values`` of ``tensor``, on whose memory ``borrower`` lies."""
+    def export(self, tensor: DeferredTensor, values: Tensor, consumer: object) -> None:
+        """Watch ``values`` of ``tensor``, on whose memory ``consumer`` lies."""
         ...
 
 
@@ -61,21 +61,21 @@ class Deferral:
 
     Attributes:
         meta: Its geometry, on the meta device.
-        history: What was written to its storage.
-        recorder: Who records what happens to it.
+        tape: What was written to its storage.
+        mode: The one that made it, and records what happens to it.
         fqn: Its first name in the module that was deferred.
         made: What ``materialize`` put in its place.
     """
 
     meta: Tensor
-    history: History
-    recorder: Recorder
+    tape: Tape
+    mode: DeferredTensorMode
     fqn: str | None = None
     made: Tensor | None = None
 
-    def source(self) -> Source:
+    def snapshot(self) -> Snapshot:
         """Return the tensor as it is now."""
-        return Source(self.history, self.history.version, Window.of(self.meta))
+        return Snapshot(self.tape, self.tape.version, Window.of(self.meta))
 
 
 class DeferredTensor(torch.Tensor):
@@ -83,9 +83,9 @@ class DeferredTensor(torch.Tensor):
 
     deferral: Deferral
 
-    def __new__(cls, meta: Tensor, history: History, recorder: Recorder) -> Self:
-        tensor = wrapper(cls, meta, history.device)
-        tensor.deferral = Deferral(meta, history, recorder)
+    def __new__(cls, meta: Tensor, tape: Tape, mode: DeferredTensorMode) -> Self:
+        tensor = wrapper(cls, meta, tape.device)
+        tensor.deferral = Deferral(meta, tape, mode)
         return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,11 +114,11 @@ class DeferredTensor(torch.Tensor):
             return memo[id(self)]
         deferral = self.deferral
         with plainly():
-            history = memo.get(id(deferral.history))
-            if history is None:
-                history = memo[id(deferral.history)] = deferral.history.fork()
-            meta = Window.of(deferral.meta).on(history.meta.untyped_storage())
-        result = type(self)(meta, history, deferral.recorder)
+            tape = memo.get(id(deferral.tape))
+            if tape is None:
+                tape = memo[id(deferral.tape)] = deferral.tape.fork()
+            meta = Window.of(deferral.meta).on(tape.meta.untyped_storage())
+        result = type(self)(meta, tape, deferral.mode)
         result.requires_grad_(self.requires_grad)
         result.deferral.fqn = deferral.fqn
         memo[id(self)] = result
@@ -163,7 +163,7 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         leaves = tree_leaves((args, kwargs))
         first = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor))
-        return first.deferral.recorder.dispatch(func, args, kwargs or {})
+        return first.deferral.mode.dispatch(func, args, kwargs or {})
 
 
 # Methods that reach for a tensor's memory without passing the dispatcher.
@@ -171,7 +171,7 @@ _READERS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 )
 # Methods that would crash, or lie, because there is no memory. Constructors that call one run for
-# real, see _real_code.py.
+# real, see eager_scopes.py.
 _NEED_MEMORY: frozenset[Any] = frozenset(
     {
         torch.Tensor.data_ptr,
@@ -190,12 +190,12 @@ class DeferredStorage:
 
     def __init__(self, tensor: DeferredTensor) -> None:
         self._tensor = tensor
-        self._cdata = tensor.deferral.history.key
-        self.device = tensor.deferral.history.device
+        self._cdata = tensor.deferral.tape.key
+        self.device = tensor.deferral.tape.device
 
     def nbytes(self) -> int:
         """Return its size."""
-        return self._tensor.deferral.history.nbytes
+        return self._tensor.deferral.tape.nbytes
 
     size = __len__ = nbytes
 
@@ -212,11 +212,11 @@ def _read(
     func: Callable[..., Any], tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a method that reads the memory of ``tensor``, and may lie on it from then on."""
-    recorder = tensor.deferral.recorder
-    values = recorder.values(tensor, getattr(func, "__name__", "read"))
+    mode = tensor.deferral.mode
+    values = mode.values(tensor, getattr(func, "__name__", "read"))
     result = func(values, *args, **kwargs)
     if func is not torch.Tensor.tolist:
-        recorder.lend(tensor, values, result)
+        mode.export(tensor, values, result)
     return result
 
 
@@ -229,16 +229,16 @@ def is_differentiated(args: tuple[Any, ...]) -> bool:
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function on the values of its arguments, and defer its results."""
     leaves = tree_leaves((args, kwargs))
-    recorder = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor)).deferral.recorder
+    mode = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor)).deferral.mode
     name = getattr(func, "__name__", "a function")
 
     def real(leaf: Any) -> Any:
-        return recorder.values(leaf, name) if isinstance(leaf, DeferredTensor) else leaf
+        return mode.values(leaf, name) if isinstance(leaf, DeferredTensor) else leaf
 
     real_args, real_kwargs = tree_map(real, (args, kwargs))
     with plainly():
         result = func(*real_args, **real_kwargs)
-        return tree_map(lambda t: recorder.defer(t) if isinstance(t, Tensor) else t, result)
+        return tree_map(lambda t: mode.defer(t) if isinstance(t, Tensor) else t, result)
 
 
 def _recurrent_layer_asks() -> bool:
@@ -265,7 +265,7 @@ def copy_attributes(tensor: Tensor, other: Tensor) -> None:
 
 def unreadable(tensor: DeferredTensor, reason: str) -> str:
     """Return why a value of ``tensor`` cannot be had, and what to do."""
-    fqn, storage_fqn = tensor.deferral.fqn, tensor.deferral.history.fqn
+    fqn, storage_fqn = tensor.deferral.fqn, tensor.deferral.tape.fqn
     if fqn is not None:
         name = repr(fqn)
     else:
@@ -280,11 +280,11 @@ def unreadable(tensor: DeferredTensor, reason: str) -> str:
 def assign_data(tensor: Tensor, value: Tensor) -> None:
     """Do ``tensor.data = value`` where at least one of the two is deferred."""
     if isinstance(tensor, DeferredTensor):
-        recorder = tensor.deferral.recorder
+        mode = tensor.deferral.mode
         if not isinstance(value, DeferredTensor):
-            value = recorder.defer(value)
+            value = mode.defer(value)
         tensor.deferral.meta = value.deferral.meta
-        tensor.deferral.history = value.deferral.history
+        tensor.deferral.tape = value.deferral.tape
     elif isinstance(value, DeferredTensor):
         raise CannotDefer(
             f"a real {type(tensor).__name__} cannot take over the memory of a deferred tensor of "

@@ -134,6 +134,7 @@ def _frame(first: Window, second: Window) -> list[int]:
 
 def _ranges(window: Window, strides: Sequence[int]) -> list[_Range]:
     """Return the range of ``window`` along every frame dim."""
+    # How many coordinates a frame dim has until the next wider one takes over.
     extents = [math.inf, *(w // n for w, n in pairwise(strides))]
     rest = window.offset
     ranges: list[_Range] = []
@@ -149,12 +150,15 @@ def _ranges(window: Window, strides: Sequence[int]) -> list[_Range]:
 def _spread(ranges: list[_Range], extents: Sequence[float], at: int, dim: int, size: int) -> None:
     """Give a window dim its frame dim, and the next wider ones if it fills that."""
     found = ranges[at]
-    if found.dim >= 0:
+    if found.dim >= 0:  # two window dims along one frame dim, such as a diagonal: no product
         raise NotSliceable
     found.dim = dim
     if found.start + size <= extents[at]:
         found.count = size
         return
+    # The window dim carries over: a flattened view has one dim where the frame has several. It
+    # is still a product of ranges if it begins at 0 and goes all the way round, so that every
+    # coordinate here meets every coordinate of the wider frame dim.
     extent = int(extents[at])
     if found.start or size % extent:
         raise NotSliceable

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor
 
+from vescale_deferred.exceptions import CannotDefer, DeferredError
 from vescale_dtensor.random import (
     CudaKernels,
     Fill,
@@ -27,10 +28,13 @@ from vescale_dtensor.random import (
     Window,
     is_state,
     philox_draws,
+    state_after_words,
+    words_of,
 )
 
-from ._markers import marker_state, marker_value
-from .exceptions import CannotDefer, DeferredError
+# No seed leads to these: the words of a seeded generator are all different.
+_MARKER_WORDS = 600
+_MARK = 0x5EED
 
 
 class Generators:
@@ -108,10 +112,10 @@ class Generators:
         for undo in reversed(self._undo.values()):
             undo()
 
-    def check_untouched(self, before: Tensor) -> None:
-        """Raise if the default generator drew although the operator was not known to draw."""
+    def check_untouched(self, before: Tensor, name: str) -> None:
+        """Raise CannotDefer if the default generator drew in an operator not known to draw."""
         if not torch.equal(before, torch.default_generator.get_state()):
-            raise CannotDefer("an operator drew random numbers without saying so")
+            raise CannotDefer(f"{name} drew random numbers, although it is not known as random")
 
     def _watch(
         self, generator: Generator, state: Tensor, set_state: Callable[[Tensor], object]
@@ -123,3 +127,18 @@ class Generators:
 def _default_generators() -> list[Generator]:
     on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *on_cuda]
+
+
+def marker_state(state: Tensor, value: int) -> Tensor:
+    """Return a state that draws nonsense and tells ``value``, with the seed of ``state``."""
+    words = torch.full_like(words_of(state), value)
+    words[:_MARKER_WORDS] = _MARK
+    return state_after_words(words, state)
+
+
+def marker_value(state: Tensor) -> int | None:
+    """Return the value of a marker, None for an ordinary state."""
+    words = words_of(state)
+    if words[0] != _MARK or not bool((words[:_MARKER_WORDS] == _MARK).all()):
+        return None
+    return int(words[-1])

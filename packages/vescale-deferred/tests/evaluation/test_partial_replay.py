@@ -141,10 +141,10 @@ def test_sliceable_parts_are_computed_without_the_whole(
 ):
     ordinary, deferred = _ordinary_and_deferred(_SLICEABLE[name])
 
-    def refuse(sources: object) -> None:
+    def refuse(snapshots: object) -> None:
         raise AssertionError(f"{name} was evaluated whole")
 
-    monkeypatch.setattr("vescale_deferred._read.replay", refuse)
+    monkeypatch.setattr("vescale_deferred._evaluation.partial_replay.replay", refuse)
     for box in _random_boxes(tuple(ordinary.shape), 5):
         assert torch.equal(read(deferred, box), ordinary[box.slices])
 
@@ -195,8 +195,8 @@ def test_large_parts_are_read_in_bands_and_stay_exact():
 def test_searches_in_pieces_decide_as_the_whole_does(
     bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("vescale_deferred._read._FIRST_SEARCHED_NUMEL", 100)
-    monkeypatch.setattr("vescale_deferred._read._SEARCHED_NUMEL", 1000)
+    monkeypatch.setattr("vescale_deferred._evaluation.partial_replay._FIRST_SEARCHED_NUMEL", 100)
+    monkeypatch.setattr("vescale_deferred._evaluation.partial_replay._SEARCHED_NUMEL", 1000)
     for shape in ((70, 31), (3, 1200)):
         ordinary, deferred = _ordinary_and_deferred(
             lambda shape=shape: nn.init.trunc_normal_(torch.empty(shape), 0, 1, *bounds)

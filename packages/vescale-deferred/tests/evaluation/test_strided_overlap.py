@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from vescale_deferred._overlap import NotSliceable, overlap, select
+from vescale_deferred._evaluation.strided_overlap import NotSliceable, overlap, select
 from vescale_dtensor.random import Window
 
 _STORAGE = torch.arange(240, dtype=torch.float32)

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from ._torch_private import OpOverload, schema
+from vescale_deferred._torch_private import OpOverload, schema
 
 
 def aten(names: str) -> frozenset[str]:
@@ -34,7 +34,7 @@ _UNDECLARED = dict.fromkeys(
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OpSchema:
     """What the schema of an operator says, and what it conceals.
 
     Attributes:
@@ -61,7 +61,7 @@ class Operator:
 
 
 @lru_cache(maxsize=4096)
-def operator(func: OpOverload) -> Operator:
+def op_schema(func: OpOverload) -> OpSchema:
     """Return what the schema of ``func`` says."""
     found = schema(func)
     arguments = found.arguments
@@ -73,7 +73,7 @@ def operator(func: OpOverload) -> Operator:
         or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
     names = {argument.name for argument in arguments}
-    return Operator(
+    return OpSchema(
         name=found.name,
         mutated=tuple((position, argument.name) for position, argument in written),
         overwrites=all(argument.is_out for _, argument in written) or found.name in _OVERWRITING,

@@ -7,18 +7,23 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from ._spectral import is_spectral
-from ._tensor import SET_DATA, DeferredTensor, assign_data, is_differentiated
-from ._torch_private import plainly, tree_leaves
+from vescale_deferred._tape.deferred_tensor import (
+    SET_DATA,
+    DeferredTensor,
+    assign_data,
+    is_differentiated,
+)
+from vescale_deferred._tape.spectral import is_spectral
+from vescale_deferred._torch_private import plainly, tree_leaves
 
 _SETTER = type(SET_DATA)
 
 
-class Functions(TorchFunctionMode):
+class ConstructionFunctionMode(TorchFunctionMode):
     """Looks at the calls of torch's functions in a constructor.
 
     ``real.data = deferred`` would leave ``real`` with a null pointer, as torch asks the class of
-    ``real`` alone: lazy modules take their memory like that. And what is said in _spectral.py of
+    ``real`` alone: lazy modules take their memory like that. And what is said in spectral.py of
     subclasses is true of all tensors while a dispatch mode is entered.
     """
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._tape.op_schema import aten, op_schema
+from vescale_deferred._tape.tape import Entry, Snapshot, Tape, Write
+from vescale_deferred._torch_private import plainly
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, RandomTensor, Window, memory_order
 
-from ._history import Entry, History, Source, Write
-from ._operators import aten, operator
-from ._overlap import Factor, NotSliceable, Part, broadcast, overlap, select
-from ._replay import call, replay
-from ._torch_private import plainly
+from .replay import replay, run_op
+from .strided_overlap import Factor, NotSliceable, Part, broadcast, overlap, select
 
 # Temporaries are about this large, several at a time.
 _BAND_NUMEL = 1 << 22
@@ -46,30 +46,30 @@ _POINTWISE = aten(
 _POINTWISE_IN_PLACE = frozenset(f"{name}_" for name in _POINTWISE)
 
 
-def read_part(source: Source) -> Tensor:
-    """Return the values at the window of ``source``, in memory of their own.
+def replay_part(snapshot: Snapshot) -> Tensor:
+    """Return the values at the window of ``snapshot``, in memory of their own.
 
     Besides the result there are temporaries of a few times 16 MiB, and where an operator is not
     sliceable the storages it needs.
     """
-    window = source.window
-    out = torch.empty(window.shape, dtype=window.dtype, device=source.history.device)
+    window = snapshot.window
+    out = torch.empty(window.shape, dtype=window.dtype, device=snapshot.tape.device)
     with plainly():
         reader = _Reader()
         for band, index in _bands(window):
             reader.forget_values()
-            reader.read(replace(source, window=band), out[index])
+            reader.read(replace(snapshot, window=band), out[index])
     return out
 
 
-def any_true(source: Source) -> bool:
+def any_true(snapshot: Snapshot) -> bool:
     """Return whether any element of a boolean tensor is true, without holding all of them."""
     with plainly():
         reader = _Reader()
-        for band, _ in _bands(source.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
+        for band, _ in _bands(snapshot.window, _FIRST_SEARCHED_NUMEL, _SEARCHED_NUMEL):
             reader.forget_values()
-            out = torch.empty(band.shape, dtype=torch.bool, device=source.history.device)
-            reader.read(replace(source, window=band), out)
+            out = torch.empty(band.shape, dtype=torch.bool, device=snapshot.tape.device)
+            reader.read(replace(snapshot, window=band), out)
             if bool(out.any()):
                 return True
     return False
@@ -107,8 +107,8 @@ class _Reader:
     """Computes parts of tensors, each once."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[History, int, Window], Tensor] = {}
-        self._storages: dict[tuple[History, int], torch.UntypedStorage] = {}
+        self._values: dict[tuple[Tape, int, Window], Tensor] = {}
+        self._storages: dict[tuple[Tape, int], torch.UntypedStorage] = {}
         self._random: dict[int, RandomTensor | PhiloxDraws] = {}
         self._depth = 0
 
@@ -116,46 +116,48 @@ class _Reader:
         """Drop the parts computed so far, but not the storages evaluated whole."""
         self._values.clear()
 
-    def read(self, source: Source, out: Tensor) -> None:
-        """Put the values of ``source`` into ``out``."""
+    def read(self, snapshot: Snapshot, out: Tensor) -> None:
+        """Put the values of ``snapshot`` into ``out``."""
         self._depth += 1
         try:
             if self._depth > _MAX_DEPTH:
                 raise NotSliceable
-            self._read_last_write(source, out)
+            self._read_last_write(snapshot, out)
         except NotSliceable:
-            key = source.history, source.version
+            key = snapshot.tape, snapshot.version
             if key not in self._storages:
-                self._storages[key] = replay([source])[0].untyped_storage()
-            out.copy_(source.window.on(self._storages[key]))
+                self._storages[key] = replay([snapshot])[0].untyped_storage()
+            out.copy_(snapshot.window.on(self._storages[key]))
         finally:
             self._depth -= 1
 
-    def _read_last_write(self, source: Source, out: Tensor) -> None:
-        window = source.window
+    def _read_last_write(self, snapshot: Snapshot, out: Tensor) -> None:
+        window = snapshot.window
         expanded = [s == 0 and n > 1 for s, n in zip(window.stride, window.shape, strict=True)]
         if any(expanded):
+            # An expanded tensor has one element for many indices: read it once, then broadcast.
             shape = tuple(1 if e else n for e, n in zip(expanded, window.shape, strict=True))
             once = Window(shape, window.stride, window.offset, window.dtype)
-            out.copy_(self._value(Source(source.history, source.version, once)))
+            out.copy_(self._value(Snapshot(snapshot.tape, snapshot.version, once)))
             return
-        for version in range(source.version - 1, -1, -1):
-            entry = source.history.entries[version]
+        for version in range(snapshot.version - 1, -1, -1):
+            entry = snapshot.tape.entries[version]
             shared = overlap(entry.window, window)
             if shared is None:
                 continue
             if not shared.is_all_of_second:
-                self.read(Source(source.history, version, window), out)
+                # What this write left alone is of an earlier version; then put the write on top.
+                self.read(Snapshot(snapshot.tape, version, window), out)
             target = select(Window.of(out), shared.in_second).on(out.untyped_storage())
             self._evaluate(entry, shared.in_first, target)
             return
 
-    def _value(self, source: Source) -> Tensor:
-        window = source.window
-        key = source.history, source.version, window
+    def _value(self, snapshot: Snapshot) -> Tensor:
+        window = snapshot.window
+        key = snapshot.tape, snapshot.version, window
         if key not in self._values:
-            out = torch.empty(window.shape, dtype=window.dtype, device=source.history.device)
-            self.read(source, out)
+            out = torch.empty(window.shape, dtype=window.dtype, device=snapshot.tape.device)
+            self.read(snapshot, out)
             self._values[key] = out
         return self._values[key]
 
@@ -165,14 +167,14 @@ class _Reader:
         if write.func is None:
             target.copy_(_cut(write.args[0], written.shape, part))
             return
-        name = operator(write.func).name
+        name = op_schema(write.func).name
         if write.point is not None:
             self._draw(write, written, part, target)
         elif name in _ZEROS | _ONES:
             target.fill_(int(name in _ONES))
         elif name in _FULL:
             value = write.args[1]
-            target.fill_(self._value(value) if isinstance(value, Source) else value)
+            target.fill_(self._value(value) if isinstance(value, Snapshot) else value)
         elif name in _COPIES:
             original = write.args[1] if name == "aten::copy_" else write.args[0]
             target.copy_(self._argument(original, written.shape, part))
@@ -187,12 +189,12 @@ class _Reader:
 
     def _argument(self, argument: Any, shape: tuple[int, ...], part: Part) -> Any:
         """Return the part of an argument that broadcasts to ``shape``; numbers as they are."""
-        if isinstance(argument, Source):
+        if isinstance(argument, Snapshot):
             window = argument.window
             # A tensor without dims stays one: it counts less in type promotion.
             if window.shape:
                 window = select(broadcast(window, shape), part)
-            return self._value(Source(argument.history, argument.version, window))
+            return self._value(Snapshot(argument.tape, argument.version, window))
         return _cut(argument, shape, part) if isinstance(argument, Tensor) else argument
 
     def _compute(
@@ -201,7 +203,7 @@ class _Reader:
         args = [self._argument(argument, shape, part) for argument in write.args]
         if name.endswith("_"):
             args[0] = args[0].clone()  # others may read the same part
-        target.copy_(call(write, tuple(args), write.kwargs))
+        target.copy_(run_op(write, tuple(args), write.kwargs))
 
     def _choose(self, write: Write, shape: tuple[int, ...], part: Part, target: Tensor) -> None:
         """Compute ``where``, and only what is chosen if that is the same for all elements."""
@@ -219,6 +221,7 @@ class _Reader:
     def _draw(self, write: Write, written: Window, part: Part, target: Tensor) -> None:
         if write.draws is None:
             raise NotSliceable
+        # A kernel draws in an order of its own: select the part in that, not in memory.
         order = Window(written.shape, _drawing_order(write.draws, written), 0, written.dtype)
         if write.index not in self._random:
             self._random[write.index] = _drawn(write, write.draws, written)
@@ -233,6 +236,8 @@ class _Reader:
         rank = len(shapes[0]) + is_stack
         dim = (write.args[1] if len(write.args) > 1 else 0) % rank
         along = [position for position, factor in enumerate(part) if factor.dim == dim]
+        # Only one range along the concatenated dim, and one that takes every index of it, can
+        # be cut at the borders of the tensors.
         if len(along) > 1 or any(part[position].multiplier != 1 for position in along):
             raise NotSliceable
         if not along:  # the output has one index along the dim
@@ -286,8 +291,8 @@ def _is_exact(write: Write) -> bool:
     return not has_options and len(write.outputs) <= 1
 
 
-def _shape(tensor: Source | Tensor) -> tuple[int, ...]:
-    return tensor.window.shape if isinstance(tensor, Source) else tuple(tensor.shape)
+def _shape(tensor: Snapshot | Tensor) -> tuple[int, ...]:
+    return tensor.window.shape if isinstance(tensor, Snapshot) else tuple(tensor.shape)
 
 
 def _with(part: Part, at: int, factor: Factor) -> Part:

@@ -1,4 +1,4 @@
-"""Which parts of a constructor run for real, because they cannot be deferred?
+"""Eager scopes: the functions of a constructor that run for real, as they cannot be deferred.
 
 Nobody knows before it is tried. When a construction fails, the function in which it failed is
 noted and the construction begins anew; tensors which that function makes are then real. What the
@@ -16,13 +16,13 @@ from typing import Literal
 
 from torch import nn
 
-from ._where import is_foreign, line_of
+from .user_frame import is_user_file, user_line
 
 _Extent = Literal["own", "all"]
 _MAX_NUM_ATTEMPTS = 8
 
 
-class RealCode:
+class EagerScopes:
     """Functions that run for real, as learned from failures.
 
     Args:
@@ -68,14 +68,14 @@ class RealCode:
 
 def reason_of(error: Exception) -> str:
     """Return what went wrong, and in which line of a person's code."""
-    return f"{type(error).__name__}: {error} ({line_of(error)})"
+    return f"{type(error).__name__}: {error} ({user_line(error)})"
 
 
 def _was_raised_on_purpose(traceback: TracebackType | None) -> bool:
     """Whether a person's ``raise`` was it: that happens for real as well."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    if traceback is None or not is_foreign(traceback.tb_frame.f_code.co_filename):
+    if traceback is None or not is_user_file(traceback.tb_frame.f_code.co_filename):
         return False
     code = traceback.tb_frame.f_code.co_code
     return dis.opname[code[traceback.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
@@ -89,7 +89,7 @@ def _scopes(traceback: TracebackType | None, around: CodeType) -> Iterator[CodeT
         traceback = traceback.tb_next
     is_innermost = True
     for frame in reversed(frames):
-        if _constructs_module(frame) or (is_innermost and is_foreign(frame.f_code.co_filename)):
+        if _constructs_module(frame) or (is_innermost and is_user_file(frame.f_code.co_filename)):
             is_innermost = False
             yield frame.f_code
 

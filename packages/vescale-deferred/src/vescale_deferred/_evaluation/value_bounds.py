@@ -1,4 +1,4 @@
-"""Is a yes-or-no answer known without drawing?
+"""Bounds of random values: is a yes-or-no answer known without drawing?
 
 ``trunc_normal_`` asks again and again whether any element is out of bounds, and if so draws
 again. To answer means to draw all elements, whoever owns them. But normal numbers made from
@@ -8,10 +8,9 @@ are far beyond it.
 
 from __future__ import annotations
 
+from vescale_deferred._tape.op_schema import aten, op_schema
+from vescale_deferred._tape.tape import Snapshot, Write
 from vescale_dtensor.random import fill_of
-
-from ._history import Source, Write
-from ._operators import aten, operator
 
 # The uniform numbers behind a normal one have 53 bits at most: sqrt(-2 log 2**-53) = 8.57.
 _MAX_NUM_STDS = 9.0
@@ -19,34 +18,34 @@ _MAX_NUM_STDS = 9.0
 _COMPARISONS = aten("lt le gt ge")
 
 
-def certain(source: Source) -> bool | None:
+def known_truth(snapshot: Snapshot) -> bool | None:
     """Return what all elements of a boolean tensor are, None if that takes evaluating them."""
-    write = _only_write(source)
+    write = _only_write(snapshot)
     if write is None or write.func is None:
         return None
-    name = operator(write.func).name
+    name = op_schema(write.func).name
     if name in _COMPARISONS and isinstance(write.args[1], int | float):
         return _compare(name, _bounds(write.args[0]), write.args[1])
-    if name in ("aten::bitwise_or", "aten::logical_or") and isinstance(write.args[1], Source):
-        either = certain(write.args[0]), certain(write.args[1])
+    if name in ("aten::bitwise_or", "aten::logical_or") and isinstance(write.args[1], Snapshot):
+        either = known_truth(write.args[0]), known_truth(write.args[1])
         if True in either:
             return True
         return None if None in either else False
     if name == "aten::any" and len(write.args) == 1 and write.args[0].window.numel:
-        return certain(write.args[0])
+        return known_truth(write.args[0])
     return None
 
 
-def _only_write(source: Source) -> Write | None:
-    """Return the write that all of ``source`` comes from."""
-    if not source.version:
+def _only_write(snapshot: Snapshot) -> Write | None:
+    """Return the write that all of ``snapshot`` comes from."""
+    if not snapshot.version:
         return None
-    entry = source.history.entries[source.version - 1]
-    return entry.write if entry.covers and entry.window.numel == source.window.numel else None
+    entry = snapshot.tape.entries[snapshot.version - 1]
+    return entry.write if entry.covers and entry.window.numel == snapshot.window.numel else None
 
 
-def _bounds(source: Source) -> tuple[float, float] | None:
-    write = _only_write(source)
+def _bounds(snapshot: Snapshot) -> tuple[float, float] | None:
+    write = _only_write(snapshot)
     if write is None or write.func is None:
         return None
     fill = fill_of(write.func, write.args)

@@ -1,7 +1,7 @@
-"""What has been written to a storage that does not exist yet?
+"""The tape of a storage that does not exist yet: what was written to it, in order.
 
-A deferred tensor is a window on a :class:`History`, as an ordinary tensor is a window on a
-storage. Operators append to histories and never look at values; a read goes back from the last
+A deferred tensor is a window on a :class:`Tape`, as an ordinary tensor is a window on a
+storage. Operators append to tapes and never look at values; a read goes back from the last
 write to those writes it depends on. Views need no entry: they are other windows.
 """
 
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._torch_private import OpOverload, storage_key, tree_leaves
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
-
-from ._torch_private import OpOverload, storage_key, tree_leaves
 
 _next_index = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """An operator and its arguments, deferred tensors among them."""
 
     func: OpOverload
@@ -31,8 +30,8 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class History:
-    """The writes to one storage, in order.
+class Tape:
+    """The recorded writes to one storage, in order.
 
     Attributes:
         meta: A tensor on the meta device whose storage stands for this one.
@@ -70,13 +69,13 @@ class History:
                 return index
         return 0
 
-    def fork(self) -> History:
-        """Return a history that begins with a copy of what is in this one."""
-        copy = History(torch.empty_like(self._flat()), self.device)
+    def fork(self) -> Tape:
+        """Return a tape that begins with a copy of what is in this one."""
+        copy = Tape(torch.empty_like(self._flat()), self.device)
         flat = Window.of(copy.meta)
-        source = Source(self, self.version, flat)
+        snapshot = Snapshot(self, self.version, flat)
         clone = torch.ops.aten.clone.default
-        Write(clone, (source,), outputs=(Source(copy, 0, flat),)).enter()
+        Write(clone, (snapshot,), outputs=(Snapshot(copy, 0, flat),)).enter()
         return copy
 
     def _flat(self) -> Tensor:
@@ -86,10 +85,10 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """A deferred tensor as an operator found it: a window on a version of a history."""
+class Snapshot:
+    """A deferred tensor as an operator found it: a window on a version of a tape."""
 
-    history: History
+    tape: Tape
     version: int
     window: Window
 
@@ -100,11 +99,11 @@ class Write:
 
     Attributes:
         func: The operator; None if the outputs are the constants in ``args``.
-        args: Its arguments, with a :class:`Source` or a private copy for every tensor.
+        args: Its arguments, with a :class:`Snapshot` or a private copy for every tensor.
         kwargs: Likewise.
         outputs: The new tensors it returned, flat; None for what is not recorded.
         mutated: The arguments it wrote to.
-        overwrites: Whether the result does not depend on what was in the mutated histories.
+        overwrites: Whether the result does not depend on what was in the mutated tapes.
         point: Where the generator was, for a random operator; its state if it is one of CUDA.
         draws: What a random operator draws, if that is known.
         default_dtype: torch's default at the time.
@@ -114,38 +113,38 @@ class Write:
     func: OpOverload | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    outputs: tuple[Source | None, ...] = ()
-    mutated: tuple[Source, ...] = ()
+    outputs: tuple[Snapshot | None, ...] = ()
+    mutated: tuple[Snapshot, ...] = ()
     overwrites: bool = True
     point: Point | Tensor | None = None
     draws: Draws | PhiloxDraws | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     index: int = field(default_factory=lambda: next(_next_index))
 
-    def arguments(self) -> list[Source]:
+    def arguments(self) -> list[Snapshot]:
         """Return all deferred tensors among the arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Source)]
+        return [leaf for leaf in leaves if isinstance(leaf, Snapshot)]
 
-    def reads(self) -> list[Source]:
+    def reads(self) -> list[Snapshot]:
         """Return the deferred tensors whose values the operator needs."""
-        written = {out.history for out in self.mutated} if self.overwrites else ()
-        return [source for source in self.arguments() if source.history not in written]
+        written = {out.tape for out in self.mutated} if self.overwrites else ()
+        return [snapshot for snapshot in self.arguments() if snapshot.tape not in written]
 
-    def histories(self) -> set[History]:
-        """Return all histories that the operator reads or writes."""
-        return {source.history for source in (*self.arguments(), *filter(None, self.outputs))}
+    def tapes(self) -> set[Tape]:
+        """Return all tapes that the operator reads or writes."""
+        return {snapshot.tape for snapshot in (*self.arguments(), *filter(None, self.outputs))}
 
     def enter(self) -> None:
-        """Append the write to the histories it changed."""
+        """Append the write to the tapes it changed."""
         for out in (*filter(None, self.outputs), *self.mutated):
-            covers = self.overwrites and out.window.covers(out.history.nbytes)
-            out.history.entries.append(Entry(self, out.window, covers))
+            covers = self.overwrites and out.window.covers(out.tape.nbytes)
+            out.tape.entries.append(Entry(self, out.window, covers))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What a write did to one history.
+    """What a write did to one tape.
 
     Attributes:
         write: The operator call.

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._tape.deferred_tensor import DeferredTensor
+from vescale_deferred._tape.op_schema import op_schema
+from vescale_deferred._tape.tape import OpCall
+from vescale_deferred._torch_private import tree_map
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window, cuda_kernels, draws, fill_of
 
-from ._generators import Generators
-from ._history import Call
-from ._operators import operator
-from ._replay import values
-from ._tensor import DeferredTensor
-from ._torch_private import tree_map
+from .generators import Generators
 
 
-def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Point, Draws | None]:
+def draw_on_cpu(
+    call: OpCall, window: Window, generators: Generators
+) -> tuple[Point, Draws | None]:
     """Move the generator as ``call`` does; return where it was, and what it draws if known.
 
     Args:
@@ -33,7 +35,8 @@ def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Poi
         generators.move(generator, found[1])
         return point, found[0]
     # What it draws can only be learned by drawing.
-    op = operator(call.func)
+    op = op_schema(call.func)
+    # What it overwrites needs no values, only memory to draw into.
     target = id(call.args[0]) if op.mutated and op.overwrites else None
 
     def real(leaf: Any) -> Any:
@@ -50,7 +53,7 @@ def draw_on_cpu(call: Call, window: Window, generators: Generators) -> tuple[Poi
 
 
 def draw_on_cuda(
-    call: Call, outputs: Any, device: torch.device, generators: Generators
+    call: OpCall, outputs: Any, device: torch.device, generators: Generators
 ) -> PhiloxDraws | None:
     """Move the generator as ``call`` does; None, and it has not moved, if parts cannot be drawn.
 

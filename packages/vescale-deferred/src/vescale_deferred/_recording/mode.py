@@ -1,4 +1,4 @@
-"""Run a constructor so that no tensor in it gets memory."""
+"""The mode in which a constructor runs, so that no tensor in it gets memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from ._functions import Functions
-from ._generators import Generators
-from ._loans import Loans
-from ._operators import aten, operator
-from ._real_code import RealCode
-from ._record import Recording
-from ._replay import values
-from ._tensor import DeferredTensor, unreadable
-from ._torch_private import OpOverload, TorchDispatchMode, is_tracing, plainly, tree_leaves
-from .exceptions import DeferredError, ReadError
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._tape.deferred_tensor import DeferredTensor, unreadable
+from vescale_deferred._tape.op_schema import aten, op_schema
+from vescale_deferred._torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    is_tracing,
+    plainly,
+    tree_leaves,
+)
+from vescale_deferred.exceptions import DeferredError, ReadError
+
+from .buffer_exports import BufferExports
+from .eager_scopes import EagerScopes
+from .function_mode import ConstructionFunctionMode
+from .generators import Generators
+from .recorder import Recorder
 
 # What may happen to deferred tensors when their constructor is done: other places to see the same
 # storage, copies with another dtype or device, and tensors that only take over the geometry.
@@ -26,36 +33,36 @@ _GEOMETRY_ONLY = aten(
 )
 
 
-class Construction(TorchDispatchMode):
-    """Records while it is entered, and looks after the tensors when it is left.
+class ConstructionMode(TorchDispatchMode):
+    """The dispatch mode of a constructor: records it, and looks after its tensors when left.
 
     Args:
-        real_code: What makes real tensors.
+        eager_scopes: What makes real tensors.
 
     Attributes:
         generators: Where the generators are while it is entered.
     """
 
-    def __init__(self, real_code: RealCode | None = None) -> None:
+    def __init__(self, eager_scopes: EagerScopes | None = None) -> None:
         super().__init__()
         self.generators = Generators()
-        self._real_code = real_code
-        self._functions = Functions()
-        self._loans = Loans()
+        self._eager_scopes = eager_scopes
+        self._function_mode = ConstructionFunctionMode()
+        self._exports = BufferExports()
         self._is_open = False
 
-    def __enter__(self) -> Construction:
+    def __enter__(self) -> ConstructionMode:
         self._is_open = True
         super().__enter__()
-        self._functions.__enter__()
+        self._function_mode.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._functions.__exit__(*exception)
+        self._function_mode.__exit__(*exception)
         super().__exit__(*exception)
         self._is_open = False
-        if exception[0] is None:
-            self._loans.settle()
+        if exception[0] is None:  # after an error the construction begins anew
+            self._exports.settle()
 
     def __torch_dispatch__(
         self,
@@ -67,14 +74,14 @@ class Construction(TorchDispatchMode):
         if is_tracing():
             return func(*args, **(kwargs or {}))
         with plainly():
-            recording = Recording(self, self.generators, self._real_code)
-            return recording.call(func, args, kwargs or {})
+            recorder = Recorder(self, self.generators, self._eager_scopes)
+            return recorder.call(func, args, kwargs or {})
 
     def dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record what still makes sense now that the constructor is done."""
-        op = operator(func)
+        op = op_schema(func)
         generators = Generators()
-        recording = Recording(self, generators)
+        recorder = Recorder(self, generators)
         if op.name in _GEOMETRY_ONLY:
             with plainly():
                 return _like(func, args, kwargs)
@@ -85,7 +92,7 @@ class Construction(TorchDispatchMode):
         if is_write or op.name in _COPIES or op.is_view:
             with plainly():
                 try:
-                    return recording.call(func, args, kwargs)
+                    return recorder.call(func, args, kwargs)
                 finally:
                     generators.settle()
         leaves = tree_leaves((args, kwargs))
@@ -98,26 +105,26 @@ class Construction(TorchDispatchMode):
             raise ReadError(unreadable(tensor, reason))
         return values(tensor)
 
-    def lend(self, tensor: DeferredTensor, values: Tensor, borrower: object) -> None:
+    def export(self, tensor: DeferredTensor, values: Tensor, consumer: object) -> None:
         """Note who looks at the memory of ``values``, which are those of ``tensor``."""
-        self._loans.add(tensor.deferral.history, values, borrower)
+        self._exports.add(tensor.deferral.tape, values, consumer)
 
-    def check_not_lent(self, tensor: DeferredTensor) -> None:
+    def check_not_exported(self, tensor: DeferredTensor) -> None:
         """Raise CannotDefer if somebody would not see a write to ``tensor``."""
-        self._loans.check(tensor.deferral.history)
+        self._exports.check(tensor.deferral.tape)
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values of ``tensor``."""
         with plainly():
-            return Recording(self, self.generators).defer(tensor)
+            return Recorder(self, self.generators).defer(tensor)
 
 
 def _check_not_made(targets: list[DeferredTensor]) -> None:
     for tensor in targets:
         deferral = tensor.deferral
-        if deferral.made is not None or deferral.history.storage is not None:
+        if deferral.made is not None or deferral.tape.storage is not None:
             raise DeferredError(
-                f"{(deferral.fqn or deferral.history.fqn)!r} has been materialised; write to the "
+                f"{(deferral.fqn or deferral.tape.fqn)!r} has been materialised; write to the "
                 "tensor that is in the module now, not to the deferred one"
             )
 

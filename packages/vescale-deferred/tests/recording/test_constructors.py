@@ -13,17 +13,9 @@ from torch.nn.utils import parametrizations
 
 from vescale_deferred import DeferredWarning, deferred_init, is_deferred, materialize
 
+from .modules import holder
+
 Check = Callable[[Callable[[], nn.Module]], Any]
-
-
-def _holder(**tensors: Tensor) -> Any:
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            module.register_parameter(name, nn.Parameter(tensor))
-        else:
-            module.register_buffer(name, tensor)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def test_initialisers_give_their_ordinary_values(
     init: Callable[[Tensor], object], shape: tuple[int, int], same_as_ordinary: Check
 ):
     def factory() -> Any:
-        module = _holder(w=torch.empty(shape), after=torch.rand(3))
+        module = holder(w=torch.empty(shape), after=torch.rand(3))
         init(module.w)
         nn.init.uniform_(module.after)
         return module
@@ -58,7 +50,7 @@ def test_initialisers_give_their_ordinary_values(
 
 
 def test_dirac_gives_its_ordinary_values(same_as_ordinary: Check):
-    same_as_ordinary(lambda: _holder(w=nn.init.dirac_(torch.empty(8, 8, 3))))
+    same_as_ordinary(lambda: holder(w=nn.init.dirac_(torch.empty(8, 8, 3))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -76,7 +68,7 @@ def test_the_default_dtype_of_the_time_is_used(same_as_ordinary: Check):
     def factory() -> Any:
         torch.set_default_dtype(torch.float64)
         try:
-            return _holder(a=torch.rand(20), b=torch.arange(5) / 3)
+            return holder(a=torch.rand(20), b=torch.arange(5) / 3)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -88,7 +80,7 @@ def test_values_that_python_asks_for_are_exact(same_as_ordinary: Check):
         size = int(torch.randint(3, 9, ()))
         scale = torch.rand(4).tolist()[2]
         array = torch.rand(3).numpy()
-        module = _holder(
+        module = holder(
             a=torch.full((size,), scale),
             b=torch.from_numpy(array * 2),
             c=torch.rand(size) if torch.randn(4).sum() > 0 else torch.randn(size),
@@ -102,67 +94,10 @@ def test_values_that_python_asks_for_are_exact(same_as_ordinary: Check):
     assert module.drop == [x.item() for x in torch.linspace(0, 0.1, 5)]
 
 
-def test_seeding_and_forking_inside_a_constructor_is_followed(same_as_ordinary: Check):
-    def factory() -> Any:
-        a = torch.rand(4)
-        torch.manual_seed(9)
-        b = torch.randn(3)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(8)
-            c = torch.rand(5)
-        state = torch.get_rng_state()
-        d = torch.randn(5)
-        torch.set_rng_state(state)
-        return _holder(a=a, b=b, c=c, d=d, e=torch.randn(5), f=torch.rand(20))
-
-    same_as_ordinary(factory)
-
-
-def test_explicit_generators_are_followed_and_left_in_their_ordinary_state(
-    same_as_ordinary: Check,
-):
-    ends: list[Tensor] = []
-    generator = torch.Generator()
-
-    def factory() -> Any:
-        generator.manual_seed(4)
-        module = _holder(
-            a=torch.rand(4, generator=generator),
-            b=torch.randn(40, generator=generator),
-            c=torch.rand(3),
-            d=torch.empty(5).normal_(generator=generator),
-            e=torch.randperm(9, generator=generator),
-        )
-        return module
-
-    factory()
-    ends.append(generator.get_state())
-    deferred_init(factory)
-    ends.append(generator.get_state())
-    assert torch.equal(*ends)
-    same_as_ordinary(factory)
-
-
-def test_random_operators_whose_draws_are_not_known_are_exact(same_as_ordinary: Check):
-    same_as_ordinary(
-        lambda: _holder(
-            a=torch.randperm(10),
-            b=torch.multinomial(torch.rand(10), 3),
-            c=torch.bernoulli(torch.rand(5)),
-            d=torch.empty(40).exponential_(),
-            e=torch.normal(torch.rand(40), torch.ones(40)),
-            f=torch.view_as_real(torch.randn(9, dtype=torch.complex64)),
-            g=nn.functional.dropout(torch.ones(20)),
-            h=torch.poisson(torch.rand(4) * 5),
-            i=torch.randn(5),
-        )
-    )
-
-
 def test_parameters_that_view_one_base_still_do(same_as_ordinary: Check):
     def factory() -> Any:
         base = torch.rand(10, 4)
-        return _holder(a=base[:5], b=base[5:], c=base, d=base.t(), other=torch.rand(3))
+        return holder(a=base[:5], b=base[5:], c=base, d=base.t(), other=torch.rand(3))
 
     same_as_ordinary(factory)
 
@@ -239,7 +174,7 @@ def test_real_tensors_meet_deferred_ones(same_as_ordinary: Check):
         mixed = torch.zeros(3) + torch.from_numpy(array)
         array[:] = 7
         drawn = torch.tensor([1.0, 2.0]).normal_()
-        return _holder(a=real, b=mixed, c=drawn, d=torch.rand(3))
+        return holder(a=real, b=mixed, c=drawn, d=torch.rand(3))
 
     same_as_ordinary(factory)
 
@@ -255,7 +190,7 @@ def test_operators_may_write_through_views_and_out_arguments(same_as_ordinary: C
         a.copy_(a)
         c = torch.empty(3, 5).t_()
         c.uniform_()
-        return _holder(a=a, b=b, c=c)
+        return holder(a=a, b=b, c=c)
 
     same_as_ordinary(factory)
 
@@ -284,7 +219,7 @@ def test_what_cannot_be_deferred_is_constructed_for_real_and_says_why():
         random.random()
         w = torch.rand(4)
         w.resize_(2, 2)
-        return _holder(w=w)
+        return holder(w=w)
 
     torch.manual_seed(0)
     random.seed(0)
@@ -362,45 +297,17 @@ def test_deferring_inside_a_deferred_constructor_works():
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
-def test_a_generator_state_kept_by_a_module_is_the_ordinary_one():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(700))
-            self.state = torch.get_rng_state()
-
-    torch.manual_seed(2)
-    expected = Net()
-    torch.manual_seed(2)
-    assert torch.equal(deferred_init(Net).state, expected.state)
-
-
 def test_legacy_constructors_are_recorded(same_as_ordinary: Check):
     same_as_ordinary(
-        lambda: _holder(a=torch.Tensor(3, 4).uniform_(), b=torch.FloatTensor(5).normal_())
+        lambda: holder(a=torch.Tensor(3, 4).uniform_(), b=torch.FloatTensor(5).normal_())
     )
-
-
-def test_the_generator_is_in_its_ordinary_state_even_if_it_drew_after_a_jump():
-    def factory() -> Any:
-        module = nn.Linear(2000, 2000)
-        module.register_buffer("order", torch.randperm(5))
-        return module
-
-    torch.manual_seed(2)
-    expected = factory()
-    end = torch.get_rng_state()
-    torch.manual_seed(2)
-    module = deferred_init(factory)
-    assert torch.equal(torch.get_rng_state(), end)
-    assert torch.equal(materialize(module).order, expected.order)
 
 
 def test_operators_on_lists_of_tensors_are_recorded(same_as_ordinary: Check):
     def factory() -> Any:
         a, b = torch.rand(3), torch.rand(4)
         torch.ops.aten._foreach_mul_.Scalar([a, b], 2.0)
-        return _holder(a=a, b=b, c=torch.ops.aten._foreach_add.Scalar([a, b], 1.0)[1])
+        return holder(a=a, b=b, c=torch.ops.aten._foreach_add.Scalar([a, b], 1.0)[1])
 
     same_as_ordinary(factory)
 

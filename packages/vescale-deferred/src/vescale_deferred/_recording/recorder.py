@@ -13,79 +13,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
-
-from ._certain import certain
-from ._draw import draw_on_cpu, draw_on_cuda
-from ._generators import Generators
-from ._history import Call, History, Source, Write
-from ._operators import Operator, aten, operator
-from ._read import any_true, read_part
-from ._real_code import RealCode
-from ._replay import values
-from ._tensor import DeferredTensor, Recorder, assign_data
-from ._torch_private import (
+from vescale_deferred._evaluation.partial_replay import any_true, replay_part
+from vescale_deferred._evaluation.replay import values
+from vescale_deferred._evaluation.value_bounds import known_truth
+from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
+from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
+from vescale_deferred._tape.tape import OpCall, Snapshot, Tape, Write
+from vescale_deferred._torch_private import (
     OpOverload,
     schema,
     storage_key,
     tree_leaves,
     tree_map,
 )
-from ._where import line_of
-from .exceptions import CannotDefer, DeferredWarning
+from vescale_deferred.exceptions import CannotDefer, DeferredWarning
+from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 
-_META = torch.device("meta")
-_CPU = torch.device("cpu")
-# What running on the meta device raises if an operator needs values, or is not implemented there.
-_NO_META = (RuntimeError, TypeError, ValueError, IndexError)
+from .eager_scopes import EagerScopes
+from .generators import Generators
+from .meta_outputs import META, can_be_deferred, device_of_outputs, outputs_on_meta
+from .random_draws import draw_on_cpu, draw_on_cuda
+from .user_frame import user_line
 
-# On the meta device these return another dtype, or other strides, than on any other.
-_MISSTATED = aten(
-    "quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel nonzero_static "
-    "max_unpool2d max_unpool3d linalg_eig _fft_r2c _fft_c2r _fft_c2c"
-)
 _GEOMETRY_CHANGES = aten("as_strided_ squeeze_ t_ transpose_ unsqueeze_")
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
 
-class Recording:
+class Recorder:
     """Records the operator calls of one construction; to be used within ``plainly()``.
 
     Args:
-        recorder: Who will take care of the tensors afterwards.
+        mode: The one that deferred tensors will belong to.
         generators: Where the generators are.
-        real_code: What makes real tensors.
+        eager_scopes: What makes real tensors.
     """
 
     def __init__(
-        self, recorder: Recorder, generators: Generators, real_code: RealCode | None = None
+        self,
+        mode: DeferredTensorMode,
+        generators: Generators,
+        eager_scopes: EagerScopes | None = None,
     ) -> None:
-        self._recorder = recorder
+        self._mode = mode
         self._generators = generators
-        self._real_code = real_code
+        self._eager_scopes = eager_scopes
 
     def call(self, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Do what ``func`` does, without values as far as possible."""
-        op = operator(func)
+        op = op_schema(func)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
         if op.name == "aten::_local_scalar_dense" and deferred:
             return _scalar(deferred[0])
         if op.name == "aten::_has_compatible_shallow_copy_type":
             return len(deferred) == 2
-        device = _device(op, deferred, kwargs)
-        if not deferred and (tensors or not op.has_device or device == _META or self._is_real()):
+        device = device_of_outputs(deferred, kwargs)
+        if not deferred and (tensors or not op.has_device or device == META or self._is_real()):
             return self._run(op, func, args, kwargs)
         if op.changes_geometry:
             return _change_geometry(op, func, args, kwargs)
         mutated = _mutated(op, args, kwargs)
         if any(type(tensor) is not DeferredTensor for tensor in mutated):
-            return self._early(op, func, args, kwargs, mutated)
-        # A fill tells its geometry without running.
-        outputs = args[0].deferral.meta if op.is_fill else _on_meta(op, func, args, kwargs, device)
-        call = Call(func, args, kwargs)
+            return self._run_eagerly(op, func, args, kwargs, mutated)
+        outputs = outputs_on_meta(op, func, args, kwargs, device)
+        call = OpCall(func, args, kwargs)
         drawn = None
         if op.is_random and device.type not in ("cpu", "meta"):
             drawn = draw_on_cuda(call, outputs, device, self._generators)
@@ -93,8 +86,8 @@ class Recording:
                 self._warn(f"{op.name} on {device} is not deferred, how it draws is not known")
                 outputs = None
         if outputs is None:
-            return self._early(op, func, args, kwargs, mutated)
-        if device == _META:
+            return self._run_eagerly(op, func, args, kwargs, mutated)
+        if device == META:
             return outputs
         # What has no elements needs no memory; lazy modules begin with such tensors.
         if not deferred and not any(leaf.numel() for leaf in tree_leaves(outputs)):
@@ -102,42 +95,44 @@ class Recording:
         return self._record(op, call, mutated, outputs, device, drawn)
 
     def _is_real(self) -> bool:
-        return self._real_code is not None and self._real_code.is_running()
+        return self._eager_scopes is not None and self._eager_scopes.is_running()
 
     def defer(self, tensor: Tensor) -> DeferredTensor:
         """Return a deferred tensor with the values that ``tensor`` has now."""
         value = _private_copy(tensor)
         meta = Window.of(value)
-        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=_META)
-        history = History(like, value.device)
-        Write(None, (value,), outputs=(Source(history, 0, meta),)).enter()
-        return DeferredTensor(like, history, self._recorder)
+        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
+        tape = Tape(like, value.device)
+        Write(None, (value,), outputs=(Snapshot(tape, 0, meta),)).enter()
+        return DeferredTensor(like, tape, self._mode)
 
     def _record(
         self,
-        op: Operator,
-        call: Call,
+        op: OpSchema,
+        call: OpCall,
         mutated: list[DeferredTensor],
         outputs: Any,
         device: torch.device,
         drawn: PhiloxDraws | None,
     ) -> Any:
         for tensor in mutated:
-            self._recorder.check_not_lent(tensor)
+            self._mode.check_not_exported(tensor)
+        # Snapshots come before the results are wrapped: those of an in-place operator are the
+        # same tapes, and must be read at the version before this write.
         args, kwargs = tree_map(_freeze, (call.args, {**call.kwargs}))
-        sources = _deferred_leaves((args, kwargs))
+        snapshots = _deferred_leaves((args, kwargs))
         result, created = self._wrap(call, mutated, outputs, device)
         if not mutated and not any(created):
             return result  # views only
-        written = tuple(tensor.deferral.source() for tensor in mutated)
+        written = tuple(tensor.deferral.snapshot() for tensor in mutated)
         point: Point | Tensor | None = None if drawn is None else drawn.state
         known: Draws | PhiloxDraws | None = drawn
         if op.is_random and drawn is None:
             window = written[0].window if written else next(filter(None, created)).window
             point, known = draw_on_cpu(call, window, self._generators)
         # An operator that also reads what it writes, such as x.copy_(x), overwrites nothing.
-        histories = [source.history for source in sources]
-        is_apart = all(histories.count(out.history) == 1 for out in written)
+        tapes = [snapshot.tape for snapshot in snapshots]
+        is_apart = all(tapes.count(out.tape) == 1 for out in written)
         Write(
             call.func,
             args,
@@ -151,15 +146,17 @@ class Recording:
         return result
 
     def _wrap(
-        self, call: Call, mutated: list[DeferredTensor], outputs: Any, device: torch.device
-    ) -> tuple[Any, list[Source | None]]:
-        """Return ``outputs`` as deferred tensors, and for each leaf the history it begins."""
+        self, call: OpCall, mutated: list[DeferredTensor], outputs: Any, device: torch.device
+    ) -> tuple[Any, list[Snapshot | None]]:
+        """Return ``outputs`` as deferred tensors, and for each leaf the tape it begins."""
         if any(tensor.deferral.meta.shape != tensor.shape for tensor in mutated):
             raise CannotDefer(f"{schema(call.func).name} resizes a tensor in place")
+        # The meta device does the bookkeeping: a result that is an argument's meta tensor is that
+        # argument, one on the storage of an argument's is a view of it, any other is new.
         by_meta = {id(tensor.deferral.meta): tensor for tensor in mutated}
         inputs = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if _is_deferred(leaf)]
-        by_storage = {t.deferral.history.key: t.deferral.history for t in inputs}
-        created: list[Source | None] = []
+        by_storage = {t.deferral.tape.key: t.deferral.tape for t in inputs}
+        created: list[Snapshot | None] = []
 
         def wrap(leaf: Any) -> Any:
             created.append(None)
@@ -167,15 +164,15 @@ class Recording:
                 return leaf
             if id(leaf) in by_meta:
                 return by_meta[id(leaf)]
-            history = by_storage.get(storage_key(leaf))
-            if history is None:
-                history = by_storage[storage_key(leaf)] = History(leaf, device)
-                created[-1] = Source(history, 0, Window.of(leaf))
-            return DeferredTensor(leaf, history, self._recorder)
+            tape = by_storage.get(storage_key(leaf))
+            if tape is None:
+                tape = by_storage[storage_key(leaf)] = Tape(leaf, device)
+                created[-1] = Snapshot(tape, 0, Window.of(leaf))
+            return DeferredTensor(leaf, tape, self._mode)
 
         return tree_map(wrap, outputs), created
 
-    def _run(self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
+    def _run(self, op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Any:
         """Run an operator on tensors that are real."""
         generator = kwargs.get("generator") or torch.default_generator
         if op.is_random and generator.device.type == "cpu":
@@ -183,13 +180,15 @@ class Recording:
                 return func(*args, **kwargs)
         if op.is_random:
             self._generators.watch(generator)
+        # Not every operator that draws is tagged as random, and one that is not would leave the
+        # generator elsewhere than recorded.
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        self._generators.check_untouched(before)
+        self._generators.check_untouched(before, op.name)
         return result
 
-    def _early(
-        self, op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
+    def _run_eagerly(
+        self, op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs, mutated: list[Any]
     ) -> Any:
         """Run an operator on the values of its arguments, and record its results."""
         reals: dict[int, Tensor] = {}
@@ -214,7 +213,7 @@ class Recording:
         def outside(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or id(leaf) in by_real:
                 return by_real.get(id(leaf), leaf)
-            if _can_be_deferred(leaf):
+            if can_be_deferred(leaf):
                 return self.defer(leaf)
             self._warn(
                 f"the result of {op.name} is not deferred, "
@@ -225,7 +224,7 @@ class Recording:
         return tree_map(outside, result)
 
     def _warn(self, message: str) -> None:
-        warnings.warn(f"{message} ({line_of()})", DeferredWarning, stacklevel=2)
+        warnings.warn(f"{message} ({user_line()})", DeferredWarning, stacklevel=2)
 
     def _set(self, tensor: DeferredTensor, value: Tensor) -> None:
         """Record that ``tensor`` now has the values of ``value``."""
@@ -234,13 +233,13 @@ class Recording:
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} changed in place to "
                 f"shape {tuple(value.shape)} and {value.dtype}"
             )
-        self._recorder.check_not_lent(tensor)
-        target = tensor.deferral.source()
+        self._mode.check_not_exported(tensor)
+        target = tensor.deferral.snapshot()
         copy = torch.ops.aten.copy_.default
         Write(copy, (target, _private_copy(value)), mutated=(target,)).enter()
 
 
-def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
+def _mutated(op: OpSchema, args: _Args, kwargs: _Kwargs) -> list[Any]:
     """Return the tensors that an operator writes to."""
     arguments = [
         args[position] if position < len(args) else kwargs.get(name)
@@ -249,7 +248,7 @@ def _mutated(op: Operator, args: _Args, kwargs: _Kwargs) -> list[Any]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
+def _change_geometry(op: OpSchema, func: OpOverload, args: _Args, kwargs: _Kwargs) -> Tensor:
     """Make a tensor another view of its storage, in place."""
     tensor = args[0]
     if not isinstance(tensor, DeferredTensor):
@@ -262,100 +261,43 @@ def _change_geometry(op: Operator, func: OpOverload, args: _Args, kwargs: _Kwarg
     deferral = tensor.deferral
     meta = deferral.meta.detach()
     func(meta, *args[1:], **kwargs)
-    assign_data(tensor, DeferredTensor(meta, deferral.history, deferral.recorder))
+    assign_data(tensor, DeferredTensor(meta, deferral.tape, deferral.mode))
     return tensor
 
 
 def _scalar(tensor: DeferredTensor) -> Any:
     """Return the value of a tensor of one element."""
-    source = tensor.deferral.source()
-    known = certain(source)
+    snapshot = tensor.deferral.snapshot()
+    known = known_truth(snapshot)
     if known is not None:
         return known
-    last = source.history.entries[source.version - 1].write if source.version else None
+    last = snapshot.tape.entries[snapshot.version - 1].write if snapshot.version else None
     if last is not None and last.func is torch.ops.aten.any.default:
         asked = last.args[0]
-        if isinstance(asked, Source) and asked.window.dtype is torch.bool:
+        if isinstance(asked, Snapshot) and asked.window.dtype is torch.bool:
             return any_true(asked)
-    return read_part(source).item()
-
-
-def _device(op: Operator, deferred: list[DeferredTensor], kwargs: _Kwargs) -> torch.device:
-    """Return the device of an operator's results."""
-    if kwargs.get("device") is None:
-        # A tensor without dims follows the others.
-        return max(deferred, key=Tensor.dim).device if deferred else _CPU
-    device: Any = torch.device(kwargs["device"])
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _on_meta(
-    op: Operator, func: OpOverload, args: _Args, kwargs: _Kwargs, device: torch.device
-) -> Any:
-    """Return the results of an operator on the meta device, None if it cannot run there."""
-    if op.name in _MISSTATED:
-        return None
-
-    def meta(leaf: Any) -> Any:
-        if isinstance(leaf, DeferredTensor):
-            return leaf.deferral.meta
-        return leaf.to(_META) if isinstance(leaf, Tensor) else leaf
-
-    try:
-        meta_args, meta_kwargs = tree_map(meta, (args, kwargs))
-        if op.has_device:
-            meta_kwargs = {**meta_kwargs, "device": _META}
-        if "pin_memory" in kwargs:
-            meta_kwargs["pin_memory"] = None
-        if "generator" in kwargs:
-            meta_kwargs["generator"] = None
-        results = func(*meta_args, **meta_kwargs)
-    except _NO_META:
-        return None
-    tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-    if op.is_view and any(leaf.is_conj() or leaf.is_neg() for leaf in tensors):
-        raise CannotDefer(f"{op.name} returns a conjugate view, which writes would have to follow")
-    is_plain = all(
-        _can_be_deferred(leaf) and not leaf.is_conj() and not leaf.is_neg() for leaf in tensors
-    )
-    if op.name == "aten::_linalg_svd" and device.type == "cpu":
-        results = _vectors_of_lapack(results)
-    return results if tensors and is_plain else None
-
-
-def _vectors_of_lapack(results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return singular vectors column after column; the meta device takes itself for CUDA."""
-    left, values, right = results
-    by_columns = torch.empty_like(right.mT, memory_format=torch.contiguous_format).mT
-    return left, values, by_columns
-
-
-def _can_be_deferred(tensor: Tensor) -> bool:
-    """Whether a tensor is a window on plain numbers."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return replay_part(snapshot).item()
 
 
 def _is_deferred(leaf: Any) -> bool:
     return isinstance(leaf, DeferredTensor)
 
 
-def _deferred_leaves(tree: Any) -> list[Source]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Source)]
+def _deferred_leaves(tree: Any) -> list[Snapshot]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Snapshot)]
 
 
 def _freeze(leaf: Any) -> Any:
     """Return an argument as it is now, whatever is written to it later."""
     if isinstance(leaf, DeferredTensor):
-        return leaf.deferral.source()
+        return leaf.deferral.snapshot()
     return _private_copy(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _private_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides; ``clone`` packs tensors with gaps."""
     copy = tensor.detach().clone()
-    if copy.stride() == tensor.stride() or not _can_be_deferred(tensor) or 0 in tensor.stride():
+    if copy.stride() == tensor.stride() or not can_be_deferred(tensor) or 0 in tensor.stride():
         return copy
     strided = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

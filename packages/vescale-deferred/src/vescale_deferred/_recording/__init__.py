@@ -1,0 +1,1 @@
+"""Run a constructor without memory: record its operators and move its generators."""
