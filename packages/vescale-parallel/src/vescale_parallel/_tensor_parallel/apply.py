@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -62,48 +63,89 @@ def install(
     modules, first_names = once_each(named)
     spec = sharding.spec.renamed(first_names)
     placements = merged(sharding.placements, lambda fqn: renamed_owner(fqn, first_names))
-    size = boundary.ranks.size
     attention = cut_attention(modules, placements)
+    target = _Target(modules, spec, placements, boundary, attention)
     for fqn, module in attention.items():
         attend_by_heads(module, boundary, _attention_borders(fqn, spec))
     _keep_from_nesting(modules, attention)
+    size = boundary.ranks.size
     for (fqn, attribute), parts in sorted(spec.attributes.items()):
         if fqn in modules:
             _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
-    for (fqn, argument), arrives in spec.entered.items():
-        if fqn in modules and fqn not in attention:
+    # In this order: hooks before forward run in the order in which they are added, and those
+    # after it, which are prepended, in the opposite one. What a region reads enters before its
+    # layers run, and leaves after them.
+    _add_entrances(target)
+    _add_linears(target, keep_cut)
+    _add_shared_linears(target)
+    _add_exits(target)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A module that collectives are added to, by names that are unique."""
+
+    modules: Mapping[str, nn.Module]
+    spec: ShardingSpec
+    placements: Mapping[str, Placement]
+    boundary: Boundary
+    attention: Mapping[str, nn.MultiheadAttention]
+
+    def is_in_region(self, fqn: str) -> bool:
+        """Whether a module is inside of one whose input enters a region."""
+        return any(f"{fqn}.".startswith(f"{region}.") for region, _ in self.spec.entered)
+
+
+def _add_entrances(target: _Target) -> None:
+    modules, boundary = target.modules, target.boundary
+    for (fqn, argument), arrives in target.spec.entered.items():
+        if fqn in modules and fqn not in target.attention:
             _enter(modules[fqn], argument, shard_dim(arrives), stack_of(fqn), boundary)
-    for (fqn, argument), move in spec.inputs.items():
+    for (fqn, argument), move in target.spec.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
-    regions = {fqn for fqn, _ in spec.entered}
-    for fqn, placement in placements.items():
+
+
+def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
+    """Make linear layers column- or row-wise, as their weights are cut."""
+    modules, spec, boundary = target.modules, target.spec, target.boundary
+    for fqn, placement in target.placements.items():
         owner, _, name = fqn.rpartition(".")
         if name != "weight" or owner not in modules or isinstance(modules[owner], nn.Embedding):
             continue
         kind = linear_kind(modules[owner])
         if kind is None or not isinstance(placement, Shard | InterleavedShard):
             continue
-        if owner.rpartition(".")[0] in attention:
+        if owner.rpartition(".")[0] in target.attention:
             continue  # whose forward reads the weight
         if placement.dim == kind.out_dim:
-            in_region = any(f"{owner}.".startswith(f"{region}.") for region in regions)
-            _column_wise(modules[owner], owner, kind, boundary, enters=not in_region)
+            enters = not target.is_in_region(owner)
+            _column_wise(modules[owner], owner, kind, boundary, enters=enters)
             if owner in spec.outputs:
                 _output(modules[owner], owner, spec.outputs[owner], boundary, keep_cut)
         else:
             split = (owner, "") in spec.inputs
             _row_wise(modules[owner], owner, kind, boundary, spec.left.get(owner), split=split)
-    for fqn, parts in spec.shared.items():
-        kind = linear_kind(modules[fqn]) if fqn in modules else None
-        if kind is not None:
-            _one_part(modules[fqn], kind, parts, boundary)
-            if not any(f"{fqn}.".startswith(f"{region}.") for region in regions):
-                _enter(modules[fqn], "", None, stack_of(fqn), boundary)
+
+
+def _add_shared_linears(target: _Target) -> None:
+    """Have whole linear layers compute this rank's part of their output."""
+    for fqn, parts in target.spec.shared.items():
+        module = target.modules.get(fqn)
+        kind = None if module is None else linear_kind(module)
+        if module is None or kind is None:
+            continue
+        _one_part(module, kind, parts, target.boundary)
+        if not target.is_in_region(fqn):
+            _enter(module, "", None, stack_of(fqn), target.boundary)
+
+
+def _add_exits(target: _Target) -> None:
+    modules, spec, boundary = target.modules, target.spec, target.boundary
     for fqn, module in modules.items():
-        if isinstance(module, nn.Embedding) and placements.get(f"{fqn}.weight") == Shard(0):
+        if isinstance(module, nn.Embedding) and target.placements.get(f"{fqn}.weight") == Shard(0):
             shard_embedding_rows(module, boundary, spec.left.get(fqn), stack_of(fqn))
-        elif fqn in attention:
+        elif fqn in target.attention:
             continue
         elif linear_kind(module) is None and spec.left.get(fqn, Partial()) != Partial():
             _leave(module, shard_dim(spec.left[fqn]), stack_of(fqn), boundary)

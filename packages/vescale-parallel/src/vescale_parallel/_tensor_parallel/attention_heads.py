@@ -156,23 +156,27 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         output = boundary.leave(F.linear(y, module.out_proj.weight), borders.output, borders.stack)
         if module.out_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
             output = output + module.out_proj.bias
-        return output, _shown(weights, boundary, borders.stack, average_attn_weights, batched)
-
-    def _shown(
-        weights: Tensor | None, boundary: Boundary, stack: str, average: bool, batched: bool
-    ) -> Tensor | None:
-        if weights is None:
-            return None
-        if average:
-            shown = boundary.leave(weights.mean(1) / size, None, f"{stack}.<weights>")
-        else:
-            boundary.lengths[f"{stack}.<heads>"] = total_heads
-            shown = boundary.gather(weights, 1, f"{stack}.<heads>")
-        return shown if batched else shown.squeeze(0)
+        if weights is not None:
+            weights = _whole_weights(
+                weights, boundary, borders.stack, average=average_attn_weights
+            )
+            weights = weights if batched else weights.squeeze(0)
+        return output, weights
 
     module.forward = forward
     # TransformerEncoderLayer goes round the forward of modules that have no hooks.
     module.register_forward_pre_hook(lambda *_: None)
+
+
+def _whole_weights(
+    weights_NhLS: Tensor, boundary: Boundary, stack: str, *, average: bool
+) -> Tensor:
+    """Return the attention weights of all heads, or their average."""
+    size = boundary.ranks.size
+    if average:
+        return boundary.leave(weights_NhLS.mean(1) / size, None, f"{stack}.<weights>")
+    boundary.lengths[f"{stack}.<heads>"] = weights_NhLS.shape[1] * size
+    return boundary.gather(weights_NhLS, 1, f"{stack}.<heads>")
 
 
 def _entered(
