@@ -277,7 +277,7 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
         (
             {"tensor_parallel.sharding_plan": {"layers.*.up": "Shard(0)"}},
             4,
-            r"'layers\.\*\.up' matches no parameter and no module",
+            r"'layers\.\*\.up' matches nothing in the model",
         ),
         (
             {"tensor_parallel.size": 2, "tensor_parallel.sharding_policy": "fsdp-only"},

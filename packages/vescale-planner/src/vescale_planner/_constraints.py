@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel import ParallelPlan, PipelineParallel, check_constraints, with_constraints
+from vescale_parallel import (
+    ParallelPlan,
+    PipelineParallel,
+    ShardingProposal,
+    check_constraints,
+    with_constraints,
+)
 
-from ._workload import Workload, unmatched_pattern
+from ._workload import Workload
 
 _NOT_YET = {
     "context_parallel.size": (1, "context parallelism"),
@@ -86,12 +92,8 @@ def _check_sharding(constraints: Mapping[str, Any], model: nn.Module) -> None:
             f"expected tensor_parallel.sharding_policy 'manual' with a sharding_plan, "
             f"got {policy!r}; leave one of the two out"
         )
-    unmatched = unmatched_pattern(model, plan)
-    if unmatched is not None:
-        raise ValueError(
-            f"tensor_parallel.sharding_plan: {unmatched!r} matches no parameter and no module of "
-            f"{type(model).__name__}"
-        )
+    # Raises where a pattern matches nothing, or a placement cannot be read.
+    ShardingProposal(plan=dict(plan), left_whole={}).sharded_parameters(model)
 
 
 def check_split_points(constraints: Mapping[str, Any], workload: Workload, name: str) -> None:

@@ -15,7 +15,7 @@ from ._candidates import Candidate, Layout, Rows, candidates, layouts
 from ._cost import Cost, step_cost
 from ._memory import Memory, needed_bytes, peak_memory
 from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
-from ._workload import Workload, itemsize_of, sharded_names
+from ._workload import Workload, itemsize_of
 from .cluster import Cluster
 
 # Candidates within this factor of the fastest count as equally fast: no better than the model.
@@ -208,7 +208,8 @@ class Search:
         if key not in self._ranks:
             sharding = self.sharding(tp)
             assert not isinstance(sharding, str)
-            sharded = sharded_names(self.model, sharding)
+            plan = ShardingProposal(plan=sharding, left_whole={})
+            sharded = plan.sharded_parameters(self.model)
             parts = local_parts(self.workload, sharded, tp, sequence=self.sequence)
             starts = self.starts(candidate.stages)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, pp)

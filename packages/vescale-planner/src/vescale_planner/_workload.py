@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,32 +138,6 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         tail_modules=_tail_modules(model, blocks, observation),
         assumptions=tuple(note for note in notes if note),
     )
-
-
-def sharded_names(model: nn.Module, sharding_plan: Mapping[str, str]) -> frozenset[str]:
-    """Return the parameters that a sharding plan cuts, biases of cut outputs left out."""
-    patterns = [
-        _pattern(pattern)
-        for pattern, text in sharding_plan.items()
-        if "Shard" in text and "<" not in pattern
-    ]
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return frozenset(name for name in names if any(p.fullmatch(name) for p in patterns))
-
-
-def unmatched_pattern(model: nn.Module, sharding_plan: Mapping[str, str]) -> str | None:
-    """Return a pattern that stands for no parameter and no module, if there is one."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_modules()]
-    for pattern in sharding_plan:
-        base = _pattern(re.sub(r"(^|\.)<[^>]*>$", "", pattern))
-        if not any(base.fullmatch(name) for name in names):
-            return pattern
-    return None
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(re.escape(text).replace(r"\*", r"[^.]+"))
 
 
 def _blocks(model: nn.Module) -> tuple[tuple[str, ...], str]:

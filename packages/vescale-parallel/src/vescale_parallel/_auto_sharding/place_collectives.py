@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from vescale_dtensor import is_sharded
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
 from vescale_parallel._trace.fake_tensors import bind
@@ -77,6 +79,15 @@ class ShardingProposal:
         if self.proven_call is None:
             return ()
         return (proof_record(self.proven_call, size, self.plan),)
+
+    def sharded_parameters(self, model: nn.Module) -> frozenset[str]:
+        """Return the FQNs of a model's parameters that the plan names and shards.
+
+        Raises:
+            ValueError: If a pattern of the plan matches nothing in the model.
+        """
+        parameters = resolve(self.plan, model).parameters
+        return frozenset(fqn for fqn, placement in parameters.items() if is_sharded(placement))
 
 
 # Groups, each with its part of a plan.
