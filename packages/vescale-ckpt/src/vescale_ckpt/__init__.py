@@ -9,7 +9,6 @@ from ._export import (
 )
 from ._huggingface import load_safetensors as load_safetensors
 from ._load import load as load
-from ._per_rank import PerRank as PerRank
 from ._rng import RngState as RngState
 from ._save import save as save
 from ._series import (
@@ -17,12 +16,16 @@ from ._series import (
     list_checkpoints as list_checkpoints,
     remove_older as remove_older,
 )
-from ._template import SavedTensor as SavedTensor, StateTemplate as StateTemplate
-from ._tree import Stateful as Stateful
 from .exceptions import (
     CheckpointError as CheckpointError,
     CorruptCheckpointError as CorruptCheckpointError,
     MismatchError as MismatchError,
+)
+from .types import (
+    PerRank as PerRank,
+    SavedTensor as SavedTensor,
+    Stateful as Stateful,
+    StateTemplate as StateTemplate,
 )
 
 __version__ = "0.1.0"

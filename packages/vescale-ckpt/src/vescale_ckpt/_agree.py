@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from ._boxes import Part
 from ._crc import crc32
+from ._encoding import Encoded
 from ._files import TableEntry, nbytes_of
 from ._group import Ranks, Step, name_ranks
 from ._tensor_bytes import packed_chunks
-from ._tree import Encoded, Json, below
+from ._tree import Json, below
 from .exceptions import MismatchError
 
 _MAX_DIFFERENCES = 5

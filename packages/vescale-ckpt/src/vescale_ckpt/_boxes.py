@@ -1,16 +1,22 @@
-"""This rank's part of a tensor: its memory, and which boxes of the whole lie there."""
+"""This rank's part of a tensor: its memory, and which boxes of the whole lie there.
+
+[Note: per-rank tensors]
+A tensor of which each rank has its own is stored as one tensor with a leading dim of the number
+of ranks, of which every rank holds a row. So it is written, checked and read like any tensor
+that is sharded over all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import vescale_dtensor
 from vescale_dtensor import Box, InterleavedShard, LocalBox, local_boxes
@@ -106,6 +112,39 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"tensor {key!r}{error}") from error
     return Part(spec.shape, dtype, local, layout)
+
+
+def stacked_part(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> Part:
+    """Return this rank's part of the tensor in which the tensors of all ranks are stacked.
+
+    Raises:
+        CheckpointError: If it is a DTensor, or has no plain bytes.
+    """
+    part = part_of(key, tensor, rank)
+    if part.layout.mesh_ranks is not None:
+        raise CheckpointError(f"{key!r} is a DTensor, which has no place in PerRank")
+    shape = (num_ranks, *part.shape)
+    layout = Layout(
+        boxes=(_row(shape, rank),),
+        is_first_replica=True,
+        is_whole=False,
+        mesh_ranks=tuple(range(num_ranks)),
+        mesh_shape=(num_ranks,),
+        placements=(Shard(0),),
+        text=f"per rank of {num_ranks}",
+    )
+    return Part(shape, part.dtype, part.local[None], layout)
+
+
+def row_part(part: Part, shape: tuple[int, ...], row: int) -> Part:
+    """Return the part that fills a plain tensor from one row of a stacked one of ``shape``."""
+    layout = replace(part.layout, boxes=(_row(shape, row),))
+    return Part(shape, part.dtype, part.local[None], layout)
+
+
+def _row(shape: tuple[int, ...], row: int) -> LocalBox:
+    dims = len(shape) - 1
+    return LocalBox(Box((row, *(0,) * dims), (1, *shape[1:])), (0,) * (dims + 1))
 
 
 def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, Runs]]:

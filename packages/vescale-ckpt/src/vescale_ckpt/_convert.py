@@ -18,7 +18,8 @@ from ._files import MAX_FILE_NBYTES
 from ._huggingface import open_safetensors
 from ._open import open_checkpoint
 from ._selection import Selection
-from ._sequential import FileSource, Progress, write_checkpoint_from
+from ._sequential import FileSource, write_checkpoint_from
+from ._sequential_writer import Progress
 from .exceptions import CheckpointError
 
 Format = Literal["vescale", "hf", "dcp"]

@@ -37,15 +37,17 @@ from vescale_dtensor import Box
 
 from ._boxes import Part
 from ._dtypes import NAMES
+from ._encoding import encode
 from ._files import MAX_FILE_NBYTES, StoredTensor
 from ._group import Step, current_ranks
 from ._load import checked
 from ._match import match
 from ._record import Record
 from ._selection import Selection, renamed, select
-from ._sequential import Progress, write_checkpoint_from
+from ._sequential import write_checkpoint_from
+from ._sequential_writer import Progress
 from ._tensor_bytes import flat_bytes
-from ._tree import Json, encode, reference_to
+from ._tree import Json, reference_to
 from .exceptions import CheckpointError, CorruptCheckpointError, MismatchError
 
 

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ._dtypes import DTYPES
 from ._files import StoredTensor
 from ._open import open_checkpoint
-from ._sequential import FileSource, Progress, Source
+from ._sequential import FileSource, Source
+from ._sequential_writer import Progress
 from ._tree import Json, decode, elements_of, items_of, ranks_of, references
 from .exceptions import CheckpointError
 

@@ -10,9 +10,9 @@ import torch
 
 from ._dtypes import DTYPES
 from ._files import StoredTensor
-from ._selection import leaves_of
-from ._sequential import Progress, Source
-from ._tree import is_reference
+from ._sequential import Source
+from ._sequential_writer import Progress
+from ._tree import is_reference, leaves_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -16,16 +16,8 @@ from ._files import TableEntry, plan_files
 from ._huggingface import open_safetensors
 from ._open import open_checkpoint
 from ._selection import renamed
-from ._sequential import (
-    Copied,
-    FileSource,
-    Progress,
-    Source,
-    converted,
-    created_in,
-    write_checkpoint_from,
-    write_files_in_order,
-)
+from ._sequential import FileSource, Source, converted, write_checkpoint_from
+from ._sequential_writer import Copied, Progress, created_in, write_files_in_order
 from ._tree import below, references
 from .exceptions import CheckpointError
 

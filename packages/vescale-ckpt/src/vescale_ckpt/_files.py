@@ -23,6 +23,7 @@ from ._dtypes import DTYPES
 # A safetensors reader wants no gaps between tensors, so only the header can be padded.
 HEADER_ALIGNMENT = 4096
 MAX_FILE_NBYTES = 8 << 30
+_RANK_FILE = re.compile(r"rank-\d{5,}-[0-9a-f]{16}\.safetensors")
 
 
 class TableEntry(NamedTuple):
@@ -151,6 +152,16 @@ def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYT
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of a tensor."""
     return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def rank_file_stem(rank: int, token: str) -> str:
+    """Return how the file of a rank is called that a save writes, without its suffix."""
+    return f"rank-{rank:05d}-{token[:16]}"
+
+
+def is_rank_file(name: str) -> bool:
+    """Return whether a file looks as if a save had written it for one of its ranks."""
+    return _RANK_FILE.fullmatch(name) is not None
 
 
 def _stems(groups: Mapping[str, object]) -> dict[str, str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from ._exchange import exchange as exchange_blocks
 from ._group import Ranks
-from ._host import processors_each, whether_to_exchange
+from ._host import processors_each
 from ._numbering import Numbering
-from ._pieces import Piece
+from ._pieces import Piece, read_torn
 from ._read import Reader
 from ._shares import choose_readers
 from ._tensor_bytes import CHUNK_NBYTES
@@ -45,7 +46,7 @@ def fill(
     torn = [piece for piece in pieces if piece.is_torn]
     numbering = Numbering(reader.record)
     readers = choose_readers(numbering, whole, ranks, in_parts=True)
-    exchanging = whether_to_exchange(exchange, hosts, reader)
+    exchanging = _whether_to_exchange(exchange, hosts, reader)
     units = OwnUnits(
         reader,
         numbering,
@@ -75,7 +76,7 @@ def fill(
 def _failure_of_reading(units: OwnUnits, torn: Sequence[Piece]) -> Exception | None:
     try:
         units.read_all()
-        in_threads(units.reader.read_torn, torn)
+        in_threads(partial(read_torn, units.reader), torn)
     except Exception as error:
         return error
     return None
@@ -92,3 +93,20 @@ def check(reader: Reader, pieces: Sequence[Piece], ranks: Ranks) -> None:
     own = np.flatnonzero(readers.reader == ranks.rank).tolist()
     most = max(1, CHUNK_NBYTES // numbering.block_nbytes)
     in_threads(reader.check_blocks, numbering.chunks(own, most))
+
+
+def _whether_to_exchange(wanted: bool | None, hosts: Sequence[str], reader: Reader) -> bool:
+    """Return whether ranks send each other what several of them need.
+
+    On one host the page cache does that for them, and faster.
+
+    Args:
+        wanted: What the caller says; None to find out.
+        hosts: The host of each rank.
+        reader: The checkpoint.
+    """
+    if len(hosts) == 1:
+        return False
+    if wanted is not None:
+        return wanted
+    return len(set(hosts)) > 1 or not reader.has_page_cache

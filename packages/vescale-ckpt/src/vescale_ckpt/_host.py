@@ -7,31 +7,12 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._read import Reader
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> str:
     """Return what processes have in common if one kernel reads files for them."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
-
-
-def whether_to_exchange(wanted: bool | None, hosts: Sequence[str], reader: Reader) -> bool:
-    """Return whether ranks send each other what several of them need.
-
-    On one host the page cache does that for them, and faster.
-
-    Args:
-        wanted: What the caller says; None to find out.
-        hosts: The host of each rank.
-        reader: The checkpoint.
-    """
-    if len(hosts) == 1:
-        return False
-    if wanted is not None:
-        return wanted
-    return len(set(hosts)) > 1 or not reader.has_page_cache
 
 
 def processors_each(hosts: Sequence[str]) -> int:

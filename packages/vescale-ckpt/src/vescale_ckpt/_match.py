@@ -11,29 +11,28 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._boxes import Part, part_of
+from ._boxes import Part, part_of, row_part
 from ._dtypes import DTYPES
+from ._encoding import is_stateful
 from ._files import StoredTensor
-from ._per_rank import PerRank, row_part
 from ._record import Record
 from ._selection import Selection, Stored
-from ._template import SavedTensor, template_of
+from ._template import template_of
 from ._tree import (
     Json,
-    Stateful,
     below,
     decode,
     dotted,
     elements_of,
     has_references,
     is_reference,
-    is_stateful,
     items_of,
     key_of,
     ranks_of,
     references,
 )
 from .exceptions import CheckpointError, MismatchError
+from .types import PerRank, SavedTensor, Stateful
 
 _MAX_LISTED = 20
 _ADVICE = (

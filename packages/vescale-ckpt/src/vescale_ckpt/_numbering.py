@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ._read import Blocks
 from ._record import Record
 from ._runs import Runs
 
 Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Consecutive blocks of a file, at most CHUNK_NBYTES together."""
+
+    file: str
+    start: int
+    stop: int
 
 
 class Numbering:

@@ -10,14 +10,15 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from vescale_dtensor import Box, LocalBox
+from vescale_dtensor import LocalBox
 
 from ._boxes import Part, located
 from ._dtypes import DTYPES
 from ._files import StoredTensor
+from ._read import Reader
 from ._record import Record, StoredBox
-from ._runs import Bytes, Runs, runs_of
-from ._tensor_bytes import flat_bytes
+from ._runs import Bytes, Runs, runs_of, within
+from ._tensor_bytes import flat_bytes, parts_of
 
 
 @dataclass(eq=False)
@@ -103,6 +104,17 @@ def _views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         yield from _views(tensor[last], 0, tail)
 
 
+def read_torn(reader: Reader, piece: Piece) -> None:
+    """Read a piece without checking anything, whatever its alignment and memory."""
+    position = 0
+    for part in parts_of(piece.target):
+        packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
+        for offset, lower, upper in piece.runs.locate(position, len(packed)):
+            reader.read(piece.stored.file, offset, packed[lower:upper].data)
+        piece.put(position, packed)
+        position += len(packed)
+
+
 def pieces_of(record: Record, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
     """Return what has to be read to fill this rank's part of ``targets``, in file order."""
     pieces: list[Piece] = []
@@ -130,9 +142,3 @@ def _pieces_from(
         if common is not None and common.numel:
             runs = runs_of(box.shape, within(common, box), stored.itemsize, stored.offset)
             yield Piece(key, stored, runs, target[within(common, held.box).slices])
-
-
-def within(inner: Box, outer: Box) -> Box:
-    """Return the elements of ``inner`` as counted from the first of ``outer``."""
-    offset = tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
-    return Box(offset, inner.shape)

@@ -6,7 +6,6 @@ is exchanged. The commit record says which box of which tensor lies where.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -20,11 +19,11 @@ from ._agree import Agreed
 from ._boxes import Part
 from ._commit import Staging, staging_directory
 from ._dtypes import NAMES
-from ._files import StoredTensor, TableEntry, plan_files
+from ._files import StoredTensor, TableEntry, plan_files, rank_file_stem
 from ._group import Ranks, Step
 from ._record import RECORD_NAME, Record, StoredBox, StoredFile, dump_record
 from ._remote import odd_file, read_record_of
-from ._sequential import BLOCK_NBYTES, Copied, created_in, write_files_in_order
+from ._sequential_writer import BLOCK_NBYTES, Copied, created_in, write_files_in_order
 from ._storage import Storage
 from ._tensor_bytes import packed_chunks
 from .exceptions import CheckpointError
@@ -38,19 +37,6 @@ class _Own(NamedTuple):
     key: str
     box: Box
     memory: torch.Tensor
-
-
-_RANK_FILE = re.compile(r"rank-\d{5,}-[0-9a-f]{16}\.safetensors")
-
-
-def rank_file_stem(rank: int, token: str) -> str:
-    """Return how the file of a rank is called that a save writes, without its suffix."""
-    return f"rank-{rank:05d}-{token[:16]}"
-
-
-def is_rank_file(name: str) -> bool:
-    """Return whether a file looks as if a save had written it for one of its ranks."""
-    return _RANK_FILE.fullmatch(name) is not None
 
 
 def write_rank_files(

@@ -15,32 +15,19 @@ import os
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
 
 from ._crc import crc32
 from ._direct import MIN_DIRECT_NBYTES, PAGE_NBYTES
 from ._files import StoredTensor
 from ._handles import Handles
-from ._pieces import Piece
+from ._numbering import Blocks
 from ._record import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
 from ._runs import Bytes
 from ._scratch import keep_buffer, take_buffer
-from ._tensor_bytes import parts_of
 from .exceptions import CorruptCheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Consecutive blocks of a file, at most CHUNK_NBYTES together."""
-
-    file: str
-    start: int
-    stop: int
 
 
 class Reader:
@@ -132,7 +119,7 @@ class Reader:
         start = blocks.start * length
         content = memory[: min(blocks.stop * length, file.nbytes) - start]
         if self.is_cached(blocks.file, start, start + len(content)):
-            self._read(blocks.file, start, content.data)
+            self.read(blocks.file, start, content.data)
         else:
             self._read_pages(blocks.file, start, memory, len(content))
         for number in range(blocks.start, blocks.stop):
@@ -174,7 +161,7 @@ class Reader:
             if os.preadv(handle.cached, [view.data for view in views], start) == nbytes:
                 return
         for view in views:  # a signal, or the end of the file
-            self._read(file, start, view.data)
+            self.read(file, start, view.data)
             start += len(view)
 
     def bring_in(self, file: str, start: int, stop: int) -> bool:
@@ -221,18 +208,8 @@ class Reader:
         """Return some bytes of a file."""
         nbytes = max(0, min(nbytes, self.record.files[file].nbytes - offset))
         buffer = bytearray(nbytes)
-        self._read(file, offset, memoryview(buffer))
+        self.read(file, offset, memoryview(buffer))
         return bytes(buffer)
-
-    def read_torn(self, piece: Piece) -> None:
-        """Read a piece without checking anything, whatever its alignment and memory."""
-        position = 0
-        for part in parts_of(piece.target):
-            packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
-            for offset, lower, upper in piece.runs.locate(position, len(packed)):
-                self._read(piece.stored.file, offset, packed[lower:upper].data)
-            piece.put(position, packed)
-            position += len(packed)
 
     def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
         """Read past the page cache if that goes and pays.
@@ -253,9 +230,10 @@ class Reader:
                     # EINVAL: this file system wants another alignment than any we know.
                     if error.errno != errno.EINVAL:
                         raise
-        self._read(file, offset + done, memory.data[done:nbytes])
+        self.read(file, offset + done, memory.data[done:nbytes])
 
-    def _read(self, file: str, offset: int, view: memoryview) -> None:
+    def read(self, file: str, offset: int, view: memoryview) -> None:
+        """Fill memory with bytes of a file, unchecked."""
         with self._handles.use(file) as handle:
             while view:
                 count = os.preadv(handle.cached, [view], offset)

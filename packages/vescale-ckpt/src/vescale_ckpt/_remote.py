@@ -103,9 +103,9 @@ class RemoteReader(Reader):
         return False
 
     def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
-        self._read(file, offset, memory.data[:nbytes])
+        self.read(file, offset, memory.data[:nbytes])
 
-    def _read(self, file: str, offset: int, view: memoryview) -> None:
+    def read(self, file: str, offset: int, view: memoryview) -> None:
         content = self._storage.read(file, offset, len(view))
         if len(content) != len(view):
             raise CorruptCheckpointError(

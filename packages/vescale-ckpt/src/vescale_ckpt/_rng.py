@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._per_rank import PerRank
+from .types import PerRank
 
 
 class RngState:

@@ -181,3 +181,9 @@ def _runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Runs:
         stride *= size
     loops.reverse()
     return Runs(start, nbytes, tuple(loop[0] for loop in loops), tuple(loop[1] for loop in loops))
+
+
+def within(inner: Box, outer: Box) -> Box:
+    """Return the elements of ``inner`` as counted from the first of ``outer``."""
+    offset = tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+    return Box(offset, inner.shape)

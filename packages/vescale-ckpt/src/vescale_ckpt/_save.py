@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from ._agree import Agreed, Fingerprint, agree, fingerprint, ties_of
-from ._boxes import Part, part_of
+from ._boxes import Part, part_of, stacked_part
 from ._commit import Staging, staging_directory
 from ._copies import Copies
 from ._crc import PartialSums, checksums
+from ._encoding import Encoded, encode
 from ._files import MAX_FILE_NBYTES, FilePlan, plan_files
 from ._group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
-from ._per_rank import collect, stacked_part
+from ._per_rank import collect
 from ._rank_files import write_rank_files
 from ._record import RECORD_NAME, Record, StoredFile, dump_record
 from ._series import keep_newest
 from ._slabs import needs_slabs
 from ._storage import Storage
 from ._target import Layout, Target, target_of
-from ._tree import Encoded, encode
 from ._write import Work, create_files, write_files
 from .exceptions import CheckpointError
 
@@ -114,7 +114,7 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
         encoded = encode(state)
         stacked = {key for keys in encoded.per_rank_tensors.values() for key in keys}
         parts = {
-            key: stacked_part(key, tensor, ranks)
+            key: stacked_part(key, tensor, ranks.rank, ranks.size)
             if key in stacked
             else part_of(key, tensor, ranks.rank)
             for key, tensor in sorted(encoded.tensors.items(), key=itemgetter(0))

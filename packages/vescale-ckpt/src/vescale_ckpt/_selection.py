@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ._tree import Json, dotted, elements_of, is_reference, items_of, with_items
+from ._tree import Json, dotted, items_of, leaves, with_items
 from .exceptions import CheckpointError
 
 _Items = Sequence[tuple[str | int, Json]]
@@ -106,7 +106,7 @@ class Stored:
         """Yield the items without what has another name here, and put that aside."""
         for key, node in items:
             old = dotted(path, key)
-            if inner := _items_of(node):
+            if inner := items_of(node):
                 # A dict of which everything has another place is none any more.
                 if staying := list(self._staying(inner, old)):
                     yield key, with_items(node, staying)
@@ -135,27 +135,6 @@ class Stored:
             for pattern in only
             if not any(re.fullmatch(pattern, key) for key in keys)
         ]
-
-
-def leaves(node: Json, path: str) -> Iterator[str]:
-    """Yield where there is something that is no dict or sequence, or an empty one."""
-    return (leaf for leaf, _ in leaves_of(node, path))
-
-
-def leaves_of(node: Json, path: str) -> Iterator[tuple[str, Json]]:
-    """Yield what is no dict or sequence, or an empty one, and where it is."""
-    inner = _items_of(node)
-    if inner is None and (elements := elements_of(node)) is not None:
-        inner = list(enumerate(elements))
-    if not inner:
-        yield path, node
-        return
-    for key, item in inner:
-        yield from leaves_of(item, dotted(path, key))
-
-
-def _items_of(node: Json) -> _Items | None:
-    return None if is_reference(node) else items_of(node)
 
 
 def _with_parents(key: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._rank_files import is_rank_file
+from ._files import is_rank_file
 from ._record import RECORD_NAME
 from ._remote import RemoteReader, has_record, read_record_of
 from ._storage import Storage

@@ -4,46 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from ._tree import Stateful
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """What a checkpoint knows about a tensor before it is read.
-
-    Attributes:
-        shape: Its global shape.
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@runtime_checkable
-class StateTemplate(Protocol):
-    """An object that can allocate the tensors that its saved state will be read into.
-
-    An optimizer that has not made a step yet has no state to read into. This method lets it
-    allocate the state, sharded as it wants.
-    """
-
-    def state_template(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, Any]:
-        """Return a nested dict of the shape of ``state_dict()``, with tensors to fill.
-
-        Args:
-            saved: The tensors in the checkpoint, by their dotted path within this object.
-
-        Returns:
-            Tensors and DTensors are filled in place; other leaves are replaced by the stored
-            values. The result goes to ``load_state_dict()``.
-        """
-        ...
+from .types import SavedTensor, Stateful, StateTemplate
 
 
 def template_of(

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ._json import strict_json
+from ._numbering import Blocks
 from ._open import open_checkpoint
-from ._read import Blocks, Reader
+from ._read import Reader
 from ._record import Record
 from .exceptions import CheckpointError, CorruptCheckpointError
 
