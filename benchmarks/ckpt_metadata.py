@@ -28,16 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt._agree import agree, fingerprint, ties_of
-from vescale_ckpt._files import FilePlan, plan_files
-from vescale_ckpt._group import Ranks
-from vescale_ckpt._match import match
-from vescale_ckpt._numbering import Numbering
-from vescale_ckpt._pieces import pieces_of
-from vescale_ckpt._record import Record, StoredFile, dump_record, parse_record
-from vescale_ckpt._save import divide, snapshot
-from vescale_ckpt._shares import choose_readers
-from vescale_ckpt._write import Work, keys_by_file, pieces_of_tensor
+from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.file_layout import FilePlan, plan_files
+from vescale_ckpt._format.manifest import Record, StoredFile, dump_record, parse_record
+from vescale_ckpt._load.match import match
+from vescale_ckpt._load.read_assignment import choose_readers
+from vescale_ckpt._load.read_items import pieces_of
+from vescale_ckpt._save.consistency import agree, fingerprint, ties_of
+from vescale_ckpt._save.save import divide, snapshot
+from vescale_ckpt._save.shared_files import Work, keys_by_file, pieces_of_tensor
 
 T = TypeVar("T")
 

@@ -20,10 +20,9 @@ from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MismatchError, cli
-from vescale_ckpt._files import HEADER_ALIGNMENT
-from vescale_ckpt._record import FORMAT_VERSION, RECORD_NAME
-
-from .memory import peak_nbytes
+from vescale_ckpt._format.file_layout import HEADER_ALIGNMENT
+from vescale_ckpt._format.manifest import FORMAT_VERSION, RECORD_NAME
+from vescale_testing.memory import peak_nbytes
 
 FUZZ = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None

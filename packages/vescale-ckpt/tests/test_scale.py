@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import MismatchError
-from vescale_ckpt._group import current_ranks
-from vescale_ckpt._record import RECORD_NAME
-from vescale_ckpt._save import snapshot
+from vescale_ckpt._comm.control_group import current_ranks
+from vescale_ckpt._format.manifest import RECORD_NAME
+from vescale_ckpt._save.save import snapshot
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 

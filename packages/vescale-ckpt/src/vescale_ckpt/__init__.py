@@ -1,17 +1,17 @@
 """Save and load distributed training state, across any change of layout, without pickle."""
 
-from ._async import AsyncSaver as AsyncSaver
-from ._dcp import import_dcp as import_dcp, load_dcp as load_dcp
-from ._dcp_export import export_dcp as export_dcp
-from ._export import (
+from ._interop.dcp_export import export_dcp as export_dcp
+from ._interop.dcp_import import import_dcp as import_dcp, load_dcp as load_dcp
+from ._interop.huggingface_export import (
     export_safetensors as export_safetensors,
     import_safetensors as import_safetensors,
 )
-from ._huggingface import load_safetensors as load_safetensors
-from ._load import load as load
-from ._rng import RngState as RngState
-from ._save import save as save
-from ._series import (
+from ._interop.huggingface_load import load_safetensors as load_safetensors
+from ._load.load import load as load
+from ._save.async_saver import AsyncSaver as AsyncSaver
+from ._save.save import save as save
+from ._state.rng_state import RngState as RngState
+from ._store.retention import (
     latest as latest,
     list_checkpoints as list_checkpoints,
     remove_older as remove_older,

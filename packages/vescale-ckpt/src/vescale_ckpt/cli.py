@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ._convert import convert, open_source
-from ._diff import differences
-from ._inspect import amount, describe
-from ._open import read_record
-from ._series import remove_older
-from ._verify import verify
+from ._interop.convert import convert, open_source
+from ._store.open import read_record
+from ._store.retention import remove_older
+from ._store.verify import verify
+from ._tools.describe import amount, describe
+from ._tools.diff import differences
 
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)

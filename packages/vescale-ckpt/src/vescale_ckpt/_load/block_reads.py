@@ -1,0 +1,251 @@
+"""What a rank reads itself: blocks and parts of blocks, straight into tensors where that goes.
+
+[Note: straight]
+What is in the page cache is copied from there to where it belongs, a block at a time, so that its
+checksum is computed while it is in the processor's cache. What is not is read past the page
+cache, in larger stretches, into aligned memory, and goes from there. What several ranks need is
+read through the page cache, so that the disk reads it once for all ranks of a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.byte_ranges import Bytes
+from vescale_ckpt._io.tensor_bytes import CHUNK_NBYTES
+from vescale_ckpt._io.thread_pool import in_threads
+from vescale_ckpt._store.reader import Reader
+
+from .read_assignment import Readers
+from .read_items import Piece
+from .split_blocks import PartSums
+
+# More places than this are cheaper to fill from one than to read into.
+_MAX_VIEWS = 32
+
+
+class _Check(IntEnum):
+    """Who compares the checksum of what is read."""
+
+    HERE = 0
+    TOGETHER = 1  # see [Note: parts]
+    ELSEWHERE = 2
+
+
+class Unit(NamedTuple):
+    """Consecutive bytes of a file to read: a block, or what a rank needs of one.
+
+    Attributes:
+        file: Its name.
+        start: First byte.
+        stop: The byte after the last.
+        block: The block they lie in, numbered through all files.
+        check: Who compares its checksum.
+        is_shared: Whether other ranks read these bytes, too.
+    """
+
+    file: str
+    start: int
+    stop: int
+    block: int
+    check: _Check
+    is_shared: bool
+
+
+class OwnUnits:
+    """What this rank reads, and which of its own pieces that fills.
+
+    Args:
+        reader: The checkpoint.
+        numbering: Its blocks.
+        pieces: What this rank needs.
+        readers: Who checks what.
+        rank: This process.
+        exchanging: Whether others send what they have read.
+        processors: How many threads may copy and check at a time, while others wait for the disk.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        numbering: Numbering,
+        pieces: Sequence[Piece],
+        readers: Readers,
+        rank: int,
+        *,
+        exchanging: bool,
+        processors: int,
+    ) -> None:
+        self.reader = reader
+        self.sums = PartSums(reader, numbering, readers)
+        self._numbering = numbering
+        self._exchanging = exchanging
+        self._reader_of: list[int] = readers.reader.tolist()
+        self._is_shared: list[bool] = readers.is_shared.tolist()
+        self._is_split: list[bool] = readers.is_split.tolist()
+        self._rank = rank
+        self._is_alone = processors == 1
+        self._turns = threading.Semaphore(processors)
+        self._is_stopped = threading.Event()
+        # The pieces in each block that this rank reads, in file order.
+        self._in_block: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            for block in range(*numbering.span(piece.stored.file, piece.runs)):
+                if self._reads(block):
+                    self._in_block.setdefault(block, []).append(piece)
+
+    def _reads(self, block: int) -> bool:
+        return (
+            not self._exchanging or self._is_split[block] or self._reader_of[block] == self._rank
+        )
+
+    def read_all(self) -> None:
+        """Read everything; stop at and raise the first error."""
+        waiting: list[tuple[list[Unit], bool]] = []
+        for stretch in self._stretches():
+            if self._is_stopped.is_set():
+                return
+            first, last = stretch[0], stretch[-1]
+            is_cached = self.reader.is_cached(first.file, first.start, last.stop)
+            # Threads that take turns on one processor only cost time, unless they wait.
+            if is_cached and self._is_alone:
+                self._copy(stretch)
+            else:
+                waiting.append((stretch, is_cached))
+        in_threads(self._read, waiting)
+
+    def stop(self) -> None:
+        """Have :meth:`read_all`, in another thread, end before everything is read."""
+        self._is_stopped.set()
+
+    def _stretches(self) -> Iterator[list[Unit]]:
+        """Yield adjacent units that are read together, CHUNK_NBYTES at most."""
+        stretch: list[Unit] = []
+        for unit in self._units():
+            if stretch:
+                first, last = stretch[0], stretch[-1]
+                adjacent = (unit.file, unit.start) == (last.file, last.stop)
+                alike = unit.is_shared == last.is_shared
+                if not (adjacent and alike) or unit.stop - first.start > CHUNK_NBYTES:
+                    yield stretch
+                    stretch = []
+            stretch.append(unit)
+        if stretch:
+            yield stretch
+
+    def _units(self) -> Iterator[Unit]:
+        bounds = [*self._numbering.firsts.values(), self._numbering.count]
+        for (first, last), name in zip(
+            itertools.pairwise(bounds), self._numbering.files, strict=True
+        ):
+            for block in range(first, last):
+                if block in self._in_block:
+                    yield from self._of_block(name, block)
+
+    def _of_block(self, file: str, block: int) -> Iterator[Unit]:
+        is_shared = self._is_shared[block]
+        start = self._numbering.start(file, block)
+        stop = start + int(self._numbering.lengths[block])
+        pieces = self._in_block[block]
+        if self._is_split[block]:
+            for piece in pieces:
+                lower, upper = max(piece.runs.start, start), min(piece.runs.stop, stop)
+                yield Unit(file, lower, upper, block, _Check.TOGETHER, is_shared)
+        elif self._reader_of[block] == self._rank:
+            # The others are sent what they need of a shared one.
+            if not (self._exchanging and is_shared):
+                yield Unit(file, start, stop, block, _Check.HERE, is_shared)
+        else:
+            lower = max(start, min(piece.runs.start for piece in pieces))
+            upper = min(stop, max(piece.runs.stop for piece in pieces))
+            yield Unit(file, lower, upper, block, _Check.ELSEWHERE, is_shared)
+
+    def read_to_send(self, block: int, memory: Bytes) -> None:
+        """Read and check a block that others need, too, and fill this rank's own pieces."""
+        (blocks,) = self._numbering.chunks([block], 1)
+        content = self.reader.read_blocks(blocks, memory)
+        base = blocks.start * self._numbering.block_nbytes
+        for piece in self._in_block.get(block, ()):
+            piece.fill_from(content, base)
+
+    def _read(self, found: tuple[Sequence[Unit], bool]) -> None:
+        """Read adjacent units, check them and fill this rank's pieces; see [Note: straight].
+
+        Args:
+            found: The units, and whether they are in the page cache.
+        """
+        if self._is_stopped.is_set():
+            return
+        stretch, is_cached = found
+        file, start, stop = stretch[0].file, stretch[0].start, stretch[-1].stop
+        if stretch[0].is_shared and not is_cached:
+            is_cached = self.reader.bring_in(file, start, stop)
+        if is_cached:
+            with self._turns:
+                self._copy(stretch)
+            return
+        content = self.reader.read_past_cache(file, start, stop)
+        with self._turns:
+            for unit in stretch:
+                own = content[unit.start - start : unit.stop - start]
+                self._check(unit, [own])
+                self._spread(unit, own)
+
+    def _copy(self, stretch: Sequence[Unit]) -> None:
+        """Read units that are in the page cache."""
+        for unit in stretch:
+            scratch = self.reader.scratch()[: unit.stop - unit.start]
+            views = self._views(unit, scratch)
+            self.reader.read_into(unit.file, unit.start, views or [scratch])
+            self._check(unit, views or [scratch])
+            if views is None:
+                self._spread(unit, scratch)
+
+    def _views(self, unit: Unit, filler: Bytes) -> list[Bytes] | None:
+        """Return memory of pieces that makes up a unit, None if its bytes go to and fro.
+
+        Args:
+            unit: What is going to be read.
+            filler: Memory of its length, for what belongs to no piece.
+        """
+        pieces = self._in_block[unit.block]
+        if len(pieces) > _MAX_VIEWS:
+            return None
+        views: list[Bytes] = []
+        position = unit.start
+        for piece in pieces:
+            runs, flat = piece.runs, piece.flat
+            if runs.counts or flat is None:
+                return None
+            lower = max(runs.start, unit.start)
+            upper = min(runs.start + runs.nbytes, unit.stop)
+            if lower >= upper:
+                continue
+            if lower < position:
+                return None
+            if position < lower:
+                views.append(filler[position - unit.start : lower - unit.start])
+            views.append(flat[lower - runs.start : upper - runs.start])
+            position = upper
+        if position < unit.stop:
+            views.append(filler[position - unit.start :])
+        return views
+
+    def _check(self, unit: Unit, views: Sequence[Bytes]) -> None:
+        if unit.check is _Check.HERE:
+            number = unit.block - self._numbering.firsts[unit.file]
+            self.reader.check_content(unit.file, number, views)
+        elif unit.check is _Check.TOGETHER:
+            position = unit.start
+            for view in views:
+                self.sums.add(unit.file, position, view)
+                position += len(view)
+
+    def _spread(self, unit: Unit, content: Bytes) -> None:
+        for piece in self._in_block[unit.block]:
+            piece.fill_from(content, unit.start)

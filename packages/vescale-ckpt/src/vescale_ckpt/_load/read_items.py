@@ -1,0 +1,143 @@
+"""Pieces of stored tensors, and the memory that their bytes go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from vescale_ckpt._format.byte_ranges import Bytes, Runs, runs_of, within
+from vescale_ckpt._format.dtypes import DTYPES
+from vescale_ckpt._format.file_layout import StoredTensor
+from vescale_ckpt._format.manifest import Record, StoredBox
+from vescale_ckpt._io.tensor_bytes import flat_bytes, parts_of
+from vescale_ckpt._state.local_shards import Part, located
+from vescale_ckpt._store.reader import Reader
+from vescale_dtensor import LocalBox
+
+
+@dataclass(eq=False)
+class Piece:
+    """A box of a stored tensor and the memory it is to be read into.
+
+    Attributes:
+        key: What the state calls the tensor.
+        stored: Where the whole tensor lies.
+        runs: Where the box lies.
+        target: Memory of the shape of the box, of any device, strides and dtype.
+    """
+
+    key: str
+    stored: StoredTensor
+    runs: Runs
+    target: torch.Tensor
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an element may lie in two blocks and has to be converted nevertheless."""
+        return self.stored.offset % self.stored.itemsize != 0 and self.flat is None
+
+    def fill_from(self, source: Bytes, base: int) -> None:
+        """Take what there is of the box in consecutive bytes of the file, from ``base`` on."""
+        lower = self.runs.bytes_before(base)
+        upper = self.runs.bytes_before(base + len(source))
+        if (flat := self.flat) is not None:
+            self.runs.gather(source, base, lower, flat[lower:upper])
+        elif lower < upper:
+            packed = np.empty(upper - lower, np.uint8)
+            self.runs.gather(source, base, lower, packed)
+            self.put(lower, packed)
+
+    @torch.no_grad()
+    def put(self, start: int, packed: Bytes) -> None:
+        """Put consecutive bytes of the packed box, whole elements, where they belong.
+
+        Args:
+            start: Which byte of the packed box the first of them is.
+            packed: The bytes.
+        """
+        if (flat := self.flat) is not None:
+            flat[start : start + len(packed)] = packed
+            return
+        itemsize = self.stored.itemsize
+        if packed.ctypes.data % itemsize:
+            packed = packed.copy()
+        values = torch.from_numpy(packed).view(DTYPES[self.stored.dtype])
+        position = 0
+        for view in _views(self.target, start // itemsize, start // itemsize + len(values)):
+            view.copy_(values[position : position + view.numel()].view(view.shape))
+            position += view.numel()
+
+    @cached_property
+    def flat(self) -> Bytes | None:
+        """Return the memory of ``target`` if it is to hold just the bytes of the box."""
+        if self.target.dtype != DTYPES[self.stored.dtype]:
+            return None
+        view = flat_bytes(self.target)
+        return None if view is None else np.frombuffer(view, np.uint8)
+
+
+def _views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Yield views that make up elements ``start`` to ``stop`` in row-major order."""
+    if start == stop:
+        return
+    if stop - start == tensor.numel():
+        yield tensor
+        return
+    row = tensor[0].numel()
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _views(tensor[first], head, tail)
+        return
+    if head:
+        yield from _views(tensor[first], head, row)
+        first += 1
+    if first < last:
+        yield tensor[first:last]
+    if tail:
+        yield from _views(tensor[last], 0, tail)
+
+
+def read_torn(reader: Reader, piece: Piece) -> None:
+    """Read a piece without checking anything, whatever its alignment and memory."""
+    position = 0
+    for part in parts_of(piece.target):
+        packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
+        for offset, lower, upper in piece.runs.locate(position, len(packed)):
+            reader.read(piece.stored.file, offset, packed[lower:upper].data)
+        piece.put(position, packed)
+        position += len(packed)
+
+
+def pieces_of(record: Record, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
+    """Return what has to be read to fill this rank's part of ``targets``, in file order."""
+    pieces: list[Piece] = []
+    for part, key in targets:
+        if record.aliases.get(key, key) in record.boxes:
+            for held in part.boxes:
+                pieces += _pieces_from(key, record.boxes_of(key), held, part.local)
+            continue
+        stored = record.stored(key)
+        for memory, runs in located(part, stored):
+            pieces.append(Piece(key, stored, runs, memory))
+    # Two sorts by plain numbers and strings are faster than one by pairs.
+    pieces.sort(key=attrgetter("runs.start"))
+    pieces.sort(key=attrgetter("stored.file"))
+    return pieces
+
+
+def _pieces_from(
+    key: str, boxes: Iterable[StoredBox], held: LocalBox, local: torch.Tensor
+) -> Iterator[Piece]:
+    """Yield what of each stored box lies in a box of this rank."""
+    target = held.of(local)
+    for box, stored in boxes:
+        common = box.intersect(held.box)
+        if common is not None and common.numel:
+            runs = runs_of(box.shape, within(common, box), stored.itemsize, stored.offset)
+            yield Piece(key, stored, runs, target[within(common, held.box).slices])

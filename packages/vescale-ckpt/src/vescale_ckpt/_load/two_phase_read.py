@@ -1,0 +1,341 @@
+"""Blocks that several ranks need: one rank reads each and sends the others what they need of it.
+
+[Note: rounds]
+Every rank tells the readers of its blocks, once, where its pieces lie; from then on both sides
+compute what has to be sent, and nothing but the bytes themselves is. Readers go through their
+blocks in step, a slice a turn. As many turns as fit into bounded memory on every rank make a
+round, which is one all-to-all; while it is under way the blocks of the next round are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._format.blocks import Integers, Numbering
+from vescale_ckpt._format.byte_ranges import Bytes, Runs
+from vescale_ckpt._io.buffer_pool import Scratch, pages
+
+from .read_assignment import Readers
+from .read_items import Piece
+
+# What a rank sends, and what it receives, in a round.
+_ROUND_NBYTES = 4 << 20
+# Blocks that a rank reads for a round.
+_ROUND_BLOCKS = 5
+
+ReadBlock = Callable[[int, Bytes], None]
+
+
+class _Transfer(NamedTuple):
+    """Some bytes of one piece that go from one rank to another.
+
+    Attributes:
+        turn: When.
+        peer: The other rank.
+        piece: Which of the pieces that this rank knows of.
+        start: First byte of the packed piece.
+        stop: The byte after the last.
+        block: The block they lie in.
+    """
+
+    turn: int
+    peer: int
+    piece: int
+    start: int
+    stop: int
+    block: int
+
+
+class _Asked(NamedTuple):
+    """A piece that another rank needs."""
+
+    peer: int
+    file: str
+    runs: Runs
+
+
+class Schedule:
+    """Which slice of which block is whose turn; the same on every rank.
+
+    Args:
+        readers: Who reads what.
+        numbering: The blocks.
+        rank: This process.
+        size: Number of processes.
+
+    Attributes:
+        own: The blocks that this rank reads, in the order of their turns.
+        num_turns: Number of turns.
+        slices: Number of slices of a block, one a turn.
+    """
+
+    def __init__(self, readers: Readers, numbering: Numbering, rank: int, size: int) -> None:
+        self._rank = rank
+        self._readers = readers
+        self._numbering = numbering
+        # In a turn every rank may send all others a slice.
+        nbytes = numbering.block_nbytes
+        while nbytes * size > _ROUND_NBYTES and nbytes % 2 == 0:
+            nbytes //= 2
+        self._slice_nbytes = nbytes
+        self.slices = numbering.block_nbytes // nbytes
+        shared = np.flatnonzero(readers.is_shared)
+        self._position = np.full(numbering.count, -1, np.int64)
+        counts = np.bincount(readers.reader[shared], minlength=size)
+        order = shared[np.argsort(readers.reader[shared], kind="stable")]
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        self._position[order] = np.arange(len(order)) - firsts
+        self.own: list[int] = shared[readers.reader[shared] == rank].tolist()
+        self.num_turns = int(counts.max(initial=0)) * self.slices
+
+    def blocks_of(self, file: str, runs: Runs, *, own: bool) -> list[int]:
+        """Return the shared blocks of ``runs`` that this rank reads, or all the others."""
+        start, stop = self._numbering.span(file, runs)
+        wanted = self._readers.is_shared[start:stop]
+        wanted = wanted & ((self._readers.reader[start:stop] == self._rank) == own)
+        return (np.flatnonzero(wanted) + start).tolist()
+
+    def reader(self, block: int) -> int:
+        """Return who reads a block."""
+        return int(self._readers.reader[block])
+
+    def start(self, file: str, block: int) -> int:
+        """Return where in its file a block starts."""
+        return self._numbering.start(file, block)
+
+    def transfers(
+        self, file: str, runs: Runs, blocks: Iterable[int], piece: int, peer: int | None
+    ) -> Iterator[_Transfer]:
+        """Yield what goes through the network of a piece in some of its blocks.
+
+        Args:
+            file: Where the piece lies.
+            runs: Where it lies there.
+            blocks: Which blocks.
+            piece: What to call it.
+            peer: The other rank; None for the reader of each block.
+        """
+        for block in blocks:
+            turn = int(self._position[block]) * self.slices
+            edge = self._numbering.start(file, block)
+            lower = runs.bytes_before(edge)
+            other = self.reader(block) if peer is None else peer
+            for number in range(self.slices):
+                edge += self._slice_nbytes
+                upper = runs.bytes_before(edge)
+                if lower < upper:
+                    yield _Transfer(turn + number, other, piece, lower, upper, block)
+                lower = upper
+
+
+def exchange(
+    pieces: Sequence[Piece],
+    readers: Readers,
+    numbering: Numbering,
+    ranks: Ranks,
+    read: ReadBlock,
+) -> None:
+    """Read this rank's shared blocks and fill what others read; see [Note: rounds].
+
+    Every rank must call this. An error is raised on all of them at once.
+
+    Args:
+        pieces: What this rank needs.
+        readers: Who reads what.
+        numbering: The blocks.
+        ranks: All ranks.
+        read: Reads and checks a block, and fills this rank's own pieces with it.
+
+    Raises:
+        CorruptCheckpointError: If a block is damaged.
+    """
+    with ranks.together():
+        _exchange(pieces, readers, numbering, ranks, read)
+
+
+def _exchange(
+    pieces: Sequence[Piece],
+    readers: Readers,
+    numbering: Numbering,
+    ranks: Ranks,
+    read: ReadBlock,
+) -> None:
+    schedule = Schedule(readers, numbering, ranks.rank, ranks.size)
+    if not schedule.num_turns:
+        return
+    asked, incoming = _ask(pieces, schedule, numbering, ranks)
+    outgoing = sorted(
+        transfer
+        for index, (peer, file, runs) in enumerate(asked)
+        for transfer in schedule.transfers(
+            file, runs, schedule.blocks_of(file, runs, own=True), index, peer
+        )
+    )
+    rounds = _rounds(schedule, incoming, outgoing, ranks)
+    window = _Window(schedule, numbering.block_nbytes, read)
+    scratch = Scratch()
+    with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
+        ahead = pool.submit(window.load, rounds[0], rounds[0])
+        for number, turns in enumerate(rounds):
+            ahead.result()
+            if number + 1 < len(rounds):
+                ahead = pool.submit(window.load, turns, rounds[number + 1])
+            sent, expected = _of_round(outgoing, turns), _of_round(incoming, turns)
+            content = scratch.take("outgoing", sum(_by_peer(sent, ranks.size)))
+            received = scratch.take("incoming", sum(_by_peer(expected, ranks.size)))
+            for transfer, packed in _places(sent, content):
+                _, file, runs = asked[transfer.piece]
+                base = schedule.start(file, transfer.block)
+                runs.gather(window.content(transfer.block), base, transfer.start, packed)
+            ranks.exchange(
+                content, _by_peer(sent, ranks.size), received, _by_peer(expected, ranks.size)
+            )
+            for transfer, packed in _places(expected, received):
+                pieces[transfer.piece].put(transfer.start, packed)
+
+
+def _places(transfers: Iterable[_Transfer], memory: Bytes) -> Iterator[tuple[_Transfer, Bytes]]:
+    """Yield transfers with their share of the memory that travels."""
+    position = 0
+    for transfer in transfers:
+        stop = position + transfer.stop - transfer.start
+        yield transfer, memory[position:stop]
+        position = stop
+
+
+class _Window:
+    """The blocks of the round under way and of the next one."""
+
+    def __init__(self, schedule: Schedule, block_nbytes: int, read: ReadBlock) -> None:
+        self._own = schedule.own
+        self._slices = schedule.slices
+        self._block_nbytes = block_nbytes
+        self._read = read
+        self._held: dict[int, Bytes] = {}
+        self._free: list[Bytes] = []
+
+    def load(self, current: tuple[int, int], following: tuple[int, int]) -> None:
+        """Forget what is older than the ``current`` turns; read for the ``following`` ones."""
+        oldest = current[0] // self._slices
+        stop = -(-following[1] // self._slices)
+        wanted = self._own[oldest:stop]
+        for block in self._held.keys() - set(wanted):
+            self._free.append(self._held.pop(block))
+        for block in wanted:
+            if block not in self._held:
+                memory = self._free.pop() if self._free else pages(self._block_nbytes)
+                self._held[block] = memory
+                self._read(block, memory)
+
+    def content(self, block: int) -> Bytes:
+        """Return the bytes of a block."""
+        return self._held[block]
+
+
+def _ask(
+    pieces: Sequence[Piece], schedule: Schedule, numbering: Numbering, ranks: Ranks
+) -> tuple[list[_Asked], list[_Transfer]]:
+    """Tell all ranks what of their blocks this one needs.
+
+    Returns:
+        What other ranks have asked this one for, and what it will get itself.
+    """
+    wishes: list[list[_Asked]] = [[] for _ in range(ranks.size)]
+    incoming: list[_Transfer] = []
+    for index, piece in enumerate(pieces):
+        file, runs = piece.stored.file, piece.runs
+        blocks = schedule.blocks_of(file, runs, own=False)
+        incoming += schedule.transfers(file, runs, blocks, index, None)
+        for peer in {schedule.reader(block) for block in blocks}:
+            wishes[peer].append(_Asked(ranks.rank, file, runs))
+    rows = [_packed(wish, numbering) for wish in wishes]
+    sizes = np.array([row.nbytes for row in rows], np.int64).view(np.uint8)
+    counts = np.empty(ranks.size, np.int64)
+    ranks.exchange(sizes, [8] * ranks.size, counts.view(np.uint8), [8] * ranks.size)
+    received = np.empty(int(counts.sum()) // 8, np.int64)
+    sent = np.concatenate(rows)
+    ranks.exchange(
+        sent.view(np.uint8), [row.nbytes for row in rows], received.view(np.uint8), counts.tolist()
+    )
+    parts = np.split(received, np.cumsum(counts[:-1]) // 8)
+    asked = [wish for peer, part in enumerate(parts) for wish in _unpacked(part, numbering, peer)]
+    return asked, sorted(incoming)
+
+
+def _packed(wishes: Sequence[_Asked], numbering: Numbering) -> Integers:
+    """Return rows of (file, start, nbytes, counts, steps), and their width in front."""
+    depth = max((len(runs.counts) for _, _, runs in wishes), default=0)
+    files = {name: number for number, name in enumerate(numbering.files)}
+    rows = [
+        (
+            files[file],
+            runs.start,
+            runs.nbytes,
+            *((1,) * (depth - len(runs.counts)) + runs.counts),
+            *((1,) * (depth - len(runs.counts)) + runs.steps),
+        )
+        for _, file, runs in wishes
+    ]
+    return np.array([depth, *itertools.chain.from_iterable(rows)], np.int64)
+
+
+def _unpacked(row: Integers, numbering: Numbering, peer: int) -> Iterator[_Asked]:
+    depth = int(row[0])
+    for file, start, nbytes, *loops in row[1:].reshape(-1, 3 + 2 * depth).tolist():
+        runs = Runs(start, nbytes, tuple(loops[:depth]), tuple(loops[depth:]))
+        yield _Asked(peer, numbering.files[file], runs)
+
+
+def _rounds(
+    schedule: Schedule,
+    incoming: Iterable[_Transfer],
+    outgoing: Iterable[_Transfer],
+    ranks: Ranks,
+) -> list[tuple[int, int]]:
+    """Return the first turn of each round and the one after its last."""
+    loads = np.zeros((2, schedule.num_turns), np.int64)
+    for load, transfers in zip(loads, (incoming, outgoing), strict=True):
+        for transfer in transfers:
+            load[transfer.turn] += transfer.stop - transfer.start
+    ranks.reduce(loads, dist.ReduceOp.MAX)
+    return divide(loads, _ROUND_NBYTES, _ROUND_BLOCKS * schedule.slices)
+
+
+def divide(loads: Integers, limit: int, most: int) -> list[tuple[int, int]]:
+    """Put consecutive turns together.
+
+    Args:
+        loads: For each kind of load, its amount in each turn.
+        limit: Largest sum of each kind in a round, unless a single turn has more.
+        most: Largest number of turns in a round.
+    """
+    rounds: list[tuple[int, int]] = []
+    sums, first = [0] * len(loads), 0
+    for turn, amounts in enumerate(loads.T.tolist()):
+        grown = [total + amount for total, amount in zip(sums, amounts, strict=True)]
+        if turn > first and (max(grown) > limit or turn - first == most):
+            rounds.append((first, turn))
+            grown, first = amounts, turn
+        sums = grown
+    return [*rounds, (first, loads.shape[1])]
+
+
+def _of_round(transfers: Sequence[_Transfer], turns: tuple[int, int]) -> list[_Transfer]:
+    """Return the transfers of some turns in the order in which their bytes travel."""
+    start, stop = (bisect_left(transfers, (turn,)) for turn in turns)
+    return sorted(transfers[start:stop], key=lambda t: (t.peer, t.turn, t.piece))
+
+
+def _by_peer(transfers: Iterable[_Transfer], size: int) -> list[int]:
+    counts = [0] * size
+    for transfer in transfers:
+        counts[transfer.peer] += transfer.stop - transfer.start
+    return counts

@@ -1,0 +1,186 @@
+"""Save with a file of its own for every rank, where files cannot be written by several.
+
+Every rank writes the boxes that it owns, as they lie in its memory, one after the other; nothing
+is exchanged. The commit record says which box of which tensor lies where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from vescale_ckpt._comm.control_group import Ranks, Step
+from vescale_ckpt._format.dtypes import NAMES
+from vescale_ckpt._format.file_layout import StoredTensor, TableEntry, plan_files, rank_file_stem
+from vescale_ckpt._format.manifest import RECORD_NAME, Record, StoredBox, StoredFile, dump_record
+from vescale_ckpt._io.object_store import Storage
+from vescale_ckpt._io.sequential_writer import (
+    BLOCK_NBYTES,
+    Copied,
+    created_in,
+    write_files_in_order,
+)
+from vescale_ckpt._io.tensor_bytes import packed_chunks
+from vescale_ckpt._state.local_shards import Part
+from vescale_ckpt._store.atomic_directory import Staging, staging_directory
+from vescale_ckpt._store.object_reader import odd_file, read_record_of
+from vescale_ckpt.exceptions import CheckpointError
+from vescale_dtensor import Box
+
+from .consistency import Agreed
+
+_Create = Callable[[str], AbstractContextManager[BinaryIO]]
+
+
+class _Own(NamedTuple):
+    """A box that this rank writes."""
+
+    key: str
+    box: Box
+    memory: torch.Tensor
+
+
+def write_rank_files(
+    where: Path | Storage,
+    token: str,
+    agreed: Agreed,
+    parts: Mapping[str, Part],
+    ranks: Ranks,
+) -> None:
+    """Write and commit a checkpoint of one file per rank. Every rank must call this.
+
+    Args:
+        where: The checkpoint's directory, or its storage.
+        token: The name of this save.
+        agreed: What to write.
+        parts: This rank's part of each tensor.
+        ranks: All ranks.
+    """
+    staging: Staging | None = None
+    try:
+        with Step(ranks):
+            if isinstance(where, Path) and ranks.rank == 0:
+                staging = Staging(where, token)
+        step = Step(ranks)
+        name = rank_file_stem(ranks.rank, token)
+        try:
+            with step:
+                own = _own_boxes(agreed, parts, ranks)
+                if isinstance(where, Storage):
+                    step.message = where.retry(lambda: _write(where.create, name, own))
+                else:
+                    step.message = _write(created_in(staging_directory(where, token)), name, own)
+        except CheckpointError:
+            # After a lost contact rank 0 may have gone on, and named the file in the record.
+            if step.has_failed and isinstance(where, Storage):
+                with suppress(OSError):
+                    where.remove(f"{name}.safetensors")
+            raise
+        with Step(ranks):
+            if ranks.rank == 0:
+                record = _record(agreed, step.messages)
+                if staging is not None:
+                    _publish(staging, dump_record(record))
+                elif isinstance(where, Storage):
+                    _replace(where, record)
+    finally:
+        if staging is not None:
+            staging.close()
+
+
+def _own_boxes(agreed: Agreed, parts: Mapping[str, Part], ranks: Ranks) -> list[_Own]:
+    own: list[_Own] = []
+    for key in agreed.owned:
+        part = parts[key]
+        own += [_Own(key, held.box, held.of(part.local)) for held in part.boxes if held.box.numel]
+    # What every rank has, each rank writes a share of.
+    for key in agreed.shared[ranks.rank :: ranks.size]:
+        own.append(_Own(key, Box.whole(parts[key].shape), parts[key].local))
+    return own
+
+
+def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
+    """Write the boxes to one file and return what the commit record has to say about it."""
+    named = {f"{each.key}@{','.join(map(str, each.box.offset))}": each for each in own}
+    table = [
+        TableEntry(name, stem, name, NAMES[each.memory.dtype], each.box.shape)
+        for name, each in named.items()
+    ]
+    plan = plan_files(table, 1 << 62)
+
+    def content(name: str) -> Iterator[memoryview]:
+        return packed_chunks(named[name].memory)
+
+    files = write_files_in_order(create, Copied(plan=plan, content=content))
+    return {
+        "files": {name: [file.nbytes, list(file.checksums)] for name, file in files.items()},
+        "boxes": [
+            [each.key, list(each.box.offset), list(each.box.shape), *_place(plan.tensors[name])]
+            for name, each in named.items()
+        ],
+    }
+
+
+def _record(agreed: Agreed, messages: list[dict[str, Any]]) -> Record:
+    entries = {entry.key: entry for entry in agreed.table}
+    boxes: dict[str, list[StoredBox]] = {key: [] for key in entries}
+    for message in messages:
+        for key, offset, shape, file, name, start in message["boxes"]:
+            stored = StoredTensor(file, name, entries[key].dtype, tuple(shape), start)
+            boxes[key].append(StoredBox(Box(tuple(offset), tuple(shape)), stored))
+    tensors: dict[str, StoredTensor] = {}
+    for key, entry in entries.items():
+        covered = sum(stored.nbytes for _, stored in boxes[key])
+        if covered != entry.nbytes:
+            raise CheckpointError(
+                f"the ranks hold {covered} bytes of tensor {key!r}, which has {entry.nbytes}: "
+                f"their shards do not make it up exactly once; nothing was committed"
+            )
+        tensors[key] = StoredTensor("", key, entry.dtype, tuple(entry.shape), 0)
+    return Record(
+        block_nbytes=BLOCK_NBYTES,
+        files={
+            name: StoredFile(nbytes=nbytes, checksums=tuple(checksums))
+            for message in messages
+            for name, (nbytes, checksums) in message["files"].items()
+        },
+        tensors=tensors,
+        aliases=agreed.aliases,
+        tree=agreed.tree,
+        boxes={key: tuple(found) for key, found in boxes.items()},
+    )
+
+
+def _publish(staging: Staging, text: bytes) -> None:
+    with created_in(staging.directory)(RECORD_NAME) as stream:
+        stream.write(text)
+    staging.publish()
+
+
+def _replace(storage: Storage, record: Record) -> None:
+    """Commit, and delete what only the checkpoint before had; see [Note: object stores]."""
+    odd = odd_file(storage, record.files)
+    if odd is not None:
+        raise CheckpointError(
+            f"{storage.url}/{odd[0]} was written just now, but "
+            f"{'is not there' if odd[1] is None else f'has {odd[1]} bytes'}; is another job "
+            f"deleting checkpoints? Nothing was committed"
+        )
+    before = _files_of(storage)
+    storage.put(RECORD_NAME, dump_record(record))
+    storage.remove_all(name for name in before if name not in record.files)
+
+
+def _files_of(storage: Storage) -> list[str]:
+    try:
+        return list(read_record_of(storage)[1].files)
+    except CheckpointError:
+        return []
+
+
+def _place(stored: StoredTensor) -> tuple[str, str, int]:
+    return stored.file, stored.name, stored.offset

@@ -1,0 +1,290 @@
+"""Save: agree, lay out, write, commit."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
+from vescale_ckpt._format.crc32 import PartialSums, checksums
+from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
+from vescale_ckpt._format.manifest import RECORD_NAME, Record, StoredFile, dump_record
+from vescale_ckpt._format.state_encoding import Encoded, encode
+from vescale_ckpt._io.object_store import Storage
+from vescale_ckpt._state.local_shards import Part, part_of, stacked_part
+from vescale_ckpt._store.atomic_directory import Staging, staging_directory
+from vescale_ckpt._store.retention import keep_newest
+from vescale_ckpt.exceptions import CheckpointError
+
+from .consistency import Agreed, Fingerprint, agree, fingerprint, ties_of
+from .destination import Layout, Target, target_of
+from .per_rank import collect
+from .rank_files import write_rank_files
+from .replica_check import Copies
+from .shared_files import Work, create_files, write_files
+from .two_phase_write import needs_slabs
+
+_BLOCK_NBYTES = 1 << 20
+_NOTHING = np.empty(0, np.uint32)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int | None = None,
+    layout: Layout | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> None:
+    """Write ``state`` to the directory ``path``, replacing the checkpoint that is there.
+
+    Every rank of the default process group must call this, with the same keys and values and
+    a path that all ranks see; without a process group it works for one process. Each rank
+    writes the shards that it holds. Until the last rank has written its last byte the old
+    checkpoint stays what it is; a crash leaves the old one or the new one, never a mix.
+
+    Args:
+        path: The checkpoint's directory. Files in it that are no part of the checkpoint, a
+            ``config.json`` for example, stay. Or a URL, ``s3://bucket/step-100`` for example, of
+            a place that fsspec can write to.
+        state: Nested dicts and lists of tensors, DTensors, JSON-able Python values, and
+            objects with ``state_dict()`` and ``load_state_dict()``. Each top-level key gets
+            safetensors files of its own.
+        keep_last: How many of the whole checkpoints beside this one to keep, itself included,
+            once it is committed: those whose names begin alike and end with the highest
+            numbers. None to delete nothing. What dead writers have left goes as well, see
+            :func:`remove_older`.
+        layout: ``"shared"``: files of whole tensors, to which all ranks write, so that others
+            can read them. ``"per_rank"``: one file for every rank, for places where ranks cannot
+            share files. None for what the place allows. Both load on any number of ranks.
+        timeout: How long ranks wait for one another, for the slowest writer too, before they give
+            up on one that hangs.
+
+    Raises:
+        ValueError: If ``keep_last`` is less than one, ``path`` does not end with a number then,
+            or it is a URL, which does not take shared files.
+        MismatchError: If ranks disagree about a key, a shape, a dtype or a value.
+        CheckpointError: If something in ``state`` cannot be stored, or writing failed on any
+            rank. Nothing was committed then.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from vescale_ckpt import load
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save(f"{directory}/step-1", {"model": model, "step": 1})
+        ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
+        1
+    """
+    choose = partial(target_of, path, layout=layout, keep_last=keep_last)
+    ranks = current_ranks(timeout)
+    write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state as it is to be saved.
+
+    Attributes:
+        encoded: Its Python values, and which tensors it has.
+        parts: This rank's part of each tensor, in the order of their keys.
+    """
+
+    encoded: Encoded
+    parts: dict[str, Part]
+
+
+def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
+    """Return ``state`` as it is to be saved; the tensors' memory is not copied.
+
+    Raises:
+        CheckpointError: If something in it cannot be stored.
+    """
+    with torch.no_grad():
+        encoded = encode(state)
+        stacked = {key for keys in encoded.per_rank_tensors.values() for key in keys}
+        parts = {
+            key: stacked_part(key, tensor, ranks.rank, ranks.size)
+            if key in stacked
+            else part_of(key, tensor, ranks.rank)
+            for key, tensor in sorted(encoded.tensors.items(), key=itemgetter(0))
+        }
+    return Snapshot(encoded, parts)
+
+
+def write_checkpoint(
+    choose: Callable[[], Target],
+    take: Callable[[], Snapshot],
+    ranks: Ranks,
+    *,
+    max_file_nbytes: int = MAX_FILE_NBYTES,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
+
+    Args:
+        choose: Returns where to write, or raises what is wrong with that.
+        take: Returns the state to save.
+        ranks: The ranks that save.
+        max_file_nbytes: When to begin another file.
+        progress: Called with the number of bytes of each request to write.
+    """
+    ranks.meet()
+    with ranks.together():
+        _write_checkpoint(choose, take, ranks, max_file_nbytes, progress)
+
+
+def _write_checkpoint(
+    choose: Callable[[], Target],
+    take: Callable[[], Snapshot],
+    ranks: Ranks,
+    max_file_nbytes: int,
+    progress: Callable[[int], None],
+) -> None:
+    with Step(ranks) as step:
+        try:
+            target = choose()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        target.check()
+        taken = take()
+        ties = ties_of(taken.parts)
+        # Files of ranks hold whole tensors, not shares of them.
+        all_bytes = target.has_rank_files or isinstance(target.where, Storage)
+        prints = fingerprint(taken.encoded, taken.parts, ties, ranks, all_bytes=all_bytes)
+        step.message = [uuid.uuid4().hex, prints]
+    token: str = step.messages[0][0]
+    by_rank = [Fingerprint(*prints) for _, prints in step.messages]
+    agreed = agree(taken.encoded, taken.parts, ties, by_rank, ranks)
+    collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.parts, ranks)
+    if target.has_rank_files or isinstance(target.where, Storage):
+        write_rank_files(target.where, token, agreed, taken.parts, ranks)
+    else:
+        plan = plan_files(agreed.table, max_file_nbytes)
+        _write_shared(target.where, token, plan, agreed, taken.parts, ranks, progress)
+    if target.keep_last is not None:
+        with Step(ranks):
+            if ranks.rank == 0:
+                _keep_newest(target.where, target.keep_last)
+
+
+def _keep_newest(where: Path | Storage, keep_last: int) -> None:
+    try:
+        keep_newest(where, keep_last)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{where if isinstance(where, Path) else where.url} is committed, but which older "
+            f"checkpoints to delete could not be found out, and not all of them are: {error}"
+        ) from error
+
+
+def _write_shared(
+    path: Path,
+    token: str,
+    plan: FilePlan,
+    agreed: Agreed,
+    parts: Mapping[str, Part],
+    ranks: Ranks,
+    progress: Callable[[int], None],
+) -> None:
+    staging: Staging | None = None
+    try:
+        with Step(ranks):
+            if ranks.rank == 0:
+                staging = Staging(path, token)
+                create_files(staging.directory, plan)
+        work = divide(agreed, parts, plan)
+        words = _write_all(staging_directory(path, token), plan, work, ranks, progress)
+        with Step(ranks):
+            if staging is not None:
+                _commit(staging, plan, agreed, words)
+    finally:
+        if staging is not None:
+            staging.close()
+
+
+def divide(agreed: Agreed, parts: Mapping[str, Part], plan: FilePlan) -> Work:
+    """Return which tensors this rank writes, and how."""
+    exchanged = {
+        entry.key: parts[entry.key]
+        for entry in agreed.table
+        if agreed.same_layout and needs_slabs(parts[entry.key])
+    }
+    own = {key: parts[key] for key in agreed.owned if key not in exchanged}
+    shared = {key: parts[key] for key in agreed.shared}
+    return Work(own=own, shared=shared, exchanged=exchanged)
+
+
+def _write_all(
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    ranks: Ranks,
+    progress: Callable[[int], None],
+) -> dict[str, list[int]]:
+    """Write this rank's bytes and return the checksums of all files' blocks."""
+    with Step(ranks) as step, ranks.together():
+        sums = {
+            name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
+            for name, file in plan.files.items()
+        }
+        copies = Copies(plan, _BLOCK_NBYTES, progress)
+        write_files(directory, plan, work, sums, copies, ranks)
+        step.message = [
+            own.written_nbytes + copies.written[name].written_nbytes for name, own in sums.items()
+        ]
+    for (name, file), counts in zip(
+        plan.files.items(), zip(*step.messages, strict=True), strict=True
+    ):
+        if sum(counts) != file.nbytes:
+            text = (
+                f"the ranks wrote {sum(counts)} bytes of file {name!r}, which has {file.nbytes}: "
+                f"their shards do not make up the tensors exactly once; nothing was committed"
+            )
+            raise ranks.common(CheckpointError(text))
+    # Registers of all ranks combine by XOR; see [Note: partial checksums].
+    written = [own.folded() ^ copies.written[name].folded() for name, own in sums.items()]
+    compared = [copies.registers()] if work.shared and ranks.size > 1 else []
+    registers = np.concatenate([_NOTHING, *written, *compared])
+    ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
+    registers, differing = np.split(registers, [sum(map(len, written))])
+    if differing.any():
+        raise ranks.common(copies.difference(differing, work.shared, ranks))
+    result: dict[str, list[int]] = {}
+    for name, own in sums.items():
+        words, registers = np.split(registers, [own.num_blocks])
+        result[name] = checksums(own.nbytes, _BLOCK_NBYTES, words)
+    return result
+
+
+def _commit(
+    staging: Staging, plan: FilePlan, agreed: Agreed, words: Mapping[str, list[int]]
+) -> None:
+    record = Record(
+        block_nbytes=_BLOCK_NBYTES,
+        files={
+            name: StoredFile(nbytes=file.nbytes, checksums=tuple(words[name]))
+            for name, file in plan.files.items()
+        },
+        tensors=plan.tensors,
+        aliases=agreed.aliases,
+        tree=agreed.tree,
+    )
+    with open(staging.directory / RECORD_NAME, "xb") as stream:
+        stream.write(dump_record(record))
+        stream.flush()
+        os.fsync(stream.fileno())
+    staging.publish()

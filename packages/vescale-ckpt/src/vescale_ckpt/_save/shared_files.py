@@ -1,0 +1,196 @@
+"""One rank writes its byte ranges into the files that all ranks share."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._format.byte_ranges import Runs
+from vescale_ckpt._format.crc32 import PartialSums
+from vescale_ckpt._format.file_layout import FilePlan, StoredTensor
+from vescale_ckpt._io.buffer_pool import Scratch
+from vescale_ckpt._io.file_writer import Buffers, FileWriter
+from vescale_ckpt._io.tensor_bytes import packed_chunks
+from vescale_ckpt._state.local_shards import Part, located
+from vescale_ckpt._store.atomic_directory import is_there
+from vescale_ckpt.exceptions import CheckpointError
+
+from .replica_check import Copies
+from .two_phase_write import MIN_RUN_NBYTES, page_shares, write_slabs
+
+
+class _Piece(NamedTuple):
+    """A box in this rank's memory, and which of its packed bytes go where."""
+
+    runs: Runs
+    source: torch.Tensor
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a rank has to do to get the tensors into the files.
+
+    Attributes:
+        own: Tensors of which it writes its own boxes.
+        shared: Tensors that every rank holds all of; each writes its share of their bytes.
+        exchanged: Tensors whose bytes are exchanged first; the same keys on every rank.
+    """
+
+    own: Mapping[str, Part]
+    shared: Mapping[str, Part]
+    exchanged: Mapping[str, Part]
+
+
+def create_files(directory: Path, plan: FilePlan) -> None:
+    """Create the files in full length, so that a full disk is found before anything else."""
+    for name, file in plan.files.items():
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            if file.nbytes:
+                _reserve(descriptor, file.nbytes)
+        finally:
+            os.close(descriptor)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a file its length, and space on the disk where the system can do that."""
+    if hasattr(os, "posix_fallocate"):  # macOS lacks it
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, nbytes)
+
+
+def write_files(
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    sums: Mapping[str, PartialSums],
+    copies: Copies,
+    ranks: Ranks,
+) -> None:
+    """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
+
+    Args:
+        directory: Where the files are.
+        plan: Where each tensor lies.
+        work: What this rank has to write. Rank 0 writes the files' heads, too.
+        sums: For each file, what takes account of the bytes written, but for copies.
+        copies: What takes account of those of tensors that every rank holds.
+        ranks: All ranks.
+    """
+    with Buffers() as buffers:
+        _write_exchanged(directory, plan, work, sums, buffers, ranks)
+        keys = keys_by_file(plan, work)
+        for name, file in plan.files.items():
+            if name not in keys and ranks.rank != 0:
+                continue
+            with FileWriter(directory / name, sums[name], buffers) as writer:
+                if ranks.rank == 0:
+                    writer.write(0, memoryview(file.head))
+                for key in keys.get(name, ()):
+                    writer.account(copies.written[name] if key in work.shared else sums[name])
+                    for piece in pieces_of_tensor(key, plan, work, ranks):
+                        _write_piece(writer, piece)
+                writer.finish()
+    if ranks.size > 1:
+        _check_copies(plan, work, copies, (ranks.rank + 1) % ranks.size, ranks.size)
+
+
+def _check_copies(
+    plan: FilePlan, work: Work, copies: Copies, writer_rank: int, num_ranks: int
+) -> None:
+    """Take account of what another rank writes, as this one holds it; see [Note: copies]."""
+    for key, part in work.shared.items():
+        sums = copies.checked[plan.tensors[key].file]
+        piece = _share(plan.tensors[key], part, writer_rank, num_ranks)
+        start = 0
+        for chunk in packed_chunks(piece.source) if piece.first < piece.last else ():
+            first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+            if first < last:
+                sums.add(piece.runs.start + start + first, chunk[first:last])
+            start += len(chunk)
+
+
+def _share(stored: StoredTensor, part: Part, rank: int, num_ranks: int) -> _Piece:
+    """Return what a rank writes of a tensor that all of them hold; perhaps nothing."""
+    start, stop = page_shares(stored, num_ranks)[rank]
+    runs = Runs(stored.offset, stored.nbytes)
+    return _Piece(runs, part.local, start - stored.offset, stop - stored.offset)
+
+
+def _write_exchanged(
+    directory: Path,
+    plan: FilePlan,
+    work: Work,
+    sums: Mapping[str, PartialSums],
+    buffers: Buffers,
+    ranks: Ranks,
+) -> None:
+    """Write slabs; see [Note: slabs]."""
+    _check_visible(directory)
+    scratch = Scratch()
+    by_file: dict[str, list[str]] = {}
+    for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
+        by_file.setdefault(plan.tensors[key].file, []).append(key)
+    for name in sorted(by_file):
+        tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
+        with FileWriter(directory / name, sums[name], buffers) as writer:
+            write_slabs(writer, tensors, ranks, scratch)
+            writer.finish()
+
+
+def _check_visible(directory: Path) -> None:
+    if not is_there(directory):
+        raise CheckpointError(
+            f"{directory}, made by rank 0, is not visible here; save to a path on a file system "
+            f"that all ranks share"
+        )
+
+
+def keys_by_file(plan: FilePlan, work: Work) -> dict[str, list[str]]:
+    """Return of which tensors this rank writes its own boxes or a share, in file order."""
+    result: dict[str, list[str]] = {}
+    for key, stored in plan.tensors.items():
+        if key in work.own or key in work.shared:
+            result.setdefault(stored.file, []).append(key)
+    return result
+
+
+def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
+    """Yield what this rank writes of a tensor, in file order."""
+    stored = plan.tensors[key]
+    if key in work.own:
+        for memory, runs in located(work.own[key], stored):
+            yield _Piece(runs, memory, 0, runs.total_nbytes)
+        return
+    piece = _share(stored, work.shared[key], ranks.rank, ranks.size)
+    if piece.first < piece.last:
+        yield piece
+
+
+def _write_piece(writer: FileWriter, piece: _Piece) -> None:
+    runs = piece.runs
+    scattered = runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
+    # The page cache is better at putting short runs together than the disk.
+    write = writer.write_through_cache if scattered else writer.write
+    start = 0
+    for chunk in packed_chunks(piece.source):
+        first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+        if first < last:
+            for offset, lower, upper in runs.locate(start + first, last - first):
+                write(offset, chunk[first + lower : first + upper])
+        start += len(chunk)

@@ -1,0 +1,302 @@
+"""Turn shards that lie in many short pieces of a file into slabs that each rank writes at once.
+
+[Note: slabs]
+A tensor sharded along its columns reaches the file in pieces of a fraction of a row. Instead of
+writing those, the ranks of the tensor's mesh divide its bytes into one consecutive slab each
+and send one another what belongs there; the network is faster than short writes. Which bytes
+go where follows from the placements, so nothing but the bytes themselves is sent. The packed
+bytes of a box are in the order of the file, so what a slab needs of a box is one piece of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch.distributed.tensor import Placement, Shard
+
+from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._format.byte_ranges import Bytes, Runs, runs_of
+from vescale_ckpt._format.dtypes import DTYPES
+from vescale_ckpt._format.file_layout import StoredTensor, nbytes_of
+from vescale_ckpt._io.buffer_pool import Scratch
+from vescale_ckpt._io.direct_io import PAGE_NBYTES
+from vescale_ckpt._io.file_writer import FileWriter
+from vescale_ckpt._io.tensor_bytes import flat_bytes
+from vescale_ckpt._state.local_shards import Layout, Part, is_first_replica
+from vescale_dtensor import Box, InterleavedShard, local_boxes
+
+MIN_RUN_NBYTES = 256 << 10
+_MIN_TENSOR_NBYTES = 1 << 20
+_MAX_RANKS = 256
+# What a rank writes of an exchange, about as much as it sends and receives.
+_ROUND_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A rank that holds boxes of the tensor, and where their bytes go in the file."""
+
+    rank: int
+    boxes: tuple[Runs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Consecutive bytes of the file that one rank writes."""
+
+    rank: int
+    start: int
+    stop: int
+
+    def part(self, number: int) -> tuple[int, int]:
+        """Return the bytes of the slab that are exchanged in one go; perhaps none."""
+        start = min(self.start + number * _ROUND_NBYTES, self.stop)
+        return start, min(start + _ROUND_NBYTES, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor to exchange, seen from one rank.
+
+    Attributes:
+        holders: Who holds what.
+        slabs: Who writes what.
+        own_slab: What this rank writes; perhaps nothing.
+        own_boxes: Where the boxes go that this rank sends; none for a copy.
+        packed: The bytes of these boxes.
+    """
+
+    holders: list[_Holder]
+    slabs: list[_Slab]
+    own_slab: _Slab
+    own_boxes: tuple[Runs, ...]
+    packed: list[memoryview]
+
+
+def needs_slabs(part: Part) -> bool:
+    """Return whether a tensor's shards are better exchanged; the same answer on every rank."""
+    return _needs_slabs(part.layout, part.shape, part.dtype)
+
+
+# As many tensors are alike, most of the work has been done before.
+@lru_cache(maxsize=4096)
+def _needs_slabs(layout: Layout, shape: tuple[int, ...], dtype: str) -> bool:
+    if layout.mesh_ranks is None or not 1 < len(layout.mesh_ranks) <= _MAX_RANKS:
+        return False
+    if nbytes_of(dtype, shape) < _MIN_TENSOR_NBYTES:
+        return False
+    if not any(_cuts_rows(placement) for placement in layout.placements):
+        return False
+    box = next(boxes[0] for boxes in _boxes_by_rank(layout, shape).values() if boxes)
+    runs = runs_of(shape, box, DTYPES[dtype].itemsize)
+    return runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
+
+
+def _cuts_rows(placement: Placement) -> bool:
+    if isinstance(placement, Shard | InterleavedShard):
+        return placement.dim > 0 or isinstance(placement, InterleavedShard)
+    return False
+
+
+def write_slabs(
+    writer: FileWriter,
+    tensors: Iterable[tuple[StoredTensor, Part]],
+    ranks: Ranks,
+    scratch: Scratch,
+) -> None:
+    """Exchange the bytes of tensors and write this rank's slabs. Every rank must call this.
+
+    Args:
+        writer: Where to write.
+        tensors: What to write: where each lies, and what this rank holds of it.
+        ranks: All ranks, whether they hold something of the tensors or not.
+        scratch: Memory to use.
+    """
+    for batch in _batches(tensors, ranks.rank):
+        counts = [_incoming_counts(tensor, number, ranks.size) for tensor, number in batch]
+        received = _exchange(batch, np.sum(counts, axis=0).tolist(), ranks, scratch)
+        for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
+            start, stop = tensor.own_slab.part(number)
+            if start < stop:
+                boxes = _by_box(tensor.holders, pieces, start, stop)
+                writer.write_from(start, stop - start, partial(_assemble, boxes))
+
+
+def _batches(
+    tensors: Iterable[tuple[StoredTensor, Part]], rank: int
+) -> Iterator[list[tuple[_Tensor, int]]]:
+    """Yield parts of slabs, of one tensor or several, that are exchanged together."""
+    batch: list[tuple[_Tensor, int]] = []
+    filled = 0
+    for stored, part in tensors:
+        tensor = _seen_from(rank, stored, part)
+        longest = max(slab.stop - slab.start for slab in tensor.slabs)
+        for number in range(-(-longest // _ROUND_NBYTES)):
+            nbytes = min(_ROUND_NBYTES, longest - number * _ROUND_NBYTES)
+            if batch and filled + nbytes > _ROUND_NBYTES:
+                yield batch
+                batch, filled = [], 0
+            batch.append((tensor, number))
+            filled += nbytes
+    if batch:
+        yield batch
+
+
+def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
+    assert part.layout.mesh_ranks is not None
+    holders = [
+        _Holder(holder, tuple(_runs(stored, box) for box in boxes))
+        for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
+    ]
+    slabs = _slabs(stored, holders, part.layout.mesh_ranks)
+    nothing = _Slab(rank, stored.offset, stored.offset)
+    own_boxes = next((holder.boxes for holder in holders if holder.rank == rank), ())
+    return _Tensor(
+        holders=holders,
+        slabs=slabs,
+        own_slab=next((slab for slab in slabs if slab.rank == rank), nothing),
+        own_boxes=own_boxes,
+        packed=[_packed(held.of(part.local)) for held in part.boxes] if own_boxes else [],
+    )
+
+
+def _boxes_by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+    """Return the boxes of the first replicas."""
+    assert layout.mesh_ranks is not None
+    boxes = _boxes_by_coordinate(shape, layout.mesh_shape, layout.placements)
+    return {
+        rank: boxes[coordinate]
+        for rank, coordinate in zip(
+            layout.mesh_ranks, _coordinates(layout.mesh_shape), strict=True
+        )
+        if coordinate in boxes
+    }
+
+
+def _coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(size) for size in mesh_shape)))
+
+
+@lru_cache(maxsize=256)
+def _boxes_by_coordinate(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> dict[tuple[int, ...], tuple[Box, ...]]:
+    return {
+        coordinate: tuple(
+            held.box for held in local_boxes(shape, mesh_shape, coordinate, placements)
+        )
+        for coordinate in _coordinates(mesh_shape)
+        if is_first_replica(coordinate, placements)
+    }
+
+
+def _runs(stored: StoredTensor, box: Box) -> Runs:
+    return runs_of(stored.shape, box, stored.itemsize, stored.offset)
+
+
+def _slabs(
+    stored: StoredTensor, holders: list[_Holder], mesh_ranks: tuple[int, ...]
+) -> list[_Slab]:
+    """Divide a tensor's bytes so that ranks write near what they hold, on page boundaries."""
+    starts = {h.rank: h.boxes[0].start for h in holders if h.boxes}
+    order = sorted(mesh_ranks, key=lambda rank: (starts.get(rank, stored.offset), rank))
+    shares = page_shares(stored, len(order))
+    return [_Slab(rank, start, stop) for rank, (start, stop) in zip(order, shares, strict=True)]
+
+
+def page_shares(stored: StoredTensor, count: int) -> list[tuple[int, int]]:
+    """Divide a tensor's bytes in the file about equally, on page boundaries."""
+    end = stored.offset + stored.nbytes
+    cuts = [stored.offset]
+    for index in range(1, count):
+        cut = stored.offset + stored.nbytes * index // count
+        cuts.append(min(end, -(-cut // PAGE_NBYTES) * PAGE_NBYTES))
+    cuts.append(end)
+    return list(itertools.pairwise(cuts))
+
+
+def _packed(source: torch.Tensor) -> memoryview:
+    view = flat_bytes(source)
+    if view is None:
+        view = flat_bytes(source.resolve_conj().resolve_neg().to("cpu").contiguous())
+    assert view is not None
+    return view
+
+
+def _outgoing(tensor: _Tensor, number: int, num_ranks: int) -> list[list[memoryview]]:
+    """Return what goes to each rank."""
+    outgoing: list[list[memoryview]] = [[] for _ in range(num_ranks)]
+    for slab in tensor.slabs:
+        start, stop = slab.part(number)
+        for runs, content in zip(tensor.own_boxes, tensor.packed, strict=True):
+            lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
+            if lower < upper:
+                outgoing[slab.rank].append(content[lower:upper])
+    return outgoing
+
+
+def _incoming_counts(tensor: _Tensor, number: int, num_ranks: int) -> list[int]:
+    start, stop = tensor.own_slab.part(number)
+    counts = [0] * num_ranks
+    for holder in tensor.holders:
+        counts[holder.rank] = sum(
+            runs.bytes_before(stop) - runs.bytes_before(start) for runs in holder.boxes
+        )
+    return counts
+
+
+def _exchange(
+    batch: list[tuple[_Tensor, int]], counts: list[int], ranks: Ranks, scratch: Scratch
+) -> Bytes:
+    """Send what others write, and return what they have sent, in the order of ranks."""
+    by_tensor = [_outgoing(tensor, number, ranks.size) for tensor, number in batch]
+    by_rank = [list(itertools.chain(*pieces)) for pieces in zip(*by_tensor, strict=True)]
+    lengths = [sum(map(len, pieces)) for pieces in by_rank]
+    outgoing = scratch.take("outgoing", sum(lengths))
+    position = 0
+    for piece in itertools.chain(*by_rank):
+        outgoing[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+        position += len(piece)
+    incoming = scratch.take("incoming", sum(counts))
+    ranks.exchange(outgoing, lengths, incoming, counts)
+    return incoming
+
+
+def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]]:
+    """Yield, for each part of a batch, what each rank has sent of it."""
+    # Rows are parts, columns are ranks; what one rank sends of all parts lies together.
+    lengths = np.array(counts, np.int64)
+    stops = np.cumsum(lengths.T).reshape(lengths.T.shape).T
+    for row_stops, row in zip(stops, counts, strict=True):
+        yield [received[stop - n : stop] for stop, n in zip(row_stops, row, strict=True)]
+
+
+def _by_box(
+    holders: list[_Holder], pieces: list[Bytes], start: int, stop: int
+) -> list[tuple[Runs, int, Bytes]]:
+    """Divide what ranks have sent of some bytes of the file among their boxes.
+
+    Returns:
+        Each box, which of its packed bytes comes first, and the bytes.
+    """
+    result: list[tuple[Runs, int, Bytes]] = []
+    for holder in holders:
+        position = 0
+        for runs in holder.boxes:
+            first, last = runs.bytes_before(start), runs.bytes_before(stop)
+            packed = pieces[holder.rank][position : position + last - first]
+            result.append((runs, first, packed))
+            position += last - first
+    return result
+
+
+def _assemble(boxes: list[tuple[Runs, int, Bytes]], start: int, memory: Bytes) -> None:
+    """Put consecutive bytes of the file together, from ``start`` on."""
+    for runs, first, packed in boxes:
+        lower, upper = runs.bytes_before(start), runs.bytes_before(start + len(memory))
+        runs.scatter(packed[lower - first : upper - first], lower, memory, start)

@@ -1,0 +1,47 @@
+"""Open a checkpoint wherever it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vescale_ckpt._format.manifest import RECORD_NAME, Record
+from vescale_ckpt._io.object_store import storage_of
+from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
+
+from .atomic_directory import is_there, place_of, read_record as read_record_in
+from .object_reader import RemoteReader, read_record_of
+from .reader import Reader
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
+    """Open the committed checkpoint at a path or a URL."""
+    storage = storage_of(path)
+    if storage is None:
+        return _open_directory(Path(os.path.abspath(path)))
+    return _open_directory(Path(storage.root)) if storage.is_local else RemoteReader(storage)
+
+
+def read_record(path: str | os.PathLike[str]) -> Record:
+    """Return the commit record of a checkpoint, whatever its other files are like."""
+    storage = storage_of(path)
+    if storage is None or storage.is_local:
+        return read_record_in(Path(path if storage is None else storage.root))
+    return read_record_of(storage)[1]
+
+
+def _open_directory(path: Path) -> Reader:
+    """Open the committed checkpoint at ``path``, or the one that was being replaced there."""
+    where = place_of(path)
+    if not is_there(where):
+        raise CheckpointError(f"there is no checkpoint at {path}: no such directory")
+    if not where.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint at {path}: expected a directory, got a file"
+        )
+    if not is_there(where / RECORD_NAME):
+        raise CorruptCheckpointError(
+            f"there is no checkpoint at {path}: {RECORD_NAME}, the file written last, is missing; "
+            f"the save did not finish, or this is another kind of directory"
+        )
+    return Reader(where)

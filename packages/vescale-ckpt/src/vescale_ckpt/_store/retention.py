@@ -1,0 +1,307 @@
+"""The numbered checkpoints of one place: which is the last good one, which may go.
+
+[Note: no pointer]
+Nothing is written down about which checkpoint is the latest: a pointer and the checkpoints could
+disagree after a crash. A checkpoint appears in one step, by a rename or with its commit record,
+and disappears in one, so a listing is the truth at every moment. They are ordered by the numbers
+in their names, never by clocks.
+
+[Note: whole]
+Whether a checkpoint is whole is found out without reading its tensors: the commit record is there
+and has the checksum that it says, and so are all files that it names, each an ordinary one of the
+length that it was committed with, whose safetensors header lists the tensors of the record. What
+was never committed is passed over; what was, and is not whole any more, is passed over with a
+warning. What keeps us from finding out (no more open files allowed, no permission, a disk that
+fails) is raised: an older checkpoint is not taken for the last one because of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from vescale_ckpt._io.object_store import Storage, local_path, storage_of
+from vescale_ckpt.exceptions import CheckpointError
+
+from .retention_directory import DirectorySeries
+from .retention_objects import StorageSeries
+
+_NUMBERED = re.compile(r"(.*?)(\d{1,18})")
+
+
+class _Place(Protocol):
+    """Where the checkpoints of a series are."""
+
+    def names(self) -> Iterable[str]:
+        """Return the names of what could be checkpoints."""
+        ...
+
+    def where(self, name: str) -> Path | str:
+        """Return the path or the URL of a checkpoint."""
+        ...
+
+    def defect(self, name: str) -> str | None:
+        """Return why this is no whole checkpoint; see [Note: whole].
+
+        Returns:
+            None if it is whole, nothing if none was ever committed there, or what is damaged.
+
+        Raises:
+            OSError: For all that says nothing about the checkpoint itself.
+            CheckpointError: If it is of a newer format.
+        """
+        ...
+
+    def defect_of_bytes(self, name: str) -> str | None:
+        """Return why not every byte of a checkpoint is as it was saved, None if all are."""
+        ...
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a checkpoint lies here, rather than a link to it."""
+        ...
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete checkpoints, so that each is whole or none at every moment."""
+        ...
+
+    def remove_leftovers(self, older: Sequence[str]) -> None:
+        """Delete what dead writers have left.
+
+        Args:
+            older: The names of the series before its last whole checkpoint.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Numbered:
+    number: int
+    prefix: str
+    name: str
+
+
+def list_checkpoints(
+    directory: str | os.PathLike[str], *, prefix: str | None = None
+) -> list[Path | str]:
+    """Return the whole checkpoints whose names end with a number, the highest last.
+
+    A checkpoint is whole if its commit record is sound and its files have the lengths that they
+    were committed with, and list the tensors of the record. A damaged one is left out with a
+    warning that names the file. ``vescale-ckpt verify`` reads every byte, this does not.
+
+    Args:
+        directory: Where the checkpoints are, ``step-100``, ``step-200`` and so on. Or the URL of
+            such a place.
+        prefix: What their names begin with, ``"step-"``; None if all begin alike.
+
+    Returns:
+        Their paths, or their URLs if ``directory`` is one that is no local directory.
+
+    Raises:
+        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``, or
+            one is of a newer format.
+        OSError: If it cannot be found out whether one is whole.
+    """
+    look = _Look(_place_of(directory))
+    series = _numbered(look.place, prefix)
+    return [look.place.where(name) for name in series if look.is_whole(name)]
+
+
+def latest(
+    directory: str | os.PathLike[str], *, prefix: str | None = None, thorough: bool = False
+) -> Path | str | None:
+    """Return the whole checkpoint with the highest number in its name, None if there is none.
+
+    What was committed and is damaged is passed over with a warning that names the file. As for
+    :func:`list_checkpoints`, bytes of tensors are not read, unless ``thorough`` asks for it: a
+    load checks them, and refuses what is damaged. Ranks may call this, each for itself, as long
+    as none of them saves or deletes meanwhile.
+
+    Args:
+        directory: Where the checkpoints are, ``step-100``, ``step-200`` and so on. Or the URL of
+            such a place.
+        prefix: What their names begin with, ``"step-"``; None if all begin alike.
+        thorough: Whether to read every byte, and pass over what is not as it was saved.
+
+    Returns:
+        Its path, or its URL if ``directory`` is one that is no local directory.
+
+    Raises:
+        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``, or
+            the last is of a newer format.
+        OSError: If it cannot be found out whether one is whole, because there is no permission
+            or a URL cannot be reached: an older one is not taken for the last then.
+    """
+    look = _Look(_place_of(directory))
+    is_good = look.is_sound if thorough else look.is_whole
+    series = reversed(_numbered(look.place, prefix))
+    name = next((name for name in series if look.is_whole(name) and is_good(name)), None)
+    return None if name is None else look.place.where(name)
+
+
+def remove_older(
+    directory: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    prefix: str | None = None,
+    thorough: bool = False,
+    dry_run: bool = False,
+) -> list[Path | str]:
+    """Delete all but the last whole checkpoints, and what dead writers have left behind.
+
+    A checkpoint that is not whole does not count as kept and is not deleted. A symbolic link to
+    one counts, but is not deleted. Call this on one rank only.
+
+    In a directory a live writer holds a lock, so what it writes is left alone whatever it is. In
+    an object store nothing tells a live writer from a dead one. There the files that no commit
+    record names are deleted only where the number is below that of the last whole checkpoint.
+    That is safe as long as nobody is saving under such a number: numbers go up, and a job saves
+    one checkpoint after the other. A save whose files are deleted all the same finds them
+    missing before it commits, and fails.
+
+    Args:
+        directory: Where the checkpoints are, a directory or a URL.
+        keep_last: How many to keep, at least one.
+        prefix: What their names begin with; None if all begin alike.
+        thorough: Whether to read every byte of those that are kept before others are deleted.
+        dry_run: Whether only to find out what would be deleted.
+
+    Returns:
+        The checkpoints that were deleted: paths, or URLs as :func:`list_checkpoints` returns.
+
+    Raises:
+        CheckpointError: If there are checkpoints that begin differently, and no ``prefix``.
+        OSError: If it cannot be found out whether one is whole.
+        ValueError: If ``keep_last`` is less than one.
+    """
+    check_keep_last(None, keep_last)
+    look = _Look(_place_of(directory))
+    series = _numbered(look.place, prefix)
+    is_good = look.is_sound if thorough else look.is_whole
+    removed = _superfluous(look, series, keep_last, is_good)
+    if not dry_run:
+        _remove(look, series, removed)
+    return [look.place.where(name) for name in removed]
+
+
+def keep_newest(where: Path | Storage, keep_last: int) -> None:
+    """Delete the predecessors of a checkpoint that was just committed, but for some.
+
+    The one at ``where`` is kept whatever its number.
+    """
+    if isinstance(where, Storage):
+        place = StorageSeries(where.parent())
+    else:
+        place = DirectorySeries(where.parent)
+    look = _Look(place)
+    series = _numbered(place, _prefix_of(where.name))
+    others = [name for name in series if name != where.name]
+    removed = _superfluous(look, [*others, where.name], keep_last, look.is_whole)
+    _remove(look, series, removed)
+
+
+def check_keep_last(where: Path | Storage | None, keep_last: int) -> None:
+    """Refuse to keep nothing, or the predecessors of a checkpoint without a number.
+
+    Raises:
+        ValueError: If ``keep_last`` is less than one, or the name does not end with a number.
+    """
+    if where is not None:
+        _prefix_of(where.name)
+    if keep_last < 1:
+        raise ValueError(f"expected keep_last of at least 1, got {keep_last}")
+
+
+def _place_of(directory: str | os.PathLike[str]) -> _Place:
+    storage = storage_of(directory)
+    if storage is None or storage.is_local:
+        return DirectorySeries(Path(local_path(directory)))
+    return StorageSeries(storage)
+
+
+def _prefix_of(name: str) -> str:
+    found = _NUMBERED.fullmatch(name)
+    if found is None:
+        raise ValueError(
+            f"expected a path whose name ends with a number, such as step-100, to know which "
+            f"checkpoints are older; got {name!r}"
+        )
+    return found[1]
+
+
+def _numbered(place: _Place, prefix: str | None) -> list[str]:
+    """Return the names with numbers, the highest last."""
+    entries = [
+        _Numbered(int(found[2]), found[1], name)
+        for name in place.names()
+        if (found := _NUMBERED.fullmatch(name)) and prefix in (None, found[1])
+    ]
+    prefixes = sorted({entry.prefix for entry in entries})
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"the numbered checkpoints in {place.where('')} begin with "
+            f"{', '.join(map(repr, prefixes))}; say which with prefix"
+        )
+    return [entry.name for entry in sorted(entries)]
+
+
+class _Look:
+    """What one call has found out about the checkpoints of a place; warns of each defect once."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self._is_whole: dict[str, bool] = {}
+        self._is_sound: dict[str, bool] = {}
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether a checkpoint is whole; see [Note: whole]."""
+        if name not in self._is_whole:
+            self._is_whole[name] = self._is_good(name, self.place.defect(name))
+        return self._is_whole[name]
+
+    def is_sound(self, name: str) -> bool:
+        """Return whether every byte of a checkpoint is as it was saved."""
+        if name not in self._is_sound:
+            is_whole = self.is_whole(name)
+            self._is_sound[name] = is_whole and self._is_good(
+                name, self.place.defect_of_bytes(name)
+            )
+        return self._is_sound[name]
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Take note that checkpoints were deleted."""
+        self._is_whole |= dict.fromkeys(names, False)
+
+    def _is_good(self, name: str, defect: str | None) -> bool:
+        if defect:
+            warnings.warn(
+                f"passed over the checkpoint {self.place.where(name)}, which is damaged: {defect}",
+                stacklevel=4,
+            )
+        return defect is None
+
+
+def _superfluous(
+    look: _Look, series: Sequence[str], keep_last: int, is_good: Callable[[str], bool]
+) -> list[str]:
+    """Return what comes before the last ``keep_last`` good ones, is whole itself and lies here."""
+    kept = 0
+    superfluous: list[str] = []
+    for name in reversed(series):
+        if kept < keep_last:
+            kept += is_good(name)
+        elif look.is_whole(name) and look.place.is_ours(name):
+            superfluous.append(name)
+    return superfluous[::-1]
+
+
+def _remove(look: _Look, series: Sequence[str], removed: Sequence[str]) -> None:
+    look.place.remove(removed)
+    look.forget(removed)
+    last = next((name for name in reversed(series) if look.is_whole(name)), None)
+    look.place.remove_leftovers(series[: series.index(last)] if last is not None else [])

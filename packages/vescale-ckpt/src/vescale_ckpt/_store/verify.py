@@ -1,0 +1,114 @@
+"""Look at a committed checkpoint without loading it: what is in it, and is all of it sound?"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vescale_ckpt._format.blocks import Blocks
+from vescale_ckpt._format.manifest import Record
+from vescale_ckpt._format.strict_json import strict_json
+from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
+
+from .open import open_checkpoint
+from .reader import Reader
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    num_threads: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Read every byte of a checkpoint and return what is wrong with it, nothing if all is well.
+
+    Args:
+        path: The checkpoint's directory or URL.
+        num_threads: How many blocks to read at the same time.
+        progress: Called with the number of blocks done and to do.
+    """
+    try:
+        return complaints_about(path, num_threads=num_threads, progress=progress)
+    except OSError as error:
+        return [f"cannot read {path}: {error}"]
+
+
+def complaints_about(
+    path: str | os.PathLike[str],
+    *,
+    num_threads: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Do as :func:`verify` does, but raise what says nothing about the checkpoint.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    try:
+        with open_checkpoint(path) as reader:
+            return [*_wrong_blocks(reader, num_threads, progress), *wrong_headers(reader)]
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _wrong_blocks(
+    reader: Reader, num_threads: int, progress: Callable[[int, int], None]
+) -> Iterator[str]:
+    blocks = [
+        Blocks(name, block, block + 1)
+        for name, file in reader.record.files.items()
+        for block in range(len(file.checksums))
+    ]
+
+    def check(item: Blocks) -> str | None:
+        try:
+            reader.check_blocks(item)
+        except CorruptCheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done, complaint in enumerate(pool.map(check, blocks), start=1):
+            progress(done, len(blocks))
+            if complaint is not None:
+                yield complaint
+
+
+def wrong_headers(reader: Reader) -> Iterator[str]:
+    """Yield where a file's own header tells another story than the commit record."""
+    for name in reader.record.files:
+        if name.endswith(".safetensors"):
+            stored = _header(reader, name)
+            expected = _expected_header(reader.record, name)
+            for key in sorted(stored.keys() ^ expected.keys()):
+                yield f"{reader.path / name}: tensor {key!r} is not in both header and record"
+            for key in sorted(stored.keys() & expected.keys()):
+                if stored[key] != expected[key]:
+                    yield (
+                        f"{reader.path / name}: tensor {key!r} is {stored[key]} in the header, "
+                        f"{expected[key]} in the record"
+                    )
+
+
+def _header(reader: Reader, name: str) -> dict[str, Any]:
+    try:
+        (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
+        header = strict_json(reader.content(name, 8, nbytes))
+        header.pop("__metadata__", None)
+        return {
+            key: [entry["dtype"], entry["shape"], entry["data_offsets"][0] + 8 + nbytes]
+            for key, entry in header.items()
+        }
+    except (struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return {}
+
+
+def _expected_header(record: Record, name: str) -> dict[str, Any]:
+    return {
+        tensor.name: [tensor.dtype, list(tensor.shape), tensor.offset]
+        for _, tensor in record.extents()
+        if tensor.file == name
+    }
