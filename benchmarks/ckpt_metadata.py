@@ -4,7 +4,7 @@ Run ``python benchmarks/ckpt_metadata.py --tensors 100000 --ranks 1000``. It pri
 object: processor seconds of each step at one rank, the best of several repetitions, and the bytes
 that the rank tells the others. The other ranks are imagined: they say what this one says. No
 tensor is written. A busy machine makes processor time longer, too, so it also prints how long the
-json module takes to read, write and read the commit record; compare with that.
+json module takes to read, write and read the manifest; compare with that.
 """
 
 # ruff: noqa: PLC2701 (the steps have no public names, and torch has no public fake process group)
@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vescale_ckpt._comm.control_group import Ranks
 from vescale_ckpt._format.blocks import Numbering
 from vescale_ckpt._format.file_layout import FilePlan, plan_files
-from vescale_ckpt._format.manifest import Record, StoredFile, dump_record, parse_record
+from vescale_ckpt._format.manifest import Manifest, StoredFile, dump_manifest, parse_manifest
 from vescale_ckpt._load.match import match
 from vescale_ckpt._load.read_assignment import choose_readers
 from vescale_ckpt._load.read_items import pieces_of
@@ -126,15 +126,15 @@ def measure(state: dict[str, Any], ranks: ImaginedRanks, clock: Clock) -> None:
         name: StoredFile(nbytes=file.nbytes, checksums=(7,) * -(-file.nbytes // _BLOCK_NBYTES))
         for name, file in plan.files.items()
     }
-    record = Record(
+    manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES,
         files=files,
         tensors=plan.tensors,
         aliases=agreed.aliases,
         tree=agreed.tree,
     )
-    text = clock.run("save: write the record (rank 0)", lambda: dump_record(record))
-    read = clock.run("load: read the record", lambda: parse_record(text, "record"))
+    text = clock.run("save: write the manifest (rank 0)", lambda: dump_manifest(manifest))
+    read = clock.run("load: read the manifest", lambda: parse_manifest(text, "manifest"))
     matched = clock.run("load: match", lambda: match(state, read, ranks.rank, strict=True))
     pieces = clock.run("load: locate", lambda: pieces_of(read, matched.targets))
     numbering = Numbering(read)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ._interop.convert import convert, open_source
-from ._store.open import read_record
+from ._store.open import read_manifest
 from ._store.retention import remove_older
 from ._store.verify import verify
 from ._tools.describe import amount, describe
@@ -96,7 +96,7 @@ def _add_max_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    for line in describe(read_record(options.path)):
+    for line in describe(read_manifest(options.path)):
         print(line)
     return 0
 

@@ -23,7 +23,7 @@ from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._comm import hosts
 from vescale_ckpt._format.blocks import Numbering
 from vescale_ckpt._format.byte_ranges import Runs
-from vescale_ckpt._format.manifest import Record, StoredFile
+from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._load import load as load_module, two_phase_read
 from vescale_ckpt._load.tiling import MIN_PART_NBYTES, coverage, full_coverage
 from vescale_ckpt._load.two_phase_read import divide
@@ -280,8 +280,8 @@ def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
     data: st.DataObject, nbytes: int
 ) -> None:
     files = {"f": StoredFile(nbytes=nbytes, checksums=())}
-    record = Record(block_nbytes=BLOCK_NBYTES, files=files, tensors={}, aliases={}, tree={})
-    numbering = Numbering(record)
+    manifest = Manifest(block_nbytes=BLOCK_NBYTES, files=files, tensors={}, aliases={}, tree={})
+    numbering = Numbering(manifest)
     places = st.integers(0, nbytes)
     cuts = sorted({0, nbytes, *data.draw(st.lists(places, max_size=4))})
     parts = [*itertools.pairwise(cuts)]

@@ -57,7 +57,7 @@ def test_each_byte_of_a_copy_is_checksummed_by_two_ranks(
     path = tmp_path / "ckpt"
     counts = {2: world2, 4: world4}[size].run(nbytes_checksummed, str(path))
     stored = sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values()) * 2
-    # Blocks of zeros, for the inversions, and the commit record come on top.
+    # Blocks of zeros, for the inversions, and the manifest come on top.
     assert stored <= sum(counts) <= 2 * stored + size * (4 << 20)
     given = {
         top: {key: torch.zeros(shape) for key, shape in SHAPES.items()}

@@ -173,7 +173,7 @@ def test_a_reader_finishes_what_it_has_opened(tmp_path: Path) -> None:
     target = torch.zeros(1000)
     with Reader(path) as reader:
         vescale_ckpt.save(path, state_of(2))
-        pieces = pieces_of(reader.record, [(part_of("w", target, 0), "model.w")])
+        pieces = pieces_of(reader.manifest, [(part_of("w", target, 0), "model.w")])
         fill(reader, pieces, Ranks(0, 1, None), [this_host()])
     assert torch.equal(target, torch.ones(1000))
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
-from vescale_ckpt._format.manifest import FORMAT_VERSION, RECORD_NAME, parse_record
+from vescale_ckpt._format.manifest import FORMAT_VERSION, MANIFEST_NAME, parse_manifest
 
 STATE: dict[str, Any] = {
     "model": {
@@ -103,13 +103,13 @@ def test_the_message_names_the_tensor_that_is_damaged(checkpoint: Path) -> None:
 
 
 def test_every_flipped_bit_of_the_commit_record_is_found(checkpoint: Path) -> None:
-    file = checkpoint / RECORD_NAME
+    file = checkpoint / MANIFEST_NAME
     text = file.read_bytes()
     for position in range(len(text)):
         changed = bytearray(text)
         changed[position] ^= 1 << (position % 8)
-        with pytest.raises(CorruptCheckpointError, match=RECORD_NAME):
-            parse_record(bytes(changed), RECORD_NAME)
+        with pytest.raises(CorruptCheckpointError, match=MANIFEST_NAME):
+            parse_manifest(bytes(changed), MANIFEST_NAME)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
@@ -138,7 +138,7 @@ def test_a_missing_file_is_refused_with_its_tensors(checkpoint: Path, name: str)
 
 
 def test_a_checkpoint_without_its_commit_record_is_refused(checkpoint: Path) -> None:
-    (checkpoint / RECORD_NAME).unlink()
+    (checkpoint / MANIFEST_NAME).unlink()
     assert "did not finish" in refused(checkpoint)
 
 
@@ -173,8 +173,8 @@ HEAD = b'{"vescale_ckpt":%d,"crc32":"00000000",' % FORMAT_VERSION
 
 
 def rewritten(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the commit record and give it a checksum that matches."""
-    file = checkpoint / RECORD_NAME
+    """Change the manifest and give it a checksum that matches."""
+    file = checkpoint / MANIFEST_NAME
     body = json.loads(file.read_bytes())
     change(body)
     version = body.pop("vescale_ckpt")
@@ -211,7 +211,7 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def _set_small(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Change what the record says about model.small: [dtype, shape, first byte, [name]]."""
+    """Change what the manifest says about model.small: [dtype, shape, first byte, [name]]."""
     return _set("files", "model.safetensors", "tensors", 0, *path, value=value)
 
 
@@ -220,7 +220,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "absolute path": _rename_file("/etc/passwd"),
     "hidden file": _rename_file(".ssh"),
     "nul in a name": _rename_file("a\0b"),
-    "the record itself": _rename_file(RECORD_NAME),
+    "the manifest itself": _rename_file(MANIFEST_NAME),
     "offset into the header": _set_small(2, value=8),
     "offset of zero": _set_small(2, value=0),
     "offset that leaves a hole": _set_small(2, value=8192),
@@ -274,7 +274,7 @@ def test_a_hostile_record_is_refused(checkpoint: Path, what: str) -> None:
 
 
 def test_a_record_with_two_members_of_one_name_is_refused(checkpoint: Path) -> None:
-    file = checkpoint / RECORD_NAME
+    file = checkpoint / MANIFEST_NAME
     text = file.read_bytes()
     body = text.split(b",", 2)[2].replace(b'"state":{', b'"state":{},"state":{', 1)
     blank = HEAD + body
@@ -298,14 +298,14 @@ def test_a_tensor_within_a_longer_header_is_refused(checkpoint: Path) -> None:
 
 def test_a_record_of_endless_depth_is_refused(checkpoint: Path) -> None:
     text = HEAD + b'"state":' + b"[" * 200_000
-    (checkpoint / RECORD_NAME).write_bytes(
+    (checkpoint / MANIFEST_NAME).write_bytes(
         text.replace(b"00000000", b"%08x" % zlib.crc32(text), 1)
     )
     assert "makes no sense" in refused(checkpoint)
 
 
 def _mutated(text: bytes, seed: int) -> bytes:
-    """Replace numbers and strings of a record at random, keeping it valid JSON mostly."""
+    """Replace numbers and strings of a manifest at random, keeping it valid JSON mostly."""
     chooser = random.Random(seed)
     tokens = re.split(rb'("[^"]*"|-?\d+)', text)
     for _ in range(chooser.randint(1, 4)):
@@ -318,7 +318,7 @@ def _mutated(text: bytes, seed: int) -> bytes:
 
 
 def _load_mutated(checkpoint: Path, seed: int) -> None:
-    file = checkpoint / RECORD_NAME
+    file = checkpoint / MANIFEST_NAME
     text = file.read_bytes()
     _, body = text.split(b",", 2)[1:]
     mutated = HEAD + _mutated(body, seed)
@@ -355,7 +355,7 @@ def test_many_mutated_records_load_or_are_refused(checkpoint: Path, seed: int) -
 @given(content=st.binary(max_size=300))
 def test_random_bytes_are_no_commit_record(content: bytes) -> None:
     with pytest.raises(CheckpointError):
-        parse_record(content, "file")
+        parse_manifest(content, "file")
 
 
 @settings(FUZZ, max_examples=30)
@@ -379,5 +379,5 @@ def test_the_header_length_of_each_file_is_what_safetensors_expects(checkpoint: 
 
 
 def test_a_record_of_absurd_length_is_refused_without_reading_it(checkpoint: Path) -> None:
-    os.truncate(checkpoint / RECORD_NAME, 1 << 40)
+    os.truncate(checkpoint / MANIFEST_NAME, 1 << 40)
     assert "too long" in refused(checkpoint)

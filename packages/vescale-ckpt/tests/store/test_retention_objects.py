@@ -18,7 +18,7 @@ from vescale_ckpt._save import rank_files
 from vescale_ckpt._store.retention import keep_newest
 from vescale_testing import World
 
-RECORD = "vescale.json"
+MANIFEST = "vescale.json"
 LEFTOVER = "rank-00003-0123456789abcdef.safetensors"
 
 
@@ -73,11 +73,11 @@ def without_tensors(url: str) -> None:
 
 
 def uncommitted(url: str) -> None:
-    delete(f"{url}/{RECORD}")
+    delete(f"{url}/{MANIFEST}")
 
 
 def garbled(url: str) -> None:
-    put(f"{url}/{RECORD}", b"{}")
+    put(f"{url}/{MANIFEST}", b"{}")
 
 
 def the_latest_has_the_highest_number(root: str) -> None:
@@ -146,7 +146,7 @@ def what_dead_writers_have_left_goes_below_the_last_whole_one(root: str) -> None
     put(f"{root}/step-1/notes.txt")
     with pytest.warns(UserWarning, match="passed over the checkpoint .*step-2, which is damaged"):
         assert vescale_ckpt.remove_older(root, keep_last=5) == []
-    # What a record that cannot be read names is not known; step-5 may be on its way.
+    # What a manifest that cannot be read names is not known; step-5 may be on its way.
     kept = [f"step-{number}/{LEFTOVER}" for number in (2, 4, 5)]
     gone = [name for name in before if name.startswith("step-1/")]
     expected = {*before, *kept, "step-1/notes.txt"} - set(gone)
@@ -288,13 +288,13 @@ def test_a_save_whose_files_were_deleted_meanwhile_commits_nothing(
     memory_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(memory_bucket, 1, 9)
-    original = rank_files._record
+    original = rank_files._manifest
 
     def deletes(*args: Any) -> Any:
         vescale_ckpt.remove_older(memory_bucket, keep_last=2)
         return original(*args)
 
-    monkeypatch.setattr(rank_files, "_record", deletes)
+    monkeypatch.setattr(rank_files, "_manifest", deletes)
     with pytest.raises(CheckpointError, match="is another job deleting"):
         vescale_ckpt.save(f"{memory_bucket}/step-1", {"w": torch.zeros(3)})
     monkeypatch.undo()

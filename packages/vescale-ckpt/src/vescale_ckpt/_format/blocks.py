@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .byte_ranges import Runs
-from .manifest import Record
+from .manifest import Manifest
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,13 +34,13 @@ class Numbering:
         lengths: Length of each block; that of a file's last one may be shorter.
     """
 
-    def __init__(self, record: Record) -> None:
-        self.block_nbytes = record.block_nbytes
-        self.files = tuple(record.files)
+    def __init__(self, manifest: Manifest) -> None:
+        self.block_nbytes = manifest.block_nbytes
+        self.files = tuple(manifest.files)
         self.firsts: dict[str, int] = {}
         self.count = 0
         lengths: list[Integers] = [np.empty(0, np.int64)]
-        for name, file in record.files.items():
+        for name, file in manifest.files.items():
             self.firsts[name] = self.count
             starts = np.arange(0, file.nbytes, self.block_nbytes, dtype=np.int64)
             lengths.append(np.minimum(self.block_nbytes, file.nbytes - starts))

@@ -121,7 +121,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """All files of a checkpoint but the commit record, and where each tensor lies."""
+    """All files of a checkpoint but the manifest, and where each tensor lies."""
 
     files: dict[str, PlannedFile]
     tensors: dict[str, StoredTensor]

@@ -1,4 +1,4 @@
-"""The commit record: the file that makes a directory a checkpoint. FORMAT.md describes it."""
+"""The manifest: the file that makes a directory a checkpoint. FORMAT.md describes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .file_layout import HEADER_ALIGNMENT, Alike, StoredTensor
 from .state_tree import Json, complete
 from .strict_json import strict_json
 
-RECORD_NAME = "vescale.json"
+MANIFEST_NAME = "vescale.json"
 FORMAT_VERSION = 2
 
 _PREFIX = re.compile(rb'\{"vescale_ckpt":(\d{1,9}),"crc32":"([0-9a-f]{8})",')
@@ -32,7 +32,7 @@ _MAX_NBYTES = 1 << 62
 _MAX_DIMS = 64
 _BLOCK_ALIGNMENT = 4096
 # A million tensors on a petabyte need a quarter of this.
-MAX_RECORD_NBYTES = 1 << 30
+MAX_MANIFEST_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,12 @@ class StoredBox(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Manifest:
     """Everything there is to know about a checkpoint but the tensors' bytes.
 
     Attributes:
         block_nbytes: Length of the blocks that have a checksum each; the last may be shorter.
-        files: All files but the record itself.
+        files: All files but the manifest itself.
         tensors: Where each tensor lies, by its dotted key.
         aliases: Keys whose tensor is stored under another key.
         tree: The whole state as tagged JSON.
@@ -103,20 +103,20 @@ class Record:
         return self.tensors[self.aliases.get(key, key)]
 
 
-def dump_record(record: Record) -> bytes:
-    """Return the bytes of a commit record, its own checksum included."""
-    files = {name: _file_members(file) for name, file in record.files.items()}
-    whole = (item for item in record.tensors.items() if item[0] not in record.boxes)
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest, its own checksum included."""
+    files = {name: _file_members(file) for name, file in manifest.files.items()}
+    whole = (item for item in manifest.tensors.items() if item[0] not in manifest.boxes)
     for (file, _, _), tensors in itertools.groupby(whole, key=_kind_and_file):
         _add_tensors(files[file], list(tensors))
     body: dict[str, Any] = {
-        "block_nbytes": record.block_nbytes,
+        "block_nbytes": manifest.block_nbytes,
         "files": files,
-        "aliases": record.aliases,
-        "state": record.tree,
+        "aliases": manifest.aliases,
+        "state": manifest.tree,
     }
-    if record.boxes:
-        body["boxes"] = {key: _box_rows(record, key) for key in record.boxes}
+    if manifest.boxes:
+        body["boxes"] = {key: _box_rows(manifest, key) for key in manifest.boxes}
     # The tree was made by this package and has no cycles.
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, check_circular=False).encode()
     head = b'{"vescale_ckpt":%d,"crc32":"%%b",' % FORMAT_VERSION
@@ -145,17 +145,17 @@ def _add_tensors(members: dict[str, Any], tensors: list[tuple[str, StoredTensor]
     members.setdefault("tensors", []).append([*alike[1:]])
 
 
-def _box_rows(record: Record, key: str) -> list[Any]:
-    tensor = record.tensors[key]
+def _box_rows(manifest: Manifest, key: str) -> list[Any]:
+    tensor = manifest.tensors[key]
     rows = [
         [stored.file, stored.name, list(box.offset), list(box.shape), stored.offset]
-        for box, stored in record.boxes[key]
+        for box, stored in manifest.boxes[key]
     ]
     return [tensor.dtype, list(tensor.shape), rows]
 
 
-def parse_record(text: bytes, where: str) -> Record:
-    """Return the record that ``text`` holds, checked so that nothing in it can surprise.
+def parse_manifest(text: bytes, where: str) -> Manifest:
+    """Return the manifest that ``text`` holds, checked so that nothing in it can surprise.
 
     Args:
         text: The bytes of the file.
@@ -167,7 +167,7 @@ def parse_record(text: bytes, where: str) -> Record:
     """
     prefix = _PREFIX.match(text)
     if prefix is None:
-        raise CorruptCheckpointError(f"{where} does not begin like a commit record; {_ADVICE}")
+        raise CorruptCheckpointError(f"{where} does not begin like a manifest; {_ADVICE}")
     start, stop = prefix.span(2)
     if crc32(text[:start] + _NO_CHECKSUM + text[stop:]) != int(prefix[2], 16):
         raise CorruptCheckpointError(f"the checksum of {where} does not match; {_ADVICE}")
@@ -177,7 +177,7 @@ def parse_record(text: bytes, where: str) -> Record:
             + ("upgrade vescale-ckpt" if version > FORMAT_VERSION else _UNRELEASED)
         )
     try:
-        return _record_of(strict_json(text))
+        return _manifest_of(strict_json(text))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(f"{where} makes no sense: {error}; {_ADVICE}") from error
 
@@ -186,7 +186,7 @@ _ADVICE = "the checkpoint is damaged, load another one"
 _UNRELEASED = "no release of vescale-ckpt has written that one"
 
 
-def _record_of(body: Mapping[str, Any]) -> Record:
+def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     block_nbytes = _integer(body["block_nbytes"], _BLOCK_ALIGNMENT, MAX_BLOCK_NBYTES)
     if block_nbytes % _BLOCK_ALIGNMENT:
         raise ValueError(f"blocks of {block_nbytes} bytes are no whole pages")
@@ -209,7 +209,7 @@ def _record_of(body: Mapping[str, Any]) -> Record:
             raise ValueError(f"{alias!r} is an alias of {key!r}, which is not stored")
     stored = ChainMap(tensors, aliases) if aliases else tensors
     tree = {key: complete(node, key, stored) for key, node in _mapping(body["state"]).items()}
-    return Record(
+    return Manifest(
         block_nbytes=block_nbytes,
         files=files,
         tensors=tensors,
@@ -265,7 +265,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _file_name(name: str) -> str:
-    if not is_file_name(name) or name == RECORD_NAME:
+    if not is_file_name(name) or name == MANIFEST_NAME:
         raise ValueError(f"{name!r} is no file name of a checkpoint")
     return name
 

@@ -1,7 +1,7 @@
 """State as data: nested dicts turned into tagged JSON with references to tensors, and back.
 
 A string that starts with a dollar sign stands for the tensor whose key follows; a lone one for
-the tensor whose key is the dotted path of this place in the state, which keeps commit records
+the tensor whose key is the dotted path of this place in the state, which keeps manifests
 short. All other JSON stands for itself, but for an object with a single key that starts with a
 dollar sign, which is what JSON lacks: ``{"$tuple": [...]}``, ``{"$str": "$5"}``,
 ``{"$float": "inf"}``, ``{"$dict": [[key, value], ...]}`` for dicts whose keys are not all plain

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from vescale_ckpt._comm.control_group import Step, current_ranks
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor
-from vescale_ckpt._format.manifest import Record
+from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_encoding import encode
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._io.sequential_writer import Progress
@@ -88,11 +88,11 @@ def load_dcp(
         with Step(ranks):
             selection = checked(partial(select, only, rename))
             source = DcpSource(path, selection)
-            record = Record(
+            manifest = Manifest(
                 block_nbytes=1, files={}, tensors=source.tensors, aliases={}, tree=source.tree
             )
             matched = match(
-                state, record, ranks.rank, strict=strict, cast=cast, selection=selection
+                state, manifest, ranks.rank, strict=strict, cast=cast, selection=selection
             )
         matched.report(strict=strict)
         with Step(ranks):

@@ -14,7 +14,7 @@ from vescale_ckpt._comm.control_group import Step, current_ranks
 from vescale_ckpt._comm.hosts import this_host
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
-from vescale_ckpt._format.manifest import Record, StoredFile, is_file_name
+from vescale_ckpt._format.manifest import Manifest, StoredFile, is_file_name
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt._io.file_handles import kind_of_special
@@ -77,12 +77,12 @@ def load_safetensors(
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             try:
-                matched = match(state, reader.record, ranks.rank, strict=False, cast=True)
+                matched = match(state, reader.manifest, ranks.rank, strict=False, cast=True)
                 _forgive_ties(matched, state, ranks.rank)
                 matched.complain(strict=strict)
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = pieces_of(reader.record, matched.targets)
+            pieces = pieces_of(reader.manifest, matched.targets)
             twins = apart(pieces)
         matched.report(strict=strict)
         with Step(ranks), ranks.together():
@@ -126,10 +126,10 @@ def open_safetensors(path: Path, rename: Mapping[str, str], *, below: str = "") 
             tree[key] = reference_to(full)
     if below:
         tree = {below: tree}
-    record = Record(
+    manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES, files=files, tensors=tensors, aliases={}, tree=tree
     )
-    return Reader(directory, record, follow_links=True)
+    return Reader(directory, manifest, follow_links=True)
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:

@@ -19,7 +19,7 @@ from vescale_ckpt._format.byte_ranges import runs_of, within
 from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor, TableEntry, plan_files
-from vescale_ckpt._format.manifest import RECORD_NAME, Record, dump_record
+from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, dump_manifest
 from vescale_ckpt._format.state_tree import Json
 from vescale_ckpt._io.object_store import local_path
 from vescale_ckpt._io.sequential_writer import (
@@ -74,26 +74,26 @@ class FileSource:
 
     @property
     def tree(self) -> Mapping[str, Json]:
-        return self._reader.record.tree
+        return self._reader.manifest.tree
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        return self._reader.record.tensors
+        return self._reader.manifest.tensors
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        return self._reader.record.aliases
+        return self._reader.manifest.aliases
 
     def content(self, key: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, a whole number of elements each time."""
-        yield from self.part(key, 0, self._reader.record.stored(key).nbytes)
+        yield from self.part(key, 0, self._reader.manifest.stored(key).nbytes)
 
     def part(self, key: str, first: int, last: int) -> Iterator[memoryview]:
         """Yield the bytes of a tensor from ``first`` to ``last``, counted from its start."""
-        stored = self._reader.record.stored(key)
+        stored = self._reader.manifest.stored(key)
         for start in range(first, last, BLOCK_NBYTES):
             stop = min(start + BLOCK_NBYTES, last)
-            if self._reader.record.aliases.get(key, key) in self._reader.record.boxes:
+            if self._reader.manifest.aliases.get(key, key) in self._reader.manifest.boxes:
                 yield memoryview(self._gathered(key, stored, start, stop))
             else:
                 yield memoryview(self._bytes(stored.file, stored.offset + start, stop - start))
@@ -101,14 +101,14 @@ class FileSource:
     def _gathered(self, key: str, stored: StoredTensor, first: int, last: int) -> bytes:
         """Put bytes of a tensor together whose boxes are stored here and there."""
         if not stored.shape:
-            (only,) = self._reader.record.boxes_of(key)
+            (only,) = self._reader.manifest.boxes_of(key)
             return self._bytes(only.stored.file, only.stored.offset + first, last - first)
         row_nbytes = stored.nbytes // stored.shape[0]
         start, stop = first // row_nbytes, -(-last // row_nbytes)
         rest = stored.shape[1:]
         band = Box((start, *(0,) * len(rest)), (stop - start, *rest))
         rows = np.empty((stop - start) * row_nbytes, np.uint8)
-        for box, part in self._reader.record.boxes_of(key):
+        for box, part in self._reader.manifest.boxes_of(key):
             common = box.intersect(band)
             if common is None:
                 continue
@@ -120,10 +120,10 @@ class FileSource:
         return rows[first - start * row_nbytes : last - start * row_nbytes].tobytes()
 
     def _bytes(self, file: str, offset: int, nbytes: int) -> bytes:
-        record = self._reader.record
-        if not record.files[file].checksums:
+        manifest = self._reader.manifest
+        if not manifest.files[file].checksums:
             return self._whole(file, offset, nbytes)
-        length = record.block_nbytes
+        length = manifest.block_nbytes
         first, last = offset // length, (offset + nbytes - 1) // length
         joined = b"".join(self._checked(file, number) for number in range(first, last + 1))
         return joined[offset - first * length :][:nbytes]
@@ -134,11 +134,11 @@ class FileSource:
         if kept is None or kept[0] != number:
             if len(self._blocks) > _MAX_KEPT_BLOCKS:
                 self._blocks.clear()
-            record = self._reader.record
-            start = number * record.block_nbytes
-            stop = min(start + record.block_nbytes, record.files[file].nbytes)
+            manifest = self._reader.manifest
+            start = number * manifest.block_nbytes
+            stop = min(start + manifest.block_nbytes, manifest.files[file].nbytes)
             block = self._whole(file, start, stop - start)
-            if crc32(block) != record.files[file].checksums[number]:
+            if crc32(block) != manifest.files[file].checksums[number]:
                 raise CorruptCheckpointError(
                     f"{self._reader.path / file}: bytes {start} to {stop} do not match their "
                     f"checksum; the file is damaged, take another checkpoint"
@@ -197,15 +197,15 @@ def write_checkpoint_from(
         copied = Copied(plan=plan, content=source.content)
         create = created_in(staging.directory)
         files = write_files_in_order(create, copied, progress)
-        record = Record(
+        manifest = Manifest(
             block_nbytes=BLOCK_NBYTES,
             files=files,
             tensors=plan.tensors,
             aliases=dict(source.aliases),
             tree=dict(source.tree),
         )
-        with create(RECORD_NAME) as stream:
-            stream.write(dump_record(record))
+        with create(MANIFEST_NAME) as stream:
+            stream.write(dump_manifest(manifest))
         staging.publish()
     finally:
         staging.close()

@@ -79,7 +79,7 @@ class Handles:
         with open(os.open(name, self._flags, dir_fd=self._directory), "rb") as stream:
             if os.fstat(stream.fileno()).st_size > limit:
                 raise CorruptCheckpointError(
-                    f"{self._path / name} is too long for a commit record; the checkpoint is "
+                    f"{self._path / name} is too long for a manifest; the checkpoint is "
                     f"damaged, load another one"
                 )
             return stream.read(limit)

@@ -2,9 +2,9 @@
 
 [Note: object stores]
 An object appears whole or not at all, and is never changed afterwards. So every rank writes a
-file of its own, whose name no other save uses, and the commit record is put in its place when all
+file of its own, whose name no other save uses, and the manifest is put in its place when all
 of them are there: that is the one moment in which the checkpoint becomes the new one. What the
-record before it named is deleted then.
+manifest before it named is deleted then.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def fill(
     """
     whole = [piece for piece in pieces if not piece.is_torn]
     torn = [piece for piece in pieces if piece.is_torn]
-    numbering = Numbering(reader.record)
+    numbering = Numbering(reader.manifest)
     readers = choose_readers(numbering, whole, ranks, in_parts=True)
     exchanging = _whether_to_exchange(exchange, hosts, reader)
     units = OwnUnits(
@@ -89,7 +89,7 @@ def check(reader: Reader, pieces: Sequence[Piece], ranks: Ranks) -> None:
     Raises:
         CorruptCheckpointError: If a block that this rank has read is damaged.
     """
-    numbering = Numbering(reader.record)
+    numbering = Numbering(reader.manifest)
     readers = choose_readers(numbering, pieces, ranks, in_parts=False)
     own = np.flatnonzero(readers.reader == ranks.rank).tolist()
     most = max(1, CHUNK_NBYTES // numbering.block_nbytes)

@@ -93,7 +93,7 @@ def load(
             try:
                 matched = match(
                     state,
-                    reader.record,
+                    reader.manifest,
                     ranks.rank,
                     num_ranks=ranks.size,
                     strict=strict,
@@ -102,7 +102,7 @@ def load(
                 )
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = pieces_of(reader.record, matched.targets)
+            pieces = pieces_of(reader.manifest, matched.targets)
             twins = apart(pieces)
         matched.report(strict=strict)
         if verify_first:

@@ -13,7 +13,7 @@ import torch
 
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
-from vescale_ckpt._format.manifest import Record
+from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_encoding import is_stateful
 from vescale_ckpt._format.state_tree import (
     Json,
@@ -92,7 +92,7 @@ class Matched:
 
 def match(
     state: Mapping[str, Any],
-    record: Record,
+    manifest: Manifest,
     rank: int,
     *,
     strict: bool,
@@ -104,7 +104,7 @@ def match(
 
     Args:
         state: What to fill.
-        record: What there is.
+        manifest: What there is.
         rank: This process.
         strict: Whether missing and unexpected keys are an error, and patterns without use.
         num_ranks: How many processes load together.
@@ -116,9 +116,9 @@ def match(
         MismatchError: If shapes or kinds differ, or, when ``strict``, keys are missing or
             unexpected. All are reported together.
     """
-    stored = Stored(record.tree, selection)
+    stored = Stored(manifest.tree, selection)
     matched = Matched(idle=stored.idle)
-    walk = _Walk(record, matched, rank, num_ranks, cast=cast, selection=selection, stored=stored)
+    walk = _Walk(manifest, matched, rank, num_ranks, cast=cast, selection=selection, stored=stored)
     matched.result = walk.mapping(state, dict(stored.tree.items()), "")
     walk.note_unused()
     matched.complain(strict=strict)
@@ -128,7 +128,7 @@ def match(
 class _Walk:
     def __init__(
         self,
-        record: Record,
+        manifest: Manifest,
         matched: Matched,
         rank: int,
         num_ranks: int,
@@ -143,7 +143,7 @@ class _Walk:
         self.row: int | None = None
         self.cast = cast
         self.selection = selection
-        self.record = record
+        self.manifest = manifest
         self.stored = stored
         self.unused = set(stored.moved)
         self.matched = matched
@@ -224,7 +224,7 @@ class _Walk:
         )
 
     def saved_tensor(self, key: str) -> SavedTensor:
-        stored = self.record.stored(key)
+        stored = self.manifest.stored(key)
         shape = stored.shape if self.row is None else stored.shape[1:]
         return SavedTensor(shape, DTYPES[stored.dtype])
 
@@ -286,7 +286,7 @@ class _Walk:
             self.matched.unfit.append(str(error))
             return given
         stored_key = key_of(node)
-        stored = self.record.stored(stored_key)
+        stored = self.manifest.stored(stored_key)
         shape, given_shape = stored.shape, part.shape
         if self.row is not None and shape[:1] > (self.row,):
             part = row_part(part, shape, self.row)

@@ -13,7 +13,7 @@ import torch
 from vescale_ckpt._format.byte_ranges import Bytes, Runs, runs_of, within
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
-from vescale_ckpt._format.manifest import Record, StoredBox
+from vescale_ckpt._format.manifest import Manifest, StoredBox
 from vescale_ckpt._io.tensor_bytes import flat_bytes, parts_of
 from vescale_ckpt._state.local_shards import Part, located
 from vescale_ckpt._store.reader import Reader
@@ -114,15 +114,15 @@ def read_torn(reader: Reader, piece: Piece) -> None:
         position += len(packed)
 
 
-def pieces_of(record: Record, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
+def pieces_of(manifest: Manifest, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
     """Return what has to be read to fill this rank's part of ``targets``, in file order."""
     pieces: list[Piece] = []
     for part, key in targets:
-        if record.aliases.get(key, key) in record.boxes:
+        if manifest.aliases.get(key, key) in manifest.boxes:
             for held in part.boxes:
-                pieces += _pieces_from(key, record.boxes_of(key), held, part.local)
+                pieces += _pieces_from(key, manifest.boxes_of(key), held, part.local)
             continue
-        stored = record.stored(key)
+        stored = manifest.stored(key)
         for memory, runs in located(part, stored):
             pieces.append(Piece(key, stored, runs, memory))
     # Two sorts by plain numbers and strings are faster than one by pairs.

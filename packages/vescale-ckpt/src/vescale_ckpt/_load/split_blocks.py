@@ -38,7 +38,7 @@ class PartSums:
         self._lock = threading.Lock()
         self._sums = {
             name: PartialSums(file.nbytes, numbering.block_nbytes)
-            for name, file in reader.record.files.items()
+            for name, file in reader.manifest.files.items()
         }
 
     def add(self, file: str, offset: int, content: Bytes) -> None:
@@ -69,7 +69,7 @@ class PartSums:
         for name, sums in self._sums.items():
             first = self._numbering.firsts[name]
             own, registers = np.split(registers, [sums.num_blocks])
-            expected = self._reader.record.files[name].checksums
+            expected = self._reader.manifest.files[name].checksums
             actual = checksums(sums.nbytes, sums.block_nbytes, own)
             for block in (self._split - first).tolist():
                 if 0 <= block < len(expected) and expected[block] != actual[block]:

@@ -1,7 +1,7 @@
 """Save with a file of its own for every rank, where files cannot be written by several.
 
 Every rank writes the boxes that it owns, as they lie in its memory, one after the other; nothing
-is exchanged. The commit record says which box of which tensor lies where.
+is exchanged. The manifest says which box of which tensor lies where.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import torch
 from vescale_ckpt._comm.control_group import Ranks, Step
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import StoredTensor, TableEntry, plan_files, rank_file_stem
-from vescale_ckpt._format.manifest import RECORD_NAME, Record, StoredBox, StoredFile, dump_record
+from vescale_ckpt._format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    dump_manifest,
+)
 from vescale_ckpt._io.object_store import Storage
 from vescale_ckpt._io.sequential_writer import (
     BLOCK_NBYTES,
@@ -27,7 +33,7 @@ from vescale_ckpt._io.sequential_writer import (
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._state.local_shards import Part
 from vescale_ckpt._store.atomic_directory import Staging, staging_directory
-from vescale_ckpt._store.object_reader import odd_file, read_record_of
+from vescale_ckpt._store.object_reader import odd_file, read_manifest_of
 from vescale_ckpt.exceptions import CheckpointError
 from vescale_dtensor import Box
 
@@ -75,18 +81,18 @@ def write_rank_files(
                 else:
                     step.message = _write(created_in(staging_directory(where, token)), name, own)
         except CheckpointError:
-            # After a lost contact rank 0 may have gone on, and named the file in the record.
+            # After a lost contact rank 0 may have gone on, and named the file in the manifest.
             if step.has_failed and isinstance(where, Storage):
                 with suppress(OSError):
                     where.remove(f"{name}.safetensors")
             raise
         with Step(ranks):
             if ranks.rank == 0:
-                record = _record(agreed, step.messages)
+                manifest = _manifest(agreed, step.messages)
                 if staging is not None:
-                    _publish(staging, dump_record(record))
+                    _publish(staging, dump_manifest(manifest))
                 elif isinstance(where, Storage):
-                    _replace(where, record)
+                    _replace(where, manifest)
     finally:
         if staging is not None:
             staging.close()
@@ -104,7 +110,7 @@ def _own_boxes(agreed: Agreed, parts: Mapping[str, Part], ranks: Ranks) -> list[
 
 
 def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
-    """Write the boxes to one file and return what the commit record has to say about it."""
+    """Write the boxes to one file and return what the manifest has to say about it."""
     named = {f"{each.key}@{','.join(map(str, each.box.offset))}": each for each in own}
     table = [
         TableEntry(name, stem, name, NAMES[each.memory.dtype], each.box.shape)
@@ -125,7 +131,7 @@ def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
     }
 
 
-def _record(agreed: Agreed, messages: list[dict[str, Any]]) -> Record:
+def _manifest(agreed: Agreed, messages: list[dict[str, Any]]) -> Manifest:
     entries = {entry.key: entry for entry in agreed.table}
     boxes: dict[str, list[StoredBox]] = {key: [] for key in entries}
     for message in messages:
@@ -141,7 +147,7 @@ def _record(agreed: Agreed, messages: list[dict[str, Any]]) -> Record:
                 f"their shards do not make it up exactly once; nothing was committed"
             )
         tensors[key] = StoredTensor("", key, entry.dtype, tuple(entry.shape), 0)
-    return Record(
+    return Manifest(
         block_nbytes=BLOCK_NBYTES,
         files={
             name: StoredFile(nbytes=nbytes, checksums=tuple(checksums))
@@ -156,14 +162,14 @@ def _record(agreed: Agreed, messages: list[dict[str, Any]]) -> Record:
 
 
 def _publish(staging: Staging, text: bytes) -> None:
-    with created_in(staging.directory)(RECORD_NAME) as stream:
+    with created_in(staging.directory)(MANIFEST_NAME) as stream:
         stream.write(text)
     staging.publish()
 
 
-def _replace(storage: Storage, record: Record) -> None:
+def _replace(storage: Storage, manifest: Manifest) -> None:
     """Commit, and delete what only the checkpoint before had; see [Note: object stores]."""
-    odd = odd_file(storage, record.files)
+    odd = odd_file(storage, manifest.files)
     if odd is not None:
         raise CheckpointError(
             f"{storage.url}/{odd[0]} was written just now, but "
@@ -171,13 +177,13 @@ def _replace(storage: Storage, record: Record) -> None:
             f"deleting checkpoints? Nothing was committed"
         )
     before = _files_of(storage)
-    storage.put(RECORD_NAME, dump_record(record))
-    storage.remove_all(name for name in before if name not in record.files)
+    storage.put(MANIFEST_NAME, dump_manifest(manifest))
+    storage.remove_all(name for name in before if name not in manifest.files)
 
 
 def _files_of(storage: Storage) -> list[str]:
     try:
-        return list(read_record_of(storage)[1].files)
+        return list(read_manifest_of(storage)[1].files)
     except CheckpointError:
         return []
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
 from vescale_ckpt._format.crc32 import PartialSums, checksums
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
-from vescale_ckpt._format.manifest import RECORD_NAME, Record, StoredFile, dump_record
+from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, StoredFile, dump_manifest
 from vescale_ckpt._format.state_encoding import Encoded, encode
 from vescale_ckpt._io.object_store import Storage
 from vescale_ckpt._state.local_shards import Part, part_of, stacked_part
@@ -273,7 +273,7 @@ def _write_all(
 def _commit(
     staging: Staging, plan: FilePlan, agreed: Agreed, words: Mapping[str, list[int]]
 ) -> None:
-    record = Record(
+    manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES,
         files={
             name: StoredFile(nbytes=file.nbytes, checksums=tuple(words[name]))
@@ -283,8 +283,8 @@ def _commit(
         aliases=agreed.aliases,
         tree=agreed.tree,
     )
-    with open(staging.directory / RECORD_NAME, "xb") as stream:
-        stream.write(dump_record(record))
+    with open(staging.directory / MANIFEST_NAME, "xb") as stream:
+        stream.write(dump_manifest(manifest))
         stream.flush()
         os.fsync(stream.fileno())
     staging.publish()

@@ -27,7 +27,12 @@ from contextlib import closing, suppress
 from enum import Enum
 from pathlib import Path
 
-from vescale_ckpt._format.manifest import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
+from vescale_ckpt._format.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    parse_manifest,
+)
 from vescale_ckpt._io.file_handles import Handles, kind_of_special
 from vescale_ckpt.exceptions import CheckpointError
 
@@ -113,9 +118,9 @@ def check_replaceable(path: Path) -> None:
             f"{path} is a mount point, which cannot be replaced; save to a directory in it, "
             f"{path / 'step-1'} for example"
         )
-    if not (path / RECORD_NAME).exists() and any(path.iterdir()):
+    if not (path / MANIFEST_NAME).exists() and any(path.iterdir()):
         raise CheckpointError(
-            f"{path} holds files but no checkpoint ({RECORD_NAME} is missing); it will not be "
+            f"{path} holds files but no checkpoint ({MANIFEST_NAME} is missing); it will not be "
             f"replaced, save to another path or remove it"
         )
 
@@ -173,7 +178,7 @@ def interrupted(path: Path) -> Path | None:
     """Return where the checkpoint of ``path`` is if a writer died while replacing it."""
     if is_there(path):
         return None
-    aside = [entry for entry in _siblings(path, "replaced") if is_there(entry / RECORD_NAME)]
+    aside = [entry for entry in _siblings(path, "replaced") if is_there(entry / MANIFEST_NAME)]
     return max(aside, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
@@ -284,15 +289,15 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
 def _foreign_names(directory: Path) -> Iterable[str]:
     try:
         names = set(os.listdir(directory))
-        record = read_record(directory)
+        manifest = read_manifest(directory)
     except (OSError, CheckpointError):
         # Nothing there, or a damaged checkpoint: which files are foreign cannot be told.
         return ()
-    return names - {RECORD_NAME, *record.files}
+    return names - {MANIFEST_NAME, *manifest.files}
 
 
-def read_record(directory: Path) -> Record:
-    """Return the commit record of a directory."""
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a directory."""
     with closing(Handles(directory, follow_links=True, most=1)) as handles:
-        text = handles.content(RECORD_NAME, MAX_RECORD_NBYTES)
-    return parse_record(text, str(directory / RECORD_NAME))
+        text = handles.content(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+    return parse_manifest(text, str(directory / MANIFEST_NAME))

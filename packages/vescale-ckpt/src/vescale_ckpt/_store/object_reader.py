@@ -9,11 +9,11 @@ from pathlib import Path
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.manifest import (
-    MAX_RECORD_NBYTES,
-    RECORD_NAME,
-    Record,
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
     StoredFile,
-    parse_record,
+    parse_manifest,
 )
 from vescale_ckpt._io.object_store import Storage
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
@@ -21,28 +21,28 @@ from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 from .reader import Reader
 
 
-def read_record_of(storage: Storage) -> tuple[int, Record]:
-    """Return the checksum of a checkpoint's commit record, and the record.
+def read_manifest_of(storage: Storage) -> tuple[int, Manifest]:
+    """Return the checksum of a checkpoint's manifest, and the manifest.
 
     Raises:
         CheckpointError: If there is none.
         CorruptCheckpointError: If it is damaged.
     """
-    where = f"{storage.url}/{RECORD_NAME}"
+    where = f"{storage.url}/{MANIFEST_NAME}"
     try:
-        nbytes = storage.nbytes(RECORD_NAME)
+        nbytes = storage.nbytes(MANIFEST_NAME)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint at {storage.url}: {error}") from error
-    if nbytes > MAX_RECORD_NBYTES:
-        raise CorruptCheckpointError(f"{where} is too long for a commit record")
-    text = storage.read(RECORD_NAME, 0, nbytes)
-    return crc32(text), parse_record(text, where)
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise CorruptCheckpointError(f"{where} is too long for a manifest")
+    text = storage.read(MANIFEST_NAME, 0, nbytes)
+    return crc32(text), parse_manifest(text, where)
 
 
-def has_record(storage: Storage) -> bool:
-    """Return whether there is a commit record, sound or not."""
+def has_manifest(storage: Storage) -> bool:
+    """Return whether there is a manifest, sound or not."""
     try:
-        storage.nbytes(RECORD_NAME)
+        storage.nbytes(MANIFEST_NAME)
     except FileNotFoundError:
         return False
     return True
@@ -79,15 +79,15 @@ class RemoteReader(Reader):
         self._storage = storage
         self._local = threading.local()
         self._buffers: list[Bytes] = []
-        self.digest, self.record = read_record_of(storage)
+        self.digest, self.manifest = read_manifest_of(storage)
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        odd = odd_file(self._storage, self.record.files)
+        odd = odd_file(self._storage, self.manifest.files)
         if odd is None:
             return
         name, actual = odd
-        nbytes = self.record.files[name].nbytes
+        nbytes = self.manifest.files[name].nbytes
         if actual is None:
             raise CorruptCheckpointError(
                 f"{self._storage.url}/{name}, a file of the checkpoint with "

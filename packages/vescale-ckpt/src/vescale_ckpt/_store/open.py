@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vescale_ckpt._format.manifest import RECORD_NAME, Record
+from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest
 from vescale_ckpt._io.object_store import storage_of
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-from .atomic_directory import is_there, place_of, read_record as read_record_in
-from .object_reader import RemoteReader, read_record_of
+from .atomic_directory import is_there, place_of, read_manifest as read_manifest_in
+from .object_reader import RemoteReader, read_manifest_of
 from .reader import Reader
 
 
@@ -22,12 +22,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
     return _open_directory(Path(storage.root)) if storage.is_local else RemoteReader(storage)
 
 
-def read_record(path: str | os.PathLike[str]) -> Record:
-    """Return the commit record of a checkpoint, whatever its other files are like."""
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return the manifest of a checkpoint, whatever its other files are like."""
     storage = storage_of(path)
     if storage is None or storage.is_local:
-        return read_record_in(Path(path if storage is None else storage.root))
-    return read_record_of(storage)[1]
+        return read_manifest_in(Path(path if storage is None else storage.root))
+    return read_manifest_of(storage)[1]
 
 
 def _open_directory(path: Path) -> Reader:
@@ -39,9 +39,9 @@ def _open_directory(path: Path) -> Reader:
         raise CheckpointError(
             f"there is no checkpoint at {path}: expected a directory, got a file"
         )
-    if not is_there(where / RECORD_NAME):
+    if not is_there(where / MANIFEST_NAME):
         raise CorruptCheckpointError(
-            f"there is no checkpoint at {path}: {RECORD_NAME}, the file written last, is missing; "
-            f"the save did not finish, or this is another kind of directory"
+            f"there is no checkpoint at {path}: {MANIFEST_NAME}, the file written last, is "
+            f"missing; the save did not finish, or this is another kind of directory"
         )
     return Reader(where)

@@ -23,7 +23,12 @@ from vescale_ckpt._format.blocks import Blocks
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.file_layout import StoredTensor
-from vescale_ckpt._format.manifest import MAX_RECORD_NBYTES, RECORD_NAME, Record, parse_record
+from vescale_ckpt._format.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    parse_manifest,
+)
 from vescale_ckpt._io.buffer_pool import keep_buffer, take_buffer
 from vescale_ckpt._io.direct_io import MIN_DIRECT_NBYTES, PAGE_NBYTES
 from vescale_ckpt._io.file_handles import Handles
@@ -38,13 +43,13 @@ class Reader:
 
     Args:
         path: The checkpoint's directory.
-        record: What its files hold; None to read the commit record.
+        manifest: What its files hold; None to read the manifest.
         follow_links: Whether files may be symbolic links.
         most_open: How many files to hold open; None for what this process can spare.
 
     Attributes:
         path: The checkpoint's directory.
-        record: What its files hold.
+        manifest: What its files hold.
         digest: A number that differs between committed checkpoints.
         has_page_cache: Whether what one process has read is at hand for others of this host.
     """
@@ -54,7 +59,7 @@ class Reader:
     def __init__(
         self,
         path: Path,
-        record: Record | None = None,
+        manifest: Manifest | None = None,
         *,
         follow_links: bool = False,
         most_open: int | None = None,
@@ -67,11 +72,11 @@ class Reader:
         self._places = random.Random()
         self._handles = Handles(path, follow_links=follow_links, most=most_open)
         try:
-            if record is None:
-                text = self._handles.content(RECORD_NAME, MAX_RECORD_NBYTES)
+            if manifest is None:
+                text = self._handles.content(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
                 self.digest = crc32(text)
-                record = parse_record(text, str(path / RECORD_NAME))
-            self.record = record
+                manifest = parse_manifest(text, str(path / MANIFEST_NAME))
+            self.manifest = manifest
             self._check_lengths()
             self._handles.hold()
             self._check_starts()
@@ -115,7 +120,7 @@ class Reader:
         Raises:
             CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
         """
-        file, length = self.record.files[blocks.file], self.record.block_nbytes
+        file, length = self.manifest.files[blocks.file], self.manifest.block_nbytes
         start = blocks.start * length
         content = memory[: min(blocks.stop * length, file.nbytes) - start]
         if self.is_cached(blocks.file, start, start + len(content)):
@@ -138,7 +143,7 @@ class Reader:
         Raises:
             CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
         """
-        checksums = self.record.files[file].checksums
+        checksums = self.manifest.files[file].checksums
         if not checksums:
             return
         checksum = 0
@@ -190,8 +195,8 @@ class Reader:
 
     def damage(self, file: str, block: int) -> CorruptCheckpointError:
         """Return the error about a block whose checksum is wrong."""
-        first = block * self.record.block_nbytes
-        last = min(first + self.record.block_nbytes, self.record.files[file].nbytes)
+        first = block * self.manifest.block_nbytes
+        last = min(first + self.manifest.block_nbytes, self.manifest.files[file].nbytes)
         return CorruptCheckpointError(
             f"{self.path / file}: bytes {first} to {last} do not match their checksum, "
             f"{self._tensors_at(file, first, last)}; the file is damaged, load another checkpoint"
@@ -206,7 +211,7 @@ class Reader:
 
     def content(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return some bytes of a file."""
-        nbytes = max(0, min(nbytes, self.record.files[file].nbytes - offset))
+        nbytes = max(0, min(nbytes, self.manifest.files[file].nbytes - offset))
         buffer = bytearray(nbytes)
         self.read(file, offset, memoryview(buffer))
         return bytes(buffer)
@@ -245,7 +250,7 @@ class Reader:
                 view, offset = view[count:], offset + count
 
     def _check_lengths(self) -> None:
-        for name, file in self.record.files.items():
+        for name, file in self.manifest.files.items():
             actual = self._handles.nbytes(name, partial(self._role, name))
             if actual != file.nbytes:
                 lost = self._tensors_at(name, min(actual, file.nbytes), file.nbytes)
@@ -257,7 +262,7 @@ class Reader:
     def _check_starts(self) -> None:
         """Refuse tensors that would lie in the header of their file."""
         firsts: dict[str, StoredTensor] = {}
-        for _, tensor in self.record.extents():
+        for _, tensor in self.manifest.extents():
             first = firsts.setdefault(tensor.file, tensor)
             if tensor.offset < first.offset:
                 firsts[tensor.file] = tensor
@@ -275,12 +280,12 @@ class Reader:
                 )
 
     def _role(self, name: str) -> str:
-        return f"the file with {self._tensors_at(name, 0, self.record.files[name].nbytes)}"
+        return f"the file with {self._tensors_at(name, 0, self.manifest.files[name].nbytes)}"
 
     def _tensors_at(self, file: str, start: int, stop: int) -> str:
         names = [
             repr(key)
-            for key, tensor in self.record.extents()
+            for key, tensor in self.manifest.extents()
             if tensor.file == file
             and tensor.offset < stop
             and tensor.offset + tensor.nbytes > start

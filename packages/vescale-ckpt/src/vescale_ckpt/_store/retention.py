@@ -2,14 +2,14 @@
 
 [Note: no pointer]
 Nothing is written down about which checkpoint is the latest: a pointer and the checkpoints could
-disagree after a crash. A checkpoint appears in one step, by a rename or with its commit record,
+disagree after a crash. A checkpoint appears in one step, by a rename or with its manifest,
 and disappears in one, so a listing is the truth at every moment. They are ordered by the numbers
 in their names, never by clocks.
 
 [Note: whole]
-Whether a checkpoint is whole is found out without reading its tensors: the commit record is there
+Whether a checkpoint is whole is found out without reading its tensors: the manifest is there
 and has the checksum that it says, and so are all files that it names, each an ordinary one of the
-length that it was committed with, whose safetensors header lists the tensors of the record. What
+length that it was committed with, whose safetensors header lists the tensors of the manifest. What
 was never committed is passed over; what was, and is not whole any more, is passed over with a
 warning. What keeps us from finding out (no more open files allowed, no permission, a disk that
 fails) is raised: an older checkpoint is not taken for the last one because of it.
@@ -90,8 +90,8 @@ def list_checkpoints(
 ) -> list[Path | str]:
     """Return the whole checkpoints whose names end with a number, the highest last.
 
-    A checkpoint is whole if its commit record is sound and its files have the lengths that they
-    were committed with, and list the tensors of the record. A damaged one is left out with a
+    A checkpoint is whole if its manifest is sound and its files have the lengths that they
+    were committed with, and list the tensors of the manifest. A damaged one is left out with a
     warning that names the file. ``vescale-ckpt verify`` reads every byte, this does not.
 
     Args:
@@ -159,7 +159,7 @@ def remove_older(
 
     In a directory a live writer holds a lock, so what it writes is left alone whatever it is. In
     an object store nothing tells a live writer from a dead one. There the files that no commit
-    record names are deleted only where the number is below that of the last whole checkpoint.
+    manifest names are deleted only where the number is below that of the last whole checkpoint.
     That is safe as long as nobody is saving under such a number: numbers go up, and a job saves
     one checkpoint after the other. A save whose files are deleted all the same finds them
     missing before it commits, and fails.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vescale_ckpt._format.manifest import RECORD_NAME
+from vescale_ckpt._format.manifest import MANIFEST_NAME
 from vescale_ckpt.exceptions import CorruptCheckpointError
 
 from .atomic_directory import interrupted, is_there, place_of, remove_leftovers, sync_directory
@@ -58,7 +58,7 @@ class DirectorySeries:
         except FileNotFoundError:
             return ""  # just deleted by another job
         except CorruptCheckpointError as error:
-            if is_there(path / RECORD_NAME) or any(path.glob("*.safetensors")):
+            if is_there(path / MANIFEST_NAME) or any(path.glob("*.safetensors")):
                 return str(error)
             return ""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vescale_ckpt._format.file_layout import is_rank_file
-from vescale_ckpt._format.manifest import RECORD_NAME
+from vescale_ckpt._format.manifest import MANIFEST_NAME
 from vescale_ckpt._io.object_store import Storage
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-from .object_reader import RemoteReader, has_record, read_record_of
+from .object_reader import RemoteReader, has_manifest, read_manifest_of
 from .verify import complaints_about
 
 
@@ -44,7 +44,7 @@ class StorageSeries:
         except CorruptCheckpointError as error:
             return str(error)
         except CheckpointError:
-            if has_record(self._root.child(name)):
+            if has_manifest(self._root.child(name)):
                 raise
             return ""  # a writer is on its way, or has died
         return None
@@ -58,25 +58,25 @@ class StorageSeries:
         return True
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete the record of each checkpoint, which makes it none, then the other files."""
+        """Delete the manifest of each checkpoint, which makes it none, then the other files."""
         for name in names:
             storage = self._root.child(name)
             files = storage.names_below()
             named = _named_files(storage)
             if named is None:
                 continue
-            storage.remove(RECORD_NAME)
+            storage.remove(MANIFEST_NAME)
             # Last what a later call would take for leftovers, should this one die. What looks
-            # like a rank's file and was not in the record may be of a save that goes on.
+            # like a rank's file and was not in the manifest may be of a save that goes on.
             storage.remove_all(file for file in files if not is_rank_file(file))
             storage.remove_all(file for file in files if file in named)
             storage.remove_directory()
 
     def remove_leftovers(self, older: Sequence[str]) -> None:
-        """Delete the files of ranks that no record names, where the number is an old one."""
+        """Delete the files of ranks that no manifest names, where the number is an old one."""
         for name in older:
             storage = self._root.child(name)
-            # In this order: what a save has committed since is in its record.
+            # In this order: what a save has committed since is in its manifest.
             files = [file for file in storage.names_below() if is_rank_file(file)]
             named = _named_files(storage)
             if named is not None and not named.issuperset(files):
@@ -85,10 +85,10 @@ class StorageSeries:
 
 
 def _named_files(storage: Storage) -> set[str] | None:
-    """Return the files that belong to a checkpoint, None if its record cannot be read."""
-    if not has_record(storage):
+    """Return the files that belong to a checkpoint, None if its manifest cannot be read."""
+    if not has_manifest(storage):
         return set()
     try:
-        return set(read_record_of(storage)[1].files)
+        return set(read_manifest_of(storage)[1].files)
     except CheckpointError:
         return None

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vescale_ckpt._format.blocks import Blocks
-from vescale_ckpt._format.manifest import Record
+from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
@@ -59,7 +59,7 @@ def _wrong_blocks(
 ) -> Iterator[str]:
     blocks = [
         Blocks(name, block, block + 1)
-        for name, file in reader.record.files.items()
+        for name, file in reader.manifest.files.items()
         for block in range(len(file.checksums))
     ]
 
@@ -78,18 +78,18 @@ def _wrong_blocks(
 
 
 def wrong_headers(reader: Reader) -> Iterator[str]:
-    """Yield where a file's own header tells another story than the commit record."""
-    for name in reader.record.files:
+    """Yield where a file's own header tells another story than the manifest."""
+    for name in reader.manifest.files:
         if name.endswith(".safetensors"):
             stored = _header(reader, name)
-            expected = _expected_header(reader.record, name)
+            expected = _expected_header(reader.manifest, name)
             for key in sorted(stored.keys() ^ expected.keys()):
-                yield f"{reader.path / name}: tensor {key!r} is not in both header and record"
+                yield f"{reader.path / name}: tensor {key!r} is not in both header and manifest"
             for key in sorted(stored.keys() & expected.keys()):
                 if stored[key] != expected[key]:
                     yield (
                         f"{reader.path / name}: tensor {key!r} is {stored[key]} in the header, "
-                        f"{expected[key]} in the record"
+                        f"{expected[key]} in the manifest"
                     )
 
 
@@ -106,9 +106,9 @@ def _header(reader: Reader, name: str) -> dict[str, Any]:
         return {}
 
 
-def _expected_header(record: Record, name: str) -> dict[str, Any]:
+def _expected_header(manifest: Manifest, name: str) -> dict[str, Any]:
     return {
         tensor.name: [tensor.dtype, list(tensor.shape), tensor.offset]
-        for _, tensor in record.extents()
+        for _, tensor in manifest.extents()
         if tensor.file == name
     }

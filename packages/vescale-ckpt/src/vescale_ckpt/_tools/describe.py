@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vescale_ckpt._format.manifest import Record
+from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_tree import (
     Json,
     elements_of,
@@ -17,22 +17,22 @@ from vescale_ckpt._format.state_tree import (
 _MAX_VALUE_LENGTH = 60
 
 
-def describe(record: Record) -> list[str]:
+def describe(manifest: Manifest) -> list[str]:
     """Return the lines that ``inspect`` prints."""
-    lines = [f"{amount(file.nbytes):>10}  {name}" for name, file in record.files.items()]
-    total = sum(tensor.nbytes for tensor in record.tensors.values())
-    lines += [f"{amount(total):>10}  in {len(record.tensors)} tensors", ""]
-    for key, node in record.tree.items():
-        lines += _node_lines(record, key, node, 0)
+    lines = [f"{amount(file.nbytes):>10}  {name}" for name, file in manifest.files.items()]
+    total = sum(tensor.nbytes for tensor in manifest.tensors.values())
+    lines += [f"{amount(total):>10}  in {len(manifest.tensors)} tensors", ""]
+    for key, node in manifest.tree.items():
+        lines += _node_lines(manifest, key, node, 0)
     return lines
 
 
-def _node_lines(record: Record, key: str | int, node: Json, depth: int) -> list[str]:
+def _node_lines(manifest: Manifest, key: str | int, node: Json, depth: int) -> list[str]:
     indent = "  " * depth
     if is_reference(node):
         reference = key_of(node)
-        stored = record.stored(reference)
-        alias = record.aliases.get(reference)
+        stored = manifest.stored(reference)
+        alias = manifest.aliases.get(reference)
         shape = "x".join(map(str, stored.shape)) or "scalar"
         same = f", the same as {alias}" if alias else ""
         return [f"{indent}{key}: {stored.dtype} {shape}, {amount(stored.nbytes)}{same}"]
@@ -44,7 +44,7 @@ def _node_lines(record: Record, key: str | int, node: Json, depth: int) -> list[
         return [f"{indent}{key} = {text[:_MAX_VALUE_LENGTH]}"]
     lines = [f"{indent}{key}"]
     for name, child in children:
-        lines += _node_lines(record, name, child, depth + 1)
+        lines += _node_lines(manifest, name, child, depth + 1)
     return lines
 
 
