@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.file_layout import FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile, dump_manifest, parse_manifest
 from vescale_ckpt._load.match import match
@@ -137,9 +137,9 @@ def measure(state: dict[str, Any], ranks: ImaginedRanks, clock: Clock) -> None:
     read = clock.run("load: read the manifest", lambda: parse_manifest(text, "manifest"))
     matched = clock.run("load: match", lambda: match(state, read, ranks.rank, strict=True))
     pieces = clock.run("load: locate", lambda: pieces_of(read, matched.targets))
-    numbering = Numbering(read)
+    block_index = BlockIndex(read)
     clock.run(
-        "load: choose readers", lambda: choose_readers(numbering, pieces, ranks, in_parts=True)
+        "load: choose readers", lambda: choose_readers(block_index, pieces, ranks, in_parts=True)
     )
     clock.run("json module alone", lambda: json.loads(json.dumps(json.loads(text))))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from vescale_ckpt._format.byte_ranges import runs_of
-from vescale_ckpt._format.crc32 import PartialSums, append_zeros, checksums, register
+from vescale_ckpt._format.byte_ranges import byte_ranges_of
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, append_zeros, checksums, register
 from vescale_dtensor import Box
 
 
@@ -33,7 +33,7 @@ def test_pieces_written_by_many_in_any_order_give_the_checksums_of_the_file(
     cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=8))
     edges = sorted({0, len(content), *cuts})
     pieces = data.draw(st.permutations(list(itertools.pairwise(edges))))
-    writers = [PartialSums(len(content), block_nbytes) for _ in range(3)]
+    writers = [PartialBlockCrcs(len(content), block_nbytes) for _ in range(3)]
     for number, (start, stop) in enumerate(pieces):
         writers[number % 3].add(start, memoryview(content)[start:stop])
     expected = [
@@ -48,7 +48,7 @@ def test_pieces_written_by_many_in_any_order_give_the_checksums_of_the_file(
 
 def test_a_byte_that_nobody_wrote_shows_in_the_checksum() -> None:
     content = bytes(range(1, 100))
-    writer = PartialSums(len(content), 64)
+    writer = PartialBlockCrcs(len(content), 64)
     writer.add(0, memoryview(content)[:70])
     writer.add(71, memoryview(content)[71:])
     assert checksums(len(content), 64, writer.folded())[1] != zlib.crc32(content[64:])
@@ -70,7 +70,7 @@ def test_runs_cut_a_box_out_of_the_bytes_of_the_tensor(
     shape, box = shape_and_box
     whole = torch.arange(int(np.prod(shape)), dtype=torch.int16).reshape(shape)
     content = bytes(start) + whole.numpy().tobytes()
-    runs = runs_of(shape, box, 2, start)
+    runs = byte_ranges_of(shape, box, 2, start)
     expected = whole[box.slices].contiguous().numpy().tobytes()
     assert runs.total_nbytes == len(expected)
     found = b"".join(content[o : o + runs.nbytes] for o in runs.offsets())
@@ -84,11 +84,11 @@ def test_runs_cut_a_box_out_of_the_bytes_of_the_tensor(
 
 
 def test_adjacent_rows_are_one_run() -> None:
-    assert runs_of((10, 4, 5), Box((2, 0, 0), (7, 4, 5)), 4).num_runs == 1
-    assert runs_of((10, 4, 5), Box((2, 1, 0), (7, 2, 5)), 4).num_runs == 7
+    assert byte_ranges_of((10, 4, 5), Box((2, 0, 0), (7, 4, 5)), 4).num_ranges == 1
+    assert byte_ranges_of((10, 4, 5), Box((2, 1, 0), (7, 2, 5)), 4).num_ranges == 7
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, (1 << 20) + 1])
 def test_a_file_without_pieces_has_the_checksums_of_zeros(nbytes: int) -> None:
     expected = [zlib.crc32(bytes(min(1 << 20, nbytes - i))) for i in range(0, nbytes, 1 << 20)]
-    assert checksums(nbytes, 1 << 20, PartialSums(nbytes, 1 << 20).folded()) == expected
+    assert checksums(nbytes, 1 << 20, PartialBlockCrcs(nbytes, 1 << 20).folded()) == expected

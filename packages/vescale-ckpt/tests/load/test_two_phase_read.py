@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._comm import hosts
-from vescale_ckpt._format.blocks import Numbering
-from vescale_ckpt._format.byte_ranges import Runs
+from vescale_ckpt._format.blocks import BlockIndex
+from vescale_ckpt._format.byte_ranges import ByteRanges
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._load import load as load_module, two_phase_read
 from vescale_ckpt._load.tiling import MIN_PART_NBYTES, coverage, full_coverage
@@ -269,7 +269,7 @@ class FileStub(NamedTuple):
 
 class PieceStub(NamedTuple):
     stored: FileStub
-    runs: Runs
+    ranges: ByteRanges
 
 
 BLOCK_NBYTES = 1 << 20
@@ -281,7 +281,7 @@ def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
 ) -> None:
     files = {"f": StoredFile(nbytes=nbytes, checksums=())}
     manifest = Manifest(block_nbytes=BLOCK_NBYTES, files=files, tensors={}, aliases={}, tree={})
-    numbering = Numbering(manifest)
+    block_index = BlockIndex(manifest)
     places = st.integers(0, nbytes)
     cuts = sorted({0, nbytes, *data.draw(st.lists(places, max_size=4))})
     parts = [*itertools.pairwise(cuts)]
@@ -289,16 +289,16 @@ def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
         parts.append(data.draw(st.tuples(places, places)))
     if data.draw(st.booleans()):
         parts.pop(data.draw(st.integers(0, len(parts) - 1)))
-    total = np.zeros(numbering.count, np.int64)
+    total = np.zeros(block_index.count, np.int64)
     times = np.zeros(nbytes + 1, np.int64)
     for rank, (start, stop) in enumerate(parts):
         if start < stop:
-            piece: Any = PieceStub(FileStub("f"), Runs(start, stop - start))
-            total += coverage(numbering, [piece], rank)
+            piece: Any = PieceStub(FileStub("f"), ByteRanges(start, stop - start))
+            total += coverage(block_index, [piece], rank)
             times[start] += 1
             times[stop] -= 1
     once = np.cumsum(times)[:-1] == 1
-    for block, is_covered in enumerate((total == full_coverage(numbering)).tolist()):
+    for block, is_covered in enumerate((total == full_coverage(block_index)).tolist()):
         lower, upper = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, nbytes)
         lengths = [min(b, upper) - max(a, lower) for a, b in parts]
         is_long = all(length <= 0 or length >= MIN_PART_NBYTES for length in lengths)

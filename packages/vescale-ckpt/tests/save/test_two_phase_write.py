@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._format.byte_ranges import runs_of
+from vescale_ckpt._format.byte_ranges import byte_ranges_of
 from vescale_ckpt._save import two_phase_write
 from vescale_dtensor import Box, InterleavedShard, RaggedShard, distribute_tensor
 from vescale_testing import World
@@ -122,16 +122,18 @@ def test_bytes_of_a_box_are_scattered_to_where_they_lie(
     shape = (rows, columns, depth)
     box = Box((0, first, 0), (rows, width, depth))
     whole = np.arange(rows * columns * depth * 2, dtype=np.uint8)
-    runs = runs_of(shape, box, 2, 10)
-    packed = np.concatenate([whole[o - 10 : o - 10 + runs.nbytes] for o in runs.offsets()])
+    ranges = byte_ranges_of(shape, box, 2, 10)
+    packed = np.concatenate([whole[o - 10 : o - 10 + ranges.nbytes] for o in ranges.offsets()])
     start = cut.draw(st.integers(10, 10 + len(whole)))
     stop = cut.draw(st.integers(start, 10 + len(whole)))
-    lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
+    lower, upper = ranges.bytes_before(start), ranges.bytes_before(stop)
     slab = np.zeros(stop - start, np.uint8)
-    runs.scatter(packed[lower:upper], lower, slab, start)
+    ranges.scatter(packed[lower:upper], lower, slab, start)
     expected = np.zeros(len(whole) + 10, np.uint8)
-    for offset in runs.offsets():
-        expected[offset : offset + runs.nbytes] = whole[offset - 10 : offset - 10 + runs.nbytes]
+    for offset in ranges.offsets():
+        expected[offset : offset + ranges.nbytes] = whole[
+            offset - 10 : offset - 10 + ranges.nbytes
+        ]
     assert np.array_equal(slab, expected[start:stop])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .byte_ranges import Runs
+from .byte_ranges import ByteRanges
 from .manifest import Manifest
 
 Integers = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ class Blocks:
     stop: int
 
 
-class Numbering:
+class BlockIndex:
     """The blocks of all files of a checkpoint, numbered from 0 on.
 
     Attributes:
@@ -47,18 +47,18 @@ class Numbering:
             self.count += len(starts)
         self.lengths = np.concatenate(lengths)
 
-    def span(self, file: str, runs: Runs) -> tuple[int, int]:
-        """Return the first block of ``runs`` and the one after the last."""
+    def span(self, file: str, ranges: ByteRanges) -> tuple[int, int]:
+        """Return the first block of ``ranges`` and the one after the last."""
         first = self.firsts[file]
         return (
-            first + runs.start // self.block_nbytes,
-            first + -(-runs.stop // self.block_nbytes),
+            first + ranges.start // self.block_nbytes,
+            first + -(-ranges.stop // self.block_nbytes),
         )
 
-    def places(self, file: str, runs: Runs) -> tuple[int, int]:
-        """Return where ``runs`` start and stop if all files were one, of whole blocks."""
+    def places(self, file: str, ranges: ByteRanges) -> tuple[int, int]:
+        """Return where ``ranges`` start and stop if all files were one, of whole blocks."""
         base = self.firsts[file] * self.block_nbytes
-        return base + runs.start, base + runs.stop
+        return base + ranges.start, base + ranges.stop
 
     def start(self, file: str, block: int) -> int:
         """Return where in its file a block starts."""

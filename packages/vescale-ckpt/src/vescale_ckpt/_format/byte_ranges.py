@@ -18,12 +18,12 @@ Bytes = npt.NDArray[np.uint8]
 _Copy = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
-class Runs(NamedTuple):
-    """Equally long runs of bytes, in the row-major order of a box: loops within loops.
+class ByteRanges(NamedTuple):
+    """Strided ranges of bytes, equally long, in the row-major order of a box: nested loops.
 
     Attributes:
-        start: Where the first run starts in the file.
-        nbytes: Length of each run.
+        start: Where the first range starts in the file.
+        nbytes: Length of each range.
         counts: Number of turns of each loop, outermost first; a box in one piece, or of no bytes,
             has none.
         steps: How far each turn goes in the file: at least as far as the loops inside reach.
@@ -35,38 +35,42 @@ class Runs(NamedTuple):
     steps: tuple[int, ...] = ()
 
     @property
-    def num_runs(self) -> int:
-        """Number of runs."""
+    def num_ranges(self) -> int:
+        """Number of ranges."""
         return math.prod(self.counts)
 
     @property
     def total_nbytes(self) -> int:
-        """Number of bytes in all runs."""
-        return self.num_runs * self.nbytes
+        """Number of bytes in all ranges."""
+        return self.num_ranges * self.nbytes
 
     @property
     def stop(self) -> int:
-        """Where the last run ends in the file."""
+        """Where the last range ends in the file."""
         stop = self.start + self.nbytes
         for count, step in zip(self.counts, self.steps, strict=True):
             stop += (count - 1) * step
         return stop
 
+    def shifted(self, nbytes: int) -> ByteRanges:
+        """Return the ranges as they lie that many bytes further on."""
+        return ByteRanges(self.start + nbytes, self.nbytes, self.counts, self.steps)
+
     def offsets(self) -> Iterator[int]:
-        """Yield where each run starts in the file."""
+        """Yield where each range starts in the file."""
         for turns in itertools.product(*map(range, self.counts)):
             yield self.start + sum(map(int.__mul__, turns, self.steps))
 
     def locate(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (file offset, start, stop) for bytes ``start`` onwards of the packed box.
 
-        ``start`` and ``stop`` of a run are relative to the first byte asked for.
+        ``start`` and ``stop`` of a range are relative to the first byte asked for.
         """
         position = 0
         while position < nbytes:
-            run, skipped = divmod(start + position, self.nbytes)
+            number, skipped = divmod(start + position, self.nbytes)
             length = min(self.nbytes - skipped, nbytes - position)
-            yield self._offset(run) + skipped, position, position + length
+            yield self._offset(number) + skipped, position, position + length
             position += length
 
     def bytes_before(self, offset: int) -> int:
@@ -74,12 +78,12 @@ class Runs(NamedTuple):
         left = offset - self.start
         if left <= 0:
             return 0
-        runs = 0
+        before = 0
         for count, step in zip(self.counts, self.steps, strict=True):
             turn = min(left // step, count - 1)
-            runs = runs * count + turn
+            before = before * count + turn
             left -= turn * step
-        return runs * self.nbytes + min(left, self.nbytes)
+        return before * self.nbytes + min(left, self.nbytes)
 
     def scatter(self, packed: Bytes, start: int, target: Bytes, base: int) -> None:
         """Copy some bytes of the packed box to where they lie in the file.
@@ -129,7 +133,7 @@ class Runs(NamedTuple):
             yield position, self._offset(last), (tail,), (1,)
 
     def _loops(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Divide runs ``first`` to ``last`` into (file offset, loop, number of whole turns)."""
+        """Divide ranges ``first`` to ``last`` into (file offset, loop, number of whole turns)."""
         while first < last:
             turn, depth = 1, len(self.counts) - 1
             while depth > 0 and not first % (longer := turn * self.counts[depth]):
@@ -141,30 +145,29 @@ class Runs(NamedTuple):
             yield self._offset(first), depth, count
             first += count * turn
 
-    def _offset(self, run: int) -> int:
+    def _offset(self, number: int) -> int:
         offset = self.start
         for count, step in zip(reversed(self.counts), reversed(self.steps), strict=True):
-            run, turn = divmod(run, count)
+            number, turn = divmod(number, count)
             offset += turn * step
         return offset
 
 
-def runs_of(shape: tuple[int, ...], box: Box, itemsize: int, start: int = 0) -> Runs:
-    """Return the byte runs of ``box`` in a row-major tensor that starts at byte ``start``.
+def byte_ranges_of(shape: tuple[int, ...], box: Box, itemsize: int, start: int = 0) -> ByteRanges:
+    """Return the byte ranges of ``box`` in a row-major tensor that starts at byte ``start``.
 
     Example:
         >>> list(runs_of((4, 8), Box((1, 2), (2, 3)), itemsize=4).offsets())
         [40, 72]
     """
-    runs = _runs_of(shape, box, itemsize)
-    return Runs(start + runs.start, runs.nbytes, runs.counts, runs.steps)
+    return _byte_ranges_of(shape, box, itemsize).shifted(start)
 
 
 # As many tensors are alike, most of the work has been done before.
 @lru_cache(maxsize=4096)
-def _runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Runs:
+def _byte_ranges_of(shape: tuple[int, ...], box: Box, itemsize: int) -> ByteRanges:
     if not box.numel:
-        return Runs(0, 0)
+        return ByteRanges(0, 0)
     start, nbytes, stride = 0, itemsize, itemsize
     loops: list[tuple[int, int]] = []
     for size, offset, count in zip(
@@ -180,7 +183,9 @@ def _runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Runs:
                 loops.append((count, stride))
         stride *= size
     loops.reverse()
-    return Runs(start, nbytes, tuple(loop[0] for loop in loops), tuple(loop[1] for loop in loops))
+    return ByteRanges(
+        start, nbytes, tuple(loop[0] for loop in loops), tuple(loop[1] for loop in loops)
+    )
 
 
 def within(inner: Box, outer: Box) -> Box:

@@ -87,7 +87,7 @@ def inversions(nbytes: int) -> int:
     return crc32(bytes(nbytes))
 
 
-class PartialSums:
+class PartialBlockCrcs:
     """The part that one rank wrote of one file, folded to a register per block.
 
     See [Note: partial checksums].

@@ -26,7 +26,7 @@ MAX_FILE_NBYTES = 8 << 30
 _RANK_FILE = re.compile(r"rank-\d{5,}-[0-9a-f]{16}\.safetensors")
 
 
-class TableEntry(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor as every rank knows it.
 
     Attributes:
@@ -81,7 +81,7 @@ class StoredTensor(NamedTuple):
 _stored_tensor: Callable[[Any], StoredTensor] = partial(tuple.__new__, StoredTensor)
 
 
-class Alike(NamedTuple):
+class TensorRun(NamedTuple):
     """Tensors of the same dtype and shape that lie in a file one after the other.
 
     Attributes:
@@ -127,13 +127,13 @@ class FilePlan:
     tensors: dict[str, StoredTensor]
 
 
-def plan_files(table: Iterable[TableEntry], max_file_nbytes: int = MAX_FILE_NBYTES) -> FilePlan:
+def plan_files(table: Iterable[TensorInfo], max_file_nbytes: int = MAX_FILE_NBYTES) -> FilePlan:
     """Lay out the tensors of ``table`` in files; the order of ``table`` does not matter.
 
     A group that does not fit into one file is split, neighbours by name staying together, and
     gets an index file in HuggingFace's layout.
     """
-    groups: dict[str, list[TableEntry]] = {}
+    groups: dict[str, list[TensorInfo]] = {}
     for entry in sorted(table, key=attrgetter("key")):
         groups.setdefault(entry.group, []).append(entry)
     plan = FilePlan(files={}, tensors={})
@@ -180,8 +180,8 @@ def _stems(groups: Mapping[str, object]) -> dict[str, str]:
     return stems
 
 
-def _split(entries: list[TableEntry], max_file_nbytes: int) -> list[list[TableEntry]]:
-    shards: list[list[TableEntry]] = [[]]
+def _split(entries: list[TensorInfo], max_file_nbytes: int) -> list[list[TensorInfo]]:
+    shards: list[list[TensorInfo]] = [[]]
     filled = 0
     for entry in entries:
         nbytes = nbytes_of(entry.dtype, entry.shape)
@@ -199,21 +199,21 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _lay_out(file: str, entries: list[TableEntry], plan: FilePlan) -> None:
+def _lay_out(file: str, entries: list[TensorInfo], plan: FilePlan) -> None:
     """Put alike tensors side by side: wide dtypes, then large tensors first.
 
     The first keeps every element aligned, the second most tensors on pages.
     """
-    kinds: dict[tuple[str, tuple[int, ...]], list[TableEntry]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], list[TensorInfo]] = {}
     for entry in entries:
         kinds.setdefault((entry.dtype, entry.shape), []).append(entry)
     ordered = [kinds[kind] for kind in sorted(kinds, key=_place)]
     head = _head(ordered)
     offset = len(head)
-    for alike in ordered:
-        names = [entry.name for entry in alike]
-        stretch = Alike(file, alike[0].dtype, alike[0].shape, offset, names)
-        keys = [entry.key for entry in alike]
+    for run in ordered:
+        names = [entry.name for entry in run]
+        stretch = TensorRun(file, run[0].dtype, run[0].shape, offset, names)
+        keys = [entry.key for entry in run]
         plan.tensors.update(zip(keys, stretch.tensors(), strict=True))
         offset = stretch.stop
     plan.files[file] = PlannedFile(head=head, nbytes=offset)
@@ -224,16 +224,16 @@ def _place(kind: tuple[str, tuple[int, ...]]) -> tuple[int, int, str, tuple[int,
     return (-DTYPES[dtype].itemsize, -nbytes_of(dtype, shape), dtype, shape)
 
 
-def _head(ordered: list[list[TableEntry]]) -> bytes:
+def _head(ordered: list[list[TensorInfo]]) -> bytes:
     """Return the length and the header of a safetensors file, padded."""
     # Written by hand: for many tensors that takes half as long as the json module.
     lines = ['{"__metadata__":{"format":"pt"}']
     stop = 0
-    for alike in ordered:
-        dtype, shape = alike[0].dtype, alike[0].shape
+    for run in ordered:
+        dtype, shape = run[0].dtype, run[0].shape
         nbytes = nbytes_of(dtype, shape)
         kind = f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
-        for entry in alike:
+        for entry in run:
             start, stop = stop, stop + nbytes
             name = encode_basestring(entry.name)
             lines.append(f'{name}:{{{kind},"data_offsets":[{start},{stop}]}}')
@@ -242,7 +242,7 @@ def _head(ordered: list[list[TableEntry]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _add_index(stem: str, entries: list[TableEntry], plan: FilePlan) -> None:
+def _add_index(stem: str, entries: list[TensorInfo], plan: FilePlan) -> None:
     index = {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
         "weight_map": {entry.name: plan.tensors[entry.key].file for entry in entries},

@@ -18,7 +18,7 @@ from vescale_dtensor import Box
 
 from .crc32 import MAX_BLOCK_NBYTES, crc32
 from .dtypes import DTYPES
-from .file_layout import HEADER_ALIGNMENT, Alike, StoredTensor
+from .file_layout import HEADER_ALIGNMENT, StoredTensor, TensorRun
 from .state_tree import Json, complete
 from .strict_json import strict_json
 
@@ -138,11 +138,11 @@ def _add_tensors(members: dict[str, Any], tensors: list[tuple[str, StoredTensor]
     """Describe tensors that are alike and lie one after the other."""
     key, first = tensors[0]
     names = [stored.name for _, stored in tensors]
-    alike = Alike(first.file, first.dtype, first.shape, first.offset, names)
+    run = TensorRun(first.file, first.dtype, first.shape, first.offset, names)
     last = tensors[-1][1]
-    assert alike.stop == last.offset + last.nbytes
+    assert run.stop == last.offset + last.nbytes
     members["prefix"] = key.removesuffix(first.name)
-    members.setdefault("tensors", []).append([*alike[1:]])
+    members.setdefault("tensors", []).append([*run[1:]])
 
 
 def _box_rows(manifest: Manifest, key: str) -> list[Any]:
@@ -247,8 +247,8 @@ def _stored_boxes(
         raise ValueError(f"tensor {key!r} has dtype {dtype!r} and shape {shape}")
     boxes: list[StoredBox] = []
     for file, name, offset, box_shape, start in rows:
-        alike = _alike(file, dtype, box_shape, start, [name], files[file].nbytes)
-        (stored,) = alike.tensors()
+        run = _tensor_run(file, dtype, box_shape, start, [name], files[file].nbytes)
+        (stored,) = run.tensors()
         box = Box(tuple(_integer(first, 0, _MAX_NBYTES) for first in offset), stored.shape)
         if len(box.offset) != len(shape) or box.intersect(Box.whole(shape)) != box:
             raise ValueError(f"tensor {key!r} of shape {shape} has no box {box}")
@@ -293,23 +293,25 @@ def _read_tensors(
     stop: int | None = None
     for row in members.get("tensors", ()):
         dtype, shape, offset, names = row
-        alike = _alike(file, dtype, shape, offset, names, nbytes)
-        if alike.offset != stop if stop is not None else alike.offset < HEADER_ALIGNMENT:
+        run = _tensor_run(file, dtype, shape, offset, names, nbytes)
+        if run.offset != stop if stop is not None else run.offset < HEADER_ALIGNMENT:
             before = "the header" if stop is None else f"byte {stop}, where the one before ends"
             raise ValueError(
-                f"tensor {names[:1]} of file {file!r} begins at byte {alike.offset}, expected it "
+                f"tensor {names[:1]} of file {file!r} begins at byte {run.offset}, expected it "
                 f"right behind {before}"
             )
-        stop = alike.stop
+        stop = run.stop
         known = len(tensors)
-        tensors.update(zip([prefix + name for name in names], alike.tensors(), strict=True))
+        tensors.update(zip([prefix + name for name in names], run.tensors(), strict=True))
         if len(tensors) != known + len(names):
             raise ValueError(f"file {file!r} has tensors with keys that others have, too")
     if stop is not None and stop != nbytes:
         raise ValueError(f"the tensors of file {file!r} end at byte {stop} of {nbytes}")
 
 
-def _alike(file: str, dtype: Any, shape: Any, offset: Any, names: Any, file_nbytes: int) -> Alike:
+def _tensor_run(
+    file: str, dtype: Any, shape: Any, offset: Any, names: Any, file_nbytes: int
+) -> TensorRun:
     """Return where tensors lie, if that makes sense."""
     if not isinstance(names, list) or not set(map(type, names)) <= {str}:
         raise TypeError(f"file {file!r} has tensors with odd names")
@@ -318,12 +320,12 @@ def _alike(file: str, dtype: Any, shape: Any, offset: Any, names: Any, file_nbyt
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
         raise ValueError(f"file {file!r} has tensors of a shape that cannot be")
     sizes = tuple(_integer(size, 0, _MAX_NBYTES) for size in shape)
-    alike = Alike(file, dtype, sizes, _integer(offset, 0, _MAX_NBYTES), names)
-    if alike.stop > file_nbytes:
+    run = TensorRun(file, dtype, sizes, _integer(offset, 0, _MAX_NBYTES), names)
+    if run.stop > file_nbytes:
         raise ValueError(f"tensors {names[:4]} do not fit into file {file!r}")
     if offset % DTYPES[dtype].itemsize:
         raise ValueError(f"tensors {names[:4]} at byte {offset} of {file!r} are not aligned")
-    return alike
+    return run
 
 
 def _integer(value: Any, minimum: int, maximum: int) -> int:

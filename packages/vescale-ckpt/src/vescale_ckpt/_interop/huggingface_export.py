@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
-from vescale_ckpt._format.file_layout import TableEntry, plan_files
+from vescale_ckpt._format.file_layout import TensorInfo, plan_files
 from vescale_ckpt._format.state_tree import below, references
 from vescale_ckpt._io.sequential_writer import Copied, Progress, created_in, write_files_in_order
 from vescale_ckpt._state.key_filter import renamed
@@ -146,10 +146,10 @@ def write_safetensors(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _table(source: Source, names: Names) -> dict[str, TableEntry]:
+def _table(source: Source, names: Names) -> dict[str, TensorInfo]:
     """Return what to write, by the key in the checkpoint."""
     skipped = dict.fromkeys(names.skip, "")
-    table: dict[str, TableEntry] = {}
+    table: dict[str, TensorInfo] = {}
     taken: set[str] = set()
     for path, old in references(source.tree.get(names.key), names.key):
         inner = below(path, names.key)
@@ -160,7 +160,7 @@ def _table(source: Source, names: Names) -> dict[str, TableEntry]:
             raise CheckpointError(f"two tensors would be called {name!r}; rename one of them")
         taken.add(name)
         stored = source.tensors[source.aliases.get(old, old)]
-        table[old] = TableEntry(
+        table[old] = TensorInfo(
             key=name,
             group="model",
             name=name,

@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vescale_ckpt._format.byte_ranges import runs_of, within
+from vescale_ckpt._format.byte_ranges import byte_ranges_of, within
 from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.dtypes import DTYPES
-from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor, TableEntry, plan_files
+from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor, TensorInfo, plan_files
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, dump_manifest
 from vescale_ckpt._format.state_tree import Json
 from vescale_ckpt._io.object_store import local_path
@@ -112,11 +112,11 @@ class FileSource:
             common = box.intersect(band)
             if common is None:
                 continue
-            source = runs_of(box.shape, within(common, box), part.itemsize, part.offset)
+            source = byte_ranges_of(box.shape, within(common, box), part.itemsize, part.offset)
             located = source.locate(0, source.total_nbytes)
             packed = b"".join(self._bytes(part.file, at, hi - lo) for at, lo, hi in located)
-            runs = runs_of(band.shape, within(common, band), part.itemsize)
-            runs.scatter(np.frombuffer(packed, np.uint8), 0, rows, 0)
+            ranges = byte_ranges_of(band.shape, within(common, band), part.itemsize)
+            ranges.scatter(np.frombuffer(packed, np.uint8), 0, rows, 0)
         return rows[first - start * row_nbytes : last - start * row_nbytes].tobytes()
 
     def _bytes(self, file: str, offset: int, nbytes: int) -> bytes:
@@ -150,7 +150,7 @@ class FileSource:
         return self._reader.content(file, offset, nbytes)
 
 
-def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[TableEntry]:
+def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[TensorInfo]:
     """Return the tensors to lay out.
 
     Args:
@@ -158,7 +158,7 @@ def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[Tabl
         groups: The group and the name within the group of each key to take.
     """
     return [
-        TableEntry(
+        TensorInfo(
             key=key,
             group=group,
             name=name,

@@ -23,7 +23,7 @@ from types import TracebackType
 import numpy as np
 
 from vescale_ckpt._format.byte_ranges import Bytes
-from vescale_ckpt._format.crc32 import PartialSums
+from vescale_ckpt._format.crc32 import PartialBlockCrcs
 
 from .buffer_pool import keep_buffer, take_buffer
 from .direct_io import MIN_DIRECT_NBYTES, PAGE_NBYTES, open_direct
@@ -115,7 +115,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         sums: The checksums of what was written.
     """
 
-    def __init__(self, path: Path, sums: PartialSums, buffers: Buffers) -> None:
+    def __init__(self, path: Path, sums: PartialBlockCrcs, buffers: Buffers) -> None:
         self.sums = sums
         self._buffers = buffers
         self._buffer: Bytes | None = None
@@ -125,7 +125,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         self._cached = os.open(path, os.O_WRONLY)
         self._direct = open_direct(path, os.O_WRONLY)
 
-    def account(self, sums: PartialSums) -> None:
+    def account(self, sums: PartialBlockCrcs) -> None:
         """Take account of what is written from now on in ``sums``."""
         if sums is not self.sums:
             self._flush()

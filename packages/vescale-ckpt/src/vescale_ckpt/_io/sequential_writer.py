@@ -66,7 +66,7 @@ def write_files_in_order(
     done = 0
     written: dict[str, StoredFile] = {}
     for name, file in copied.plan.files.items():
-        sums = _BlockSums()
+        sums = _BlockCrcs()
         nbytes = 0
         with create(name) as stream:
             for view in _bytes_of(file.head, sorted(by_file[name]), copied.content):
@@ -91,7 +91,7 @@ def _bytes_of(
         yield from content(key)
 
 
-class _BlockSums:
+class _BlockCrcs:
     """The checksum of each block of a stream."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._io.tensor_bytes import CHUNK_NBYTES
 from vescale_ckpt._io.thread_pool import in_threads
@@ -23,7 +23,7 @@ from vescale_ckpt._store.reader import Reader
 
 from .read_assignment import Readers
 from .read_items import Piece
-from .split_blocks import PartSums
+from .split_blocks import SplitBlockCheck
 
 # More places than this are cheaper to fill from one than to read into.
 _MAX_VIEWS = 32
@@ -62,7 +62,7 @@ class OwnUnits:
 
     Args:
         reader: The checkpoint.
-        numbering: Its blocks.
+        block_index: Its blocks.
         pieces: What this rank needs.
         readers: Who checks what.
         rank: This process.
@@ -73,7 +73,7 @@ class OwnUnits:
     def __init__(
         self,
         reader: Reader,
-        numbering: Numbering,
+        block_index: BlockIndex,
         pieces: Sequence[Piece],
         readers: Readers,
         rank: int,
@@ -82,8 +82,8 @@ class OwnUnits:
         processors: int,
     ) -> None:
         self.reader = reader
-        self.sums = PartSums(reader, numbering, readers)
-        self._numbering = numbering
+        self.sums = SplitBlockCheck(reader, block_index, readers)
+        self._block_index = block_index
         self._exchanging = exchanging
         self._reader_of: list[int] = readers.reader.tolist()
         self._is_shared: list[bool] = readers.is_shared.tolist()
@@ -95,7 +95,7 @@ class OwnUnits:
         # The pieces in each block that this rank reads, in file order.
         self._in_block: dict[int, list[Piece]] = {}
         for piece in pieces:
-            for block in range(*numbering.span(piece.stored.file, piece.runs)):
+            for block in range(*block_index.span(piece.stored.file, piece.ranges)):
                 if self._reads(block):
                     self._in_block.setdefault(block, []).append(piece)
 
@@ -139,9 +139,9 @@ class OwnUnits:
             yield stretch
 
     def _units(self) -> Iterator[Unit]:
-        bounds = [*self._numbering.firsts.values(), self._numbering.count]
+        bounds = [*self._block_index.firsts.values(), self._block_index.count]
         for (first, last), name in zip(
-            itertools.pairwise(bounds), self._numbering.files, strict=True
+            itertools.pairwise(bounds), self._block_index.files, strict=True
         ):
             for block in range(first, last):
                 if block in self._in_block:
@@ -149,27 +149,27 @@ class OwnUnits:
 
     def _of_block(self, file: str, block: int) -> Iterator[Unit]:
         is_shared = self._is_shared[block]
-        start = self._numbering.start(file, block)
-        stop = start + int(self._numbering.lengths[block])
+        start = self._block_index.start(file, block)
+        stop = start + int(self._block_index.lengths[block])
         pieces = self._in_block[block]
         if self._is_split[block]:
             for piece in pieces:
-                lower, upper = max(piece.runs.start, start), min(piece.runs.stop, stop)
+                lower, upper = max(piece.ranges.start, start), min(piece.ranges.stop, stop)
                 yield Unit(file, lower, upper, block, _Check.TOGETHER, is_shared)
         elif self._reader_of[block] == self._rank:
             # The others are sent what they need of a shared one.
             if not (self._exchanging and is_shared):
                 yield Unit(file, start, stop, block, _Check.HERE, is_shared)
         else:
-            lower = max(start, min(piece.runs.start for piece in pieces))
-            upper = min(stop, max(piece.runs.stop for piece in pieces))
+            lower = max(start, min(piece.ranges.start for piece in pieces))
+            upper = min(stop, max(piece.ranges.stop for piece in pieces))
             yield Unit(file, lower, upper, block, _Check.ELSEWHERE, is_shared)
 
     def read_to_send(self, block: int, memory: Bytes) -> None:
         """Read and check a block that others need, too, and fill this rank's own pieces."""
-        (blocks,) = self._numbering.chunks([block], 1)
+        (blocks,) = self._block_index.chunks([block], 1)
         content = self.reader.read_blocks(blocks, memory)
-        base = blocks.start * self._numbering.block_nbytes
+        base = blocks.start * self._block_index.block_nbytes
         for piece in self._in_block.get(block, ()):
             piece.fill_from(content, base)
 
@@ -219,18 +219,18 @@ class OwnUnits:
         views: list[Bytes] = []
         position = unit.start
         for piece in pieces:
-            runs, flat = piece.runs, piece.flat
-            if runs.counts or flat is None:
+            ranges, flat = piece.ranges, piece.flat
+            if ranges.counts or flat is None:
                 return None
-            lower = max(runs.start, unit.start)
-            upper = min(runs.start + runs.nbytes, unit.stop)
+            lower = max(ranges.start, unit.start)
+            upper = min(ranges.start + ranges.nbytes, unit.stop)
             if lower >= upper:
                 continue
             if lower < position:
                 return None
             if position < lower:
                 views.append(filler[position - unit.start : lower - unit.start])
-            views.append(flat[lower - runs.start : upper - runs.start])
+            views.append(flat[lower - ranges.start : upper - ranges.start])
             position = upper
         if position < unit.stop:
             views.append(filler[position - unit.start :])
@@ -238,7 +238,7 @@ class OwnUnits:
 
     def _check(self, unit: Unit, views: Sequence[Bytes]) -> None:
         if unit.check is _Check.HERE:
-            number = unit.block - self._numbering.firsts[unit.file]
+            number = unit.block - self._block_index.firsts[unit.file]
             self.reader.check_content(unit.file, number, views)
         elif unit.check is _Check.TOGETHER:
             position = unit.start

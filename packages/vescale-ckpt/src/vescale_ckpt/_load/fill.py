@@ -10,7 +10,7 @@ import numpy as np
 
 from vescale_ckpt._comm.control_group import Ranks
 from vescale_ckpt._comm.hosts import processors_each
-from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._io.tensor_bytes import CHUNK_NBYTES
 from vescale_ckpt._io.thread_pool import in_threads
 from vescale_ckpt._store.reader import Reader
@@ -45,12 +45,12 @@ def fill(
     """
     whole = [piece for piece in pieces if not piece.is_torn]
     torn = [piece for piece in pieces if piece.is_torn]
-    numbering = Numbering(reader.manifest)
-    readers = choose_readers(numbering, whole, ranks, in_parts=True)
+    block_index = BlockIndex(reader.manifest)
+    readers = choose_readers(block_index, whole, ranks, in_parts=True)
     exchanging = _whether_to_exchange(exchange, hosts, reader)
     units = OwnUnits(
         reader,
-        numbering,
+        block_index,
         whole,
         readers,
         ranks.rank,
@@ -62,7 +62,7 @@ def fill(
         with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
             alone = pool.submit(_failure_of_reading, units, torn)
             try:
-                exchange_blocks(whole, readers, numbering, ranks, units.read_to_send)
+                exchange_blocks(whole, readers, block_index, ranks, units.read_to_send)
             except BaseException:
                 units.stop()
                 raise
@@ -89,11 +89,11 @@ def check(reader: Reader, pieces: Sequence[Piece], ranks: Ranks) -> None:
     Raises:
         CorruptCheckpointError: If a block that this rank has read is damaged.
     """
-    numbering = Numbering(reader.manifest)
-    readers = choose_readers(numbering, pieces, ranks, in_parts=False)
+    block_index = BlockIndex(reader.manifest)
+    readers = choose_readers(block_index, pieces, ranks, in_parts=False)
     own = np.flatnonzero(readers.reader == ranks.rank).tolist()
-    most = max(1, CHUNK_NBYTES // numbering.block_nbytes)
-    in_threads(reader.check_blocks, numbering.chunks(own, most))
+    most = max(1, CHUNK_NBYTES // block_index.block_nbytes)
+    in_threads(reader.check_blocks, block_index.chunks(own, most))
 
 
 def _whether_to_exchange(wanted: bool | None, hosts: Sequence[str], reader: Reader) -> bool:

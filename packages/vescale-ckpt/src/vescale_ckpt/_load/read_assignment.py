@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.blocks import Integers, Numbering
+from vescale_ckpt._format.blocks import BlockIndex, Integers
 
 from .read_items import Piece
 from .tiling import coverage, full_coverage, times_covered
@@ -43,22 +43,22 @@ class Readers:
 
 
 def choose_readers(
-    numbering: Numbering, pieces: Sequence[Piece], ranks: Ranks, *, in_parts: bool
+    block_index: BlockIndex, pieces: Sequence[Piece], ranks: Ranks, *, in_parts: bool
 ) -> Readers:
     """Find out who reads what; see [Note: readers]. Every rank must call this.
 
     Args:
-        numbering: The blocks.
+        block_index: The blocks.
         pieces: What this rank needs.
         ranks: All ranks.
         in_parts: Whether several ranks may read parts of a block.
     """
-    spans = [numbering.span(piece.stored.file, piece.runs) for piece in pieces]
-    needed = times_covered(numbering.count, np.array(spans, np.int64)) > 0
-    nowhere = np.zeros(numbering.count, np.bool_)
+    spans = [block_index.span(piece.stored.file, piece.ranges) for piece in pieces]
+    needed = times_covered(block_index.count, np.array(spans, np.int64)) > 0
+    nowhere = np.zeros(block_index.count, np.bool_)
     if ranks.size == 1:
         return Readers(np.where(needed, 0, -1), nowhere, nowhere)
-    bids = np.where(needed, _bids(numbering.count, ranks.rank), _NOBODY)
+    bids = np.where(needed, _bids(block_index.count, ranks.rank), _NOBODY)
     both = np.stack([bids, np.where(needed, -bids, _NOBODY)])
     ranks.reduce(both, dist.ReduceOp.MIN)
     lowest, highest = both
@@ -67,9 +67,9 @@ def choose_readers(
     is_shared = anybody & (highest != -lowest)
     if not in_parts or not is_shared.any():
         return Readers(reader, is_shared, nowhere)
-    covered = coverage(numbering, pieces, ranks.rank)
+    covered = coverage(block_index, pieces, ranks.rank)
     ranks.reduce(covered, dist.ReduceOp.SUM)
-    is_split = is_shared & (covered == full_coverage(numbering))
+    is_split = is_shared & (covered == full_coverage(block_index))
     return Readers(np.where(is_split, -1, reader), is_shared & ~is_split, is_split)
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from vescale_ckpt._format.byte_ranges import Bytes, Runs, runs_of, within
+from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes, byte_ranges_of, within
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.manifest import Manifest, StoredBox
@@ -27,13 +27,13 @@ class Piece:
     Attributes:
         key: What the state calls the tensor.
         stored: Where the whole tensor lies.
-        runs: Where the box lies.
+        ranges: Where the box lies.
         target: Memory of the shape of the box, of any device, strides and dtype.
     """
 
     key: str
     stored: StoredTensor
-    runs: Runs
+    ranges: ByteRanges
     target: torch.Tensor
 
     @property
@@ -43,13 +43,13 @@ class Piece:
 
     def fill_from(self, source: Bytes, base: int) -> None:
         """Take what there is of the box in consecutive bytes of the file, from ``base`` on."""
-        lower = self.runs.bytes_before(base)
-        upper = self.runs.bytes_before(base + len(source))
+        lower = self.ranges.bytes_before(base)
+        upper = self.ranges.bytes_before(base + len(source))
         if (flat := self.flat) is not None:
-            self.runs.gather(source, base, lower, flat[lower:upper])
+            self.ranges.gather(source, base, lower, flat[lower:upper])
         elif lower < upper:
             packed = np.empty(upper - lower, np.uint8)
-            self.runs.gather(source, base, lower, packed)
+            self.ranges.gather(source, base, lower, packed)
             self.put(lower, packed)
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ def read_torn(reader: Reader, piece: Piece) -> None:
     position = 0
     for part in parts_of(piece.target):
         packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
-        for offset, lower, upper in piece.runs.locate(position, len(packed)):
+        for offset, lower, upper in piece.ranges.locate(position, len(packed)):
             reader.read(piece.stored.file, offset, packed[lower:upper].data)
         piece.put(position, packed)
         position += len(packed)
@@ -123,10 +123,10 @@ def pieces_of(manifest: Manifest, targets: Iterable[tuple[Part, str]]) -> list[P
                 pieces += _pieces_from(key, manifest.boxes_of(key), held, part.local)
             continue
         stored = manifest.stored(key)
-        for memory, runs in located(part, stored):
-            pieces.append(Piece(key, stored, runs, memory))
+        for memory, ranges in located(part, stored):
+            pieces.append(Piece(key, stored, ranges, memory))
     # Two sorts by plain numbers and strings are faster than one by pairs.
-    pieces.sort(key=attrgetter("runs.start"))
+    pieces.sort(key=attrgetter("ranges.start"))
     pieces.sort(key=attrgetter("stored.file"))
     return pieces
 
@@ -139,5 +139,5 @@ def _pieces_from(
     for box, stored in boxes:
         common = box.intersect(held.box)
         if common is not None and common.numel:
-            runs = runs_of(box.shape, within(common, box), stored.itemsize, stored.offset)
-            yield Piece(key, stored, runs, target[within(common, held.box).slices])
+            ranges = byte_ranges_of(box.shape, within(common, box), stored.itemsize, stored.offset)
+            yield Piece(key, stored, ranges, target[within(common, held.box).slices])

@@ -140,7 +140,7 @@ def _view(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _is_same(a: Piece, b: Piece) -> bool:
     """Return whether two pieces put the same bytes into the same elements."""
-    return _view(a.target) == _view(b.target) and (a.stored, a.runs) == (b.stored, b.runs)
+    return _view(a.target) == _view(b.target) and (a.stored, a.ranges) == (b.stored, b.ranges)
 
 
 def _loops(tensor: torch.Tensor) -> list[tuple[int, int]]:

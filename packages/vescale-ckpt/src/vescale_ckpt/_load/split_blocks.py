@@ -14,30 +14,30 @@ import numpy as np
 import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.blocks import Numbering
+from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import Bytes
-from vescale_ckpt._format.crc32 import PartialSums, checksums
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
 from vescale_ckpt._store.reader import Reader
 
 from .read_assignment import Readers
 
 
-class PartSums:
+class SplitBlockCheck:
     """The registers of this rank's parts.
 
     Args:
         reader: The checkpoint.
-        numbering: Its blocks.
+        block_index: Its blocks.
         readers: Who reads what.
     """
 
-    def __init__(self, reader: Reader, numbering: Numbering, readers: Readers) -> None:
+    def __init__(self, reader: Reader, block_index: BlockIndex, readers: Readers) -> None:
         self._reader = reader
-        self._numbering = numbering
+        self._block_index = block_index
         self._split = np.flatnonzero(readers.is_split)
         self._lock = threading.Lock()
         self._sums = {
-            name: PartialSums(file.nbytes, numbering.block_nbytes)
+            name: PartialBlockCrcs(file.nbytes, block_index.block_nbytes)
             for name, file in reader.manifest.files.items()
         }
 
@@ -67,7 +67,7 @@ class PartSums:
         ranks.reduce(words.view(np.int32), dist.ReduceOp.BXOR)
         registers[self._split] = words
         for name, sums in self._sums.items():
-            first = self._numbering.firsts[name]
+            first = self._block_index.firsts[name]
             own, registers = np.split(registers, [sums.num_blocks])
             expected = self._reader.manifest.files[name].checksums
             actual = checksums(sums.nbytes, sums.block_nbytes, own)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vescale_ckpt._format.blocks import Integers, Numbering
+from vescale_ckpt._format.blocks import BlockIndex, Integers
 
 from .read_items import Piece
 
@@ -29,29 +29,29 @@ def _numbers(places: Integers) -> Integers:
     return (mixed >> np.uint64(24)).astype(np.int64)
 
 
-def full_coverage(numbering: Numbering) -> Integers:
+def full_coverage(block_index: BlockIndex) -> Integers:
     """Return the sum of each block if parts make it up; see [Note: coverage]."""
-    starts = np.arange(numbering.count, dtype=np.int64) * numbering.block_nbytes
-    return _numbers(starts + numbering.lengths) - _numbers(starts)
+    starts = np.arange(block_index.count, dtype=np.int64) * block_index.block_nbytes
+    return _numbers(starts + block_index.lengths) - _numbers(starts)
 
 
-def coverage(numbering: Numbering, pieces: Sequence[Piece], rank: int) -> Integers:
+def coverage(block_index: BlockIndex, pieces: Sequence[Piece], rank: int) -> Integers:
     """Return what a rank adds to the sum of each block; see [Note: coverage].
 
-    Where it needs short or scattered runs that is something that never fits.
+    Where it needs short or scattered ranges that is something that never fits.
     """
     (veto,) = _numbers(np.array([-rank - 1])).tolist()
-    scattered = [numbering.span(p.stored.file, p.runs) for p in pieces if p.runs.counts]
-    covered = veto * times_covered(numbering.count, np.array(scattered, np.int64))
-    ends = [numbering.places(p.stored.file, p.runs) for p in pieces if not p.runs.counts]
+    scattered = [block_index.span(p.stored.file, p.ranges) for p in pieces if p.ranges.counts]
+    covered = veto * times_covered(block_index.count, np.array(scattered, np.int64))
+    ends = [block_index.places(p.stored.file, p.ranges) for p in pieces if not p.ranges.counts]
     if not ends:
         return covered
     starts, stops = np.array(ends, np.int64).T
-    length = numbering.block_nbytes
+    length = block_index.block_nbytes
     first, last = starts // length, -(-stops // length) - 1
     # The blocks between the first and the last one are needed as a whole.
-    inner = times_covered(numbering.count, np.stack([first + 1, np.maximum(last, first + 1)], 1))
-    covered += inner * full_coverage(numbering)
+    inner = times_covered(block_index.count, np.stack([first + 1, np.maximum(last, first + 1)], 1))
+    covered += inner * full_coverage(block_index)
     is_longer = last > first
     blocks = np.concatenate([first, last[is_longer]])
     lowers = np.concatenate([starts, last[is_longer] * length])

@@ -19,8 +19,8 @@ import numpy as np
 import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.blocks import Integers, Numbering
-from vescale_ckpt._format.byte_ranges import Bytes, Runs
+from vescale_ckpt._format.blocks import BlockIndex, Integers
+from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes
 from vescale_ckpt._io.buffer_pool import Scratch, pages
 
 from .read_assignment import Readers
@@ -59,7 +59,7 @@ class _Asked(NamedTuple):
 
     peer: int
     file: str
-    runs: Runs
+    ranges: ByteRanges
 
 
 class Schedule:
@@ -67,7 +67,7 @@ class Schedule:
 
     Args:
         readers: Who reads what.
-        numbering: The blocks.
+        block_index: The blocks.
         rank: This process.
         size: Number of processes.
 
@@ -77,18 +77,18 @@ class Schedule:
         slices: Number of slices of a block, one a turn.
     """
 
-    def __init__(self, readers: Readers, numbering: Numbering, rank: int, size: int) -> None:
+    def __init__(self, readers: Readers, block_index: BlockIndex, rank: int, size: int) -> None:
         self._rank = rank
         self._readers = readers
-        self._numbering = numbering
+        self._block_index = block_index
         # In a turn every rank may send all others a slice.
-        nbytes = numbering.block_nbytes
+        nbytes = block_index.block_nbytes
         while nbytes * size > _ROUND_NBYTES and nbytes % 2 == 0:
             nbytes //= 2
         self._slice_nbytes = nbytes
-        self.slices = numbering.block_nbytes // nbytes
+        self.slices = block_index.block_nbytes // nbytes
         shared = np.flatnonzero(readers.is_shared)
-        self._position = np.full(numbering.count, -1, np.int64)
+        self._position = np.full(block_index.count, -1, np.int64)
         counts = np.bincount(readers.reader[shared], minlength=size)
         order = shared[np.argsort(readers.reader[shared], kind="stable")]
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -96,9 +96,9 @@ class Schedule:
         self.own: list[int] = shared[readers.reader[shared] == rank].tolist()
         self.num_turns = int(counts.max(initial=0)) * self.slices
 
-    def blocks_of(self, file: str, runs: Runs, *, own: bool) -> list[int]:
-        """Return the shared blocks of ``runs`` that this rank reads, or all the others."""
-        start, stop = self._numbering.span(file, runs)
+    def blocks_of(self, file: str, ranges: ByteRanges, *, own: bool) -> list[int]:
+        """Return the shared blocks of ``ranges`` that this rank reads, or all the others."""
+        start, stop = self._block_index.span(file, ranges)
         wanted = self._readers.is_shared[start:stop]
         wanted = wanted & ((self._readers.reader[start:stop] == self._rank) == own)
         return (np.flatnonzero(wanted) + start).tolist()
@@ -109,28 +109,28 @@ class Schedule:
 
     def start(self, file: str, block: int) -> int:
         """Return where in its file a block starts."""
-        return self._numbering.start(file, block)
+        return self._block_index.start(file, block)
 
     def transfers(
-        self, file: str, runs: Runs, blocks: Iterable[int], piece: int, peer: int | None
+        self, file: str, ranges: ByteRanges, blocks: Iterable[int], piece: int, peer: int | None
     ) -> Iterator[_Transfer]:
         """Yield what goes through the network of a piece in some of its blocks.
 
         Args:
             file: Where the piece lies.
-            runs: Where it lies there.
+            ranges: Where it lies there.
             blocks: Which blocks.
             piece: What to call it.
             peer: The other rank; None for the reader of each block.
         """
         for block in blocks:
             turn = int(self._position[block]) * self.slices
-            edge = self._numbering.start(file, block)
-            lower = runs.bytes_before(edge)
+            edge = self._block_index.start(file, block)
+            lower = ranges.bytes_before(edge)
             other = self.reader(block) if peer is None else peer
             for number in range(self.slices):
                 edge += self._slice_nbytes
-                upper = runs.bytes_before(edge)
+                upper = ranges.bytes_before(edge)
                 if lower < upper:
                     yield _Transfer(turn + number, other, piece, lower, upper, block)
                 lower = upper
@@ -139,7 +139,7 @@ class Schedule:
 def exchange(
     pieces: Sequence[Piece],
     readers: Readers,
-    numbering: Numbering,
+    block_index: BlockIndex,
     ranks: Ranks,
     read: ReadBlock,
 ) -> None:
@@ -150,7 +150,7 @@ def exchange(
     Args:
         pieces: What this rank needs.
         readers: Who reads what.
-        numbering: The blocks.
+        block_index: The blocks.
         ranks: All ranks.
         read: Reads and checks a block, and fills this rank's own pieces with it.
 
@@ -158,29 +158,29 @@ def exchange(
         CorruptCheckpointError: If a block is damaged.
     """
     with ranks.together():
-        _exchange(pieces, readers, numbering, ranks, read)
+        _exchange(pieces, readers, block_index, ranks, read)
 
 
 def _exchange(
     pieces: Sequence[Piece],
     readers: Readers,
-    numbering: Numbering,
+    block_index: BlockIndex,
     ranks: Ranks,
     read: ReadBlock,
 ) -> None:
-    schedule = Schedule(readers, numbering, ranks.rank, ranks.size)
+    schedule = Schedule(readers, block_index, ranks.rank, ranks.size)
     if not schedule.num_turns:
         return
-    asked, incoming = _ask(pieces, schedule, numbering, ranks)
+    asked, incoming = _ask(pieces, schedule, block_index, ranks)
     outgoing = sorted(
         transfer
-        for index, (peer, file, runs) in enumerate(asked)
+        for index, (peer, file, ranges) in enumerate(asked)
         for transfer in schedule.transfers(
-            file, runs, schedule.blocks_of(file, runs, own=True), index, peer
+            file, ranges, schedule.blocks_of(file, ranges, own=True), index, peer
         )
     )
     rounds = _rounds(schedule, incoming, outgoing, ranks)
-    window = _Window(schedule, numbering.block_nbytes, read)
+    window = _Window(schedule, block_index.block_nbytes, read)
     scratch = Scratch()
     with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
         ahead = pool.submit(window.load, rounds[0], rounds[0])
@@ -192,9 +192,9 @@ def _exchange(
             content = scratch.take("outgoing", sum(_by_peer(sent, ranks.size)))
             received = scratch.take("incoming", sum(_by_peer(expected, ranks.size)))
             for transfer, packed in _places(sent, content):
-                _, file, runs = asked[transfer.piece]
+                _, file, ranges = asked[transfer.piece]
                 base = schedule.start(file, transfer.block)
-                runs.gather(window.content(transfer.block), base, transfer.start, packed)
+                ranges.gather(window.content(transfer.block), base, transfer.start, packed)
             ranks.exchange(
                 content, _by_peer(sent, ranks.size), received, _by_peer(expected, ranks.size)
             )
@@ -241,7 +241,7 @@ class _Window:
 
 
 def _ask(
-    pieces: Sequence[Piece], schedule: Schedule, numbering: Numbering, ranks: Ranks
+    pieces: Sequence[Piece], schedule: Schedule, block_index: BlockIndex, ranks: Ranks
 ) -> tuple[list[_Asked], list[_Transfer]]:
     """Tell all ranks what of their blocks this one needs.
 
@@ -251,12 +251,12 @@ def _ask(
     wishes: list[list[_Asked]] = [[] for _ in range(ranks.size)]
     incoming: list[_Transfer] = []
     for index, piece in enumerate(pieces):
-        file, runs = piece.stored.file, piece.runs
-        blocks = schedule.blocks_of(file, runs, own=False)
-        incoming += schedule.transfers(file, runs, blocks, index, None)
+        file, ranges = piece.stored.file, piece.ranges
+        blocks = schedule.blocks_of(file, ranges, own=False)
+        incoming += schedule.transfers(file, ranges, blocks, index, None)
         for peer in {schedule.reader(block) for block in blocks}:
-            wishes[peer].append(_Asked(ranks.rank, file, runs))
-    rows = [_packed(wish, numbering) for wish in wishes]
+            wishes[peer].append(_Asked(ranks.rank, file, ranges))
+    rows = [_packed(wish, block_index) for wish in wishes]
     sizes = np.array([row.nbytes for row in rows], np.int64).view(np.uint8)
     counts = np.empty(ranks.size, np.int64)
     ranks.exchange(sizes, [8] * ranks.size, counts.view(np.uint8), [8] * ranks.size)
@@ -266,32 +266,34 @@ def _ask(
         sent.view(np.uint8), [row.nbytes for row in rows], received.view(np.uint8), counts.tolist()
     )
     parts = np.split(received, np.cumsum(counts[:-1]) // 8)
-    asked = [wish for peer, part in enumerate(parts) for wish in _unpacked(part, numbering, peer)]
+    asked = [
+        wish for peer, part in enumerate(parts) for wish in _unpacked(part, block_index, peer)
+    ]
     return asked, sorted(incoming)
 
 
-def _packed(wishes: Sequence[_Asked], numbering: Numbering) -> Integers:
+def _packed(wishes: Sequence[_Asked], block_index: BlockIndex) -> Integers:
     """Return rows of (file, start, nbytes, counts, steps), and their width in front."""
-    depth = max((len(runs.counts) for _, _, runs in wishes), default=0)
-    files = {name: number for number, name in enumerate(numbering.files)}
+    depth = max((len(ranges.counts) for _, _, ranges in wishes), default=0)
+    files = {name: number for number, name in enumerate(block_index.files)}
     rows = [
         (
             files[file],
-            runs.start,
-            runs.nbytes,
-            *((1,) * (depth - len(runs.counts)) + runs.counts),
-            *((1,) * (depth - len(runs.counts)) + runs.steps),
+            ranges.start,
+            ranges.nbytes,
+            *((1,) * (depth - len(ranges.counts)) + ranges.counts),
+            *((1,) * (depth - len(ranges.counts)) + ranges.steps),
         )
-        for _, file, runs in wishes
+        for _, file, ranges in wishes
     ]
     return np.array([depth, *itertools.chain.from_iterable(rows)], np.int64)
 
 
-def _unpacked(row: Integers, numbering: Numbering, peer: int) -> Iterator[_Asked]:
+def _unpacked(row: Integers, block_index: BlockIndex, peer: int) -> Iterator[_Asked]:
     depth = int(row[0])
     for file, start, nbytes, *loops in row[1:].reshape(-1, 3 + 2 * depth).tolist():
-        runs = Runs(start, nbytes, tuple(loops[:depth]), tuple(loops[depth:]))
-        yield _Asked(peer, numbering.files[file], runs)
+        ranges = ByteRanges(start, nbytes, tuple(loops[:depth]), tuple(loops[depth:]))
+        yield _Asked(peer, block_index.files[file], ranges)
 
 
 def _rounds(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import Ranks, Step, name_ranks
 from vescale_ckpt._format.crc32 import crc32
-from vescale_ckpt._format.file_layout import TableEntry, nbytes_of
+from vescale_ckpt._format.file_layout import TensorInfo, nbytes_of
 from vescale_ckpt._format.state_encoding import Encoded
 from vescale_ckpt._format.state_tree import Json, below
 from vescale_ckpt._io.tensor_bytes import packed_chunks
@@ -50,7 +50,7 @@ class Agreed:
     """
 
     tree: dict[str, Json]
-    table: tuple[TableEntry, ...]
+    table: tuple[TensorInfo, ...]
     aliases: dict[str, str]
     owned: tuple[str, ...]
     shared: tuple[str, ...]
@@ -132,14 +132,14 @@ def agree(
     same_ties = len({prints.ties for prints in by_rank}) == 1
     aliases = dict(ties) if same_ties else _common_ties(parts, ties, ranks)
     elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
-    table: list[TableEntry] = []
+    table: list[TensorInfo] = []
     shared: list[str] = []
     owned: list[str] = []
     for key, part in parts.items():
         if key in aliases:
             continue
         group = encoded.groups[key]
-        entry = TableEntry(key, group, below(key, group), part.dtype, part.shape)
+        entry = TensorInfo(key, group, below(key, group), part.dtype, part.shape)
         table.append(entry)
         if same_layout and _is_shared(part, ranks):
             shared.append(key)

@@ -15,7 +15,7 @@ import torch
 
 from vescale_ckpt._comm.control_group import Ranks, Step
 from vescale_ckpt._format.dtypes import NAMES
-from vescale_ckpt._format.file_layout import StoredTensor, TableEntry, plan_files, rank_file_stem
+from vescale_ckpt._format.file_layout import StoredTensor, TensorInfo, plan_files, rank_file_stem
 from vescale_ckpt._format.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -113,7 +113,7 @@ def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
     """Write the boxes to one file and return what the manifest has to say about it."""
     named = {f"{each.key}@{','.join(map(str, each.box.offset))}": each for each in own}
     table = [
-        TableEntry(name, stem, name, NAMES[each.memory.dtype], each.box.shape)
+        TensorInfo(name, stem, name, NAMES[each.memory.dtype], each.box.shape)
         for name, each in named.items()
     ]
     plan = plan_files(table, 1 << 62)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.crc32 import U32, PartialSums
+from vescale_ckpt._format.crc32 import U32, PartialBlockCrcs
 from vescale_ckpt._format.file_layout import FilePlan
 from vescale_ckpt.exceptions import MismatchError
 
@@ -40,11 +40,11 @@ class Copies:
         self._plan = plan
         self._block_nbytes = block_nbytes
         self.written = {
-            name: PartialSums(file.nbytes, block_nbytes, progress)
+            name: PartialBlockCrcs(file.nbytes, block_nbytes, progress)
             for name, file in plan.files.items()
         }
         self.checked = {
-            name: PartialSums(file.nbytes, block_nbytes) for name, file in plan.files.items()
+            name: PartialBlockCrcs(file.nbytes, block_nbytes) for name, file in plan.files.items()
         }
 
     def registers(self) -> U32:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
-from vescale_ckpt._format.crc32 import PartialSums, checksums
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, StoredFile, dump_manifest
 from vescale_ckpt._format.state_encoding import Encoded, encode
@@ -238,7 +238,7 @@ def _write_all(
     """Write this rank's bytes and return the checksums of all files' blocks."""
     with Step(ranks) as step, ranks.together():
         sums = {
-            name: PartialSums(file.nbytes, _BLOCK_NBYTES, progress)
+            name: PartialBlockCrcs(file.nbytes, _BLOCK_NBYTES, progress)
             for name, file in plan.files.items()
         }
         copies = Copies(plan, _BLOCK_NBYTES, progress)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.byte_ranges import Runs
-from vescale_ckpt._format.crc32 import PartialSums
+from vescale_ckpt._format.byte_ranges import ByteRanges
+from vescale_ckpt._format.crc32 import PartialBlockCrcs
 from vescale_ckpt._format.file_layout import FilePlan, StoredTensor
 from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.file_writer import Buffers, FileWriter
@@ -23,13 +23,13 @@ from vescale_ckpt._store.atomic_directory import is_there
 from vescale_ckpt.exceptions import CheckpointError
 
 from .replica_check import Copies
-from .two_phase_write import MIN_RUN_NBYTES, page_shares, write_slabs
+from .two_phase_write import MIN_RANGE_NBYTES, page_shares, write_slabs
 
 
 class _Piece(NamedTuple):
     """A box in this rank's memory, and which of its packed bytes go where."""
 
-    runs: Runs
+    ranges: ByteRanges
     source: torch.Tensor
     first: int
     last: int
@@ -78,7 +78,7 @@ def write_files(
     directory: Path,
     plan: FilePlan,
     work: Work,
-    sums: Mapping[str, PartialSums],
+    sums: Mapping[str, PartialBlockCrcs],
     copies: Copies,
     ranks: Ranks,
 ) -> None:
@@ -121,22 +121,22 @@ def _check_copies(
         for chunk in packed_chunks(piece.source) if piece.first < piece.last else ():
             first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
             if first < last:
-                sums.add(piece.runs.start + start + first, chunk[first:last])
+                sums.add(piece.ranges.start + start + first, chunk[first:last])
             start += len(chunk)
 
 
 def _share(stored: StoredTensor, part: Part, rank: int, num_ranks: int) -> _Piece:
     """Return what a rank writes of a tensor that all of them hold; perhaps nothing."""
     start, stop = page_shares(stored, num_ranks)[rank]
-    runs = Runs(stored.offset, stored.nbytes)
-    return _Piece(runs, part.local, start - stored.offset, stop - stored.offset)
+    ranges = ByteRanges(stored.offset, stored.nbytes)
+    return _Piece(ranges, part.local, start - stored.offset, stop - stored.offset)
 
 
 def _write_exchanged(
     directory: Path,
     plan: FilePlan,
     work: Work,
-    sums: Mapping[str, PartialSums],
+    sums: Mapping[str, PartialBlockCrcs],
     buffers: Buffers,
     ranks: Ranks,
 ) -> None:
@@ -174,8 +174,8 @@ def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iter
     """Yield what this rank writes of a tensor, in file order."""
     stored = plan.tensors[key]
     if key in work.own:
-        for memory, runs in located(work.own[key], stored):
-            yield _Piece(runs, memory, 0, runs.total_nbytes)
+        for memory, ranges in located(work.own[key], stored):
+            yield _Piece(ranges, memory, 0, ranges.total_nbytes)
         return
     piece = _share(stored, work.shared[key], ranks.rank, ranks.size)
     if piece.first < piece.last:
@@ -183,14 +183,14 @@ def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iter
 
 
 def _write_piece(writer: FileWriter, piece: _Piece) -> None:
-    runs = piece.runs
-    scattered = runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
-    # The page cache is better at putting short runs together than the disk.
+    ranges = piece.ranges
+    scattered = ranges.num_ranges > 1 and ranges.nbytes < MIN_RANGE_NBYTES
+    # The page cache is better at putting short ranges together than the disk.
     write = writer.write_through_cache if scattered else writer.write
     start = 0
     for chunk in packed_chunks(piece.source):
         first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
         if first < last:
-            for offset, lower, upper in runs.locate(start + first, last - first):
+            for offset, lower, upper in ranges.locate(start + first, last - first):
                 write(offset, chunk[first + lower : first + upper])
         start += len(chunk)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_ckpt._comm.control_group import Ranks
-from vescale_ckpt._format.byte_ranges import Bytes, Runs, runs_of
+from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes, byte_ranges_of
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor, nbytes_of
 from vescale_ckpt._io.buffer_pool import Scratch
@@ -30,7 +30,7 @@ from vescale_ckpt._io.tensor_bytes import flat_bytes
 from vescale_ckpt._state.local_shards import Layout, Part, is_first_replica
 from vescale_dtensor import Box, InterleavedShard, local_boxes
 
-MIN_RUN_NBYTES = 256 << 10
+MIN_RANGE_NBYTES = 256 << 10
 _MIN_TENSOR_NBYTES = 1 << 20
 _MAX_RANKS = 256
 # What a rank writes of an exchange, about as much as it sends and receives.
@@ -42,7 +42,7 @@ class _Holder:
     """A rank that holds boxes of the tensor, and where their bytes go in the file."""
 
     rank: int
-    boxes: tuple[Runs, ...]
+    boxes: tuple[ByteRanges, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Tensor:
     holders: list[_Holder]
     slabs: list[_Slab]
     own_slab: _Slab
-    own_boxes: tuple[Runs, ...]
+    own_boxes: tuple[ByteRanges, ...]
     packed: list[memoryview]
 
 
@@ -93,8 +93,8 @@ def _needs_slabs(layout: Layout, shape: tuple[int, ...], dtype: str) -> bool:
     if not any(_cuts_rows(placement) for placement in layout.placements):
         return False
     box = next(boxes[0] for boxes in _boxes_by_rank(layout, shape).values() if boxes)
-    runs = runs_of(shape, box, DTYPES[dtype].itemsize)
-    return runs.num_runs > 1 and runs.nbytes < MIN_RUN_NBYTES
+    ranges = byte_ranges_of(shape, box, DTYPES[dtype].itemsize)
+    return ranges.num_ranges > 1 and ranges.nbytes < MIN_RANGE_NBYTES
 
 
 def _cuts_rows(placement: Placement) -> bool:
@@ -150,7 +150,7 @@ def _batches(
 def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
     assert part.layout.mesh_ranks is not None
     holders = [
-        _Holder(holder, tuple(_runs(stored, box) for box in boxes))
+        _Holder(holder, tuple(_ranges_in(stored, box) for box in boxes))
         for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
     ]
     slabs = _slabs(stored, holders, part.layout.mesh_ranks)
@@ -195,8 +195,8 @@ def _boxes_by_coordinate(
     }
 
 
-def _runs(stored: StoredTensor, box: Box) -> Runs:
-    return runs_of(stored.shape, box, stored.itemsize, stored.offset)
+def _ranges_in(stored: StoredTensor, box: Box) -> ByteRanges:
+    return byte_ranges_of(stored.shape, box, stored.itemsize, stored.offset)
 
 
 def _slabs(
@@ -233,8 +233,8 @@ def _outgoing(tensor: _Tensor, number: int, num_ranks: int) -> list[list[memoryv
     outgoing: list[list[memoryview]] = [[] for _ in range(num_ranks)]
     for slab in tensor.slabs:
         start, stop = slab.part(number)
-        for runs, content in zip(tensor.own_boxes, tensor.packed, strict=True):
-            lower, upper = runs.bytes_before(start), runs.bytes_before(stop)
+        for ranges, content in zip(tensor.own_boxes, tensor.packed, strict=True):
+            lower, upper = ranges.bytes_before(start), ranges.bytes_before(stop)
             if lower < upper:
                 outgoing[slab.rank].append(content[lower:upper])
     return outgoing
@@ -245,7 +245,7 @@ def _incoming_counts(tensor: _Tensor, number: int, num_ranks: int) -> list[int]:
     counts = [0] * num_ranks
     for holder in tensor.holders:
         counts[holder.rank] = sum(
-            runs.bytes_before(stop) - runs.bytes_before(start) for runs in holder.boxes
+            ranges.bytes_before(stop) - ranges.bytes_before(start) for ranges in holder.boxes
         )
     return counts
 
@@ -278,25 +278,25 @@ def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]
 
 def _by_box(
     holders: list[_Holder], pieces: list[Bytes], start: int, stop: int
-) -> list[tuple[Runs, int, Bytes]]:
+) -> list[tuple[ByteRanges, int, Bytes]]:
     """Divide what ranks have sent of some bytes of the file among their boxes.
 
     Returns:
         Each box, which of its packed bytes comes first, and the bytes.
     """
-    result: list[tuple[Runs, int, Bytes]] = []
+    result: list[tuple[ByteRanges, int, Bytes]] = []
     for holder in holders:
         position = 0
-        for runs in holder.boxes:
-            first, last = runs.bytes_before(start), runs.bytes_before(stop)
+        for ranges in holder.boxes:
+            first, last = ranges.bytes_before(start), ranges.bytes_before(stop)
             packed = pieces[holder.rank][position : position + last - first]
-            result.append((runs, first, packed))
+            result.append((ranges, first, packed))
             position += last - first
     return result
 
 
-def _assemble(boxes: list[tuple[Runs, int, Bytes]], start: int, memory: Bytes) -> None:
+def _assemble(boxes: list[tuple[ByteRanges, int, Bytes]], start: int, memory: Bytes) -> None:
     """Put consecutive bytes of the file together, from ``start`` on."""
-    for runs, first, packed in boxes:
-        lower, upper = runs.bytes_before(start), runs.bytes_before(start + len(memory))
-        runs.scatter(packed[lower - first : upper - first], lower, memory, start)
+    for ranges, first, packed in boxes:
+        lower, upper = ranges.bytes_before(start), ranges.bytes_before(start + len(memory))
+        ranges.scatter(packed[lower - first : upper - first], lower, memory, start)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import vescale_dtensor
-from vescale_ckpt._format.byte_ranges import Runs, runs_of
+from vescale_ckpt._format.byte_ranges import ByteRanges, byte_ranges_of
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._torch_private import StridedShard, spec_of
@@ -146,7 +146,7 @@ def _row(shape: tuple[int, ...], row: int) -> LocalBox:
     return LocalBox(Box((row, *(0,) * dims), (1, *shape[1:])), (0,) * (dims + 1))
 
 
-def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, Runs]]:
+def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, ByteRanges]]:
     """Yield the memory of each box that is not empty, and where it lies, in file order.
 
     Args:
@@ -154,19 +154,20 @@ def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, Ru
         stored: Where the whole tensor lies.
     """
     local = part.local
-    for held, runs in _runs_of_boxes(part.layout, stored.shape, stored.dtype):
+    for held, ranges in _ranges_of_boxes(part.layout, stored.shape, stored.dtype):
         memory = local if held.box.shape == local.shape else held.of(local)
-        yield memory, Runs(stored.offset + runs.start, runs.nbytes, runs.counts, runs.steps)
+        yield memory, ranges.shifted(stored.offset)
 
 
 # Models repeat the same layer many times; a hit costs a twentieth of the computation.
 @lru_cache(maxsize=4096)
-def _runs_of_boxes(
+def _ranges_of_boxes(
     layout: Layout, shape: tuple[int, ...], dtype: str
-) -> tuple[tuple[LocalBox, Runs], ...]:
+) -> tuple[tuple[LocalBox, ByteRanges], ...]:
     """Return the boxes that are not empty, and where they lie in a tensor at byte 0."""
     itemsize = DTYPES[dtype].itemsize
-    boxes = [(held, runs_of(shape, held.box, itemsize)) for held in layout.boxes if held.box.numel]
+    full = (held for held in layout.boxes if held.box.numel)
+    boxes = [(held, byte_ranges_of(shape, held.box, itemsize)) for held in full]
     return tuple(sorted(boxes, key=lambda box: box[1].start))
 
 
