@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import MismatchError
-from vescale_ckpt._comm.control_group import current_ranks
+from vescale_ckpt._comm.control_group import current_control_group
 from vescale_ckpt._format.manifest import MANIFEST_NAME
 from vescale_ckpt._save.save import snapshot
 from vescale_dtensor import distribute_tensor
@@ -146,5 +146,5 @@ def test_the_commit_record_holds_little_more_than_the_names(tmp_path: Path) -> N
 
 def test_tensors_that_are_alike_share_their_layout() -> None:
     state = {f"layers.{index}": torch.zeros(2, 3) for index in range(100)}
-    taken = snapshot({"model": state, "copy": dict(state)}, current_ranks())
-    assert len({id(part.layout) for part in taken.parts.values()}) == 1
+    taken = snapshot({"model": state, "copy": dict(state)}, current_control_group())
+    assert len({id(part.layout) for part in taken.shards.values()}) == 1

@@ -206,19 +206,19 @@ def test_a_process_ends_after_the_threads_of_gloo_let_go_of_tensors(tmp_path: Pa
 
 
 def _collectives_lend() -> None:
-    ranks = control_group.current_ranks()
-    finish = control_group.Ranks._finish
+    ranks = control_group.current_control_group()
+    finish = control_group.ControlGroup._finish
     lent = list[int]()
 
-    def note(self: control_group.Ranks, work: dist.Work | None) -> None:
+    def note(self: control_group.ControlGroup, work: dist.Work | None) -> None:
         lent.append(len(control_group._LENT))
         finish(self, work)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_group.Ranks, "_finish", note)
+        patch.setattr(control_group.ControlGroup, "_finish", note)
         ranks.all_gather("a")
         ranks.reduce(np.zeros(3, dtype=np.int64), dist.ReduceOp.SUM)
-        ranks.exchange(np.zeros(2, np.uint8), [1, 1], np.zeros(2, np.uint8), [1, 1])
+        ranks.all_to_all(np.zeros(2, np.uint8), [1, 1], np.zeros(2, np.uint8), [1, 1])
     assert [n >= least for n, least in zip(lent, [3, 1, 2], strict=True)] == [True] * 3
     control_group._take_back()
     assert not control_group._LENT

@@ -14,7 +14,7 @@ import torch
 import vescale_ckpt
 from vescale_ckpt import CorruptCheckpointError
 from vescale_ckpt._io import file_handles
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._store.reader import CheckpointReader
 
 IN_CACHE = pytest.mark.parametrize("in_cache", [True, False], ids=["page cache", "past it"])
 BLOCK_NBYTES = 1 << 20
@@ -30,7 +30,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def pretend(patch: pytest.MonkeyPatch, *, in_cache: bool) -> None:
-    patch.setattr(Reader, "is_cached", lambda self, file, start, stop: in_cache)
+    patch.setattr(CheckpointReader, "is_cached", lambda self, file, start, stop: in_cache)
 
 
 @IN_CACHE
@@ -59,9 +59,9 @@ def test_bytes_in_the_page_cache_are_copied_once(
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in target.values()}
     straight = [0]
-    original = Reader.read_into
+    original = CheckpointReader.read_into
 
-    def read_into(self: Reader, file: str, start: int, views: Sequence[Any]) -> None:
+    def read_into(self: CheckpointReader, file: str, start: int, views: Sequence[Any]) -> None:
         for view in views:
             at = view.ctypes.data
             if any(base <= at < base + nbytes for base, nbytes in memory.items()):
@@ -69,7 +69,7 @@ def test_bytes_in_the_page_cache_are_copied_once(
         original(self, file, start, views)
 
     pretend(monkeypatch, in_cache=True)
-    monkeypatch.setattr(Reader, "read_into", read_into)
+    monkeypatch.setattr(CheckpointReader, "read_into", read_into)
     vescale_ckpt.load(tmp_path / "ckpt", {"model": target})
     # All but the block with the many small ones.
     assert straight[0] >= sum(memory.values()) - 2 * BLOCK_NBYTES

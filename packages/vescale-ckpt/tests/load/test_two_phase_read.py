@@ -25,7 +25,7 @@ from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import ByteRanges
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._load import load as load_module, two_phase_read
-from vescale_ckpt._load.tiling import MIN_PART_NBYTES, coverage, full_coverage
+from vescale_ckpt._load.tiling import MIN_PART_NBYTES, full_tiling, tiling
 from vescale_ckpt._load.two_phase_read import divide
 from vescale_dtensor import InterleavedShard, distribute_tensor
 from vescale_testing import World
@@ -293,12 +293,12 @@ def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
     times = np.zeros(nbytes + 1, np.int64)
     for rank, (start, stop) in enumerate(parts):
         if start < stop:
-            piece: Any = PieceStub(FileStub("f"), ByteRanges(start, stop - start))
-            total += coverage(block_index, [piece], rank)
+            item: Any = PieceStub(FileStub("f"), ByteRanges(start, stop - start))
+            total += tiling(block_index, [item], rank)
             times[start] += 1
             times[stop] -= 1
     once = np.cumsum(times)[:-1] == 1
-    for block, is_covered in enumerate((total == full_coverage(block_index)).tolist()):
+    for block, is_covered in enumerate((total == full_tiling(block_index)).tolist()):
         lower, upper = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, nbytes)
         lengths = [min(b, upper) - max(a, lower) for a, b in parts]
         is_long = all(length <= 0 or length >= MIN_PART_NBYTES for length in lengths)

@@ -84,13 +84,13 @@ UNFINISHED = """
 import sys, threading, time, torch, vescale_ckpt
 from vescale_ckpt._save import save as save_module
 
-def agree_late(*args, agree=save_module.agree):
+def agree_late(*args, plan_save=save_module.plan_save):
     while threading.main_thread().is_alive():
         time.sleep(0.01)
     time.sleep(0.1)
-    return agree(*args)
+    return plan_save(*args)
 
-save_module.agree = agree_late
+save_module.plan_save = agree_late
 saver = vescale_ckpt.AsyncSaver()
 saver.save(sys.argv[1], {"w": torch.ones(3 << 20)}, layout=sys.argv[2])
 """
@@ -110,7 +110,7 @@ def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
         addresses: set[int] = set()
         for step in range(3):
             saver.save(tmp_path / "ckpt", {"w": torch.full((1000,), float(step))})
-            addresses.add(saver._stage._pieces[0].data_ptr())  # pyright: ignore[reportPrivateUsage]
+            addresses.add(saver._staging._pieces[0].data_ptr())  # pyright: ignore[reportPrivateUsage]
         assert len(addresses) == 1
 
 
@@ -137,7 +137,7 @@ def test_memory_of_a_state_on_the_gpu_is_pinned(tmp_path: Path) -> None:
         for step in range(2):
             state = {key: torch.full((3 << 20,), step, device="cuda") for key in "abc"}
             saver.save(tmp_path / "ckpt", state)
-            pieces = saver._stage._pieces  # pyright: ignore[reportPrivateUsage]
+            pieces = saver._staging._pieces  # pyright: ignore[reportPrivateUsage]
             assert all(piece.is_pinned() for piece in pieces)
             assert sum(piece.nbytes for piece in pieces) <= 1.4 * sum(
                 tensor.nbytes for tensor in state.values()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
-from vescale_ckpt._save.destination import Layout
+from vescale_ckpt._save.destination import FileLayout
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -57,7 +57,7 @@ def sharded(value: float, placement: Placement) -> DTensor:
 
 
 def message_of_save(
-    path: str | Path, state: dict[str, Any], layout: Layout | None = None
+    path: str | Path, state: dict[str, Any], layout: FileLayout | None = None
 ) -> str | None:
     """Save and return the error, None if there is none."""
     try:
@@ -67,7 +67,7 @@ def message_of_save(
     return None
 
 
-def save_sharded(path: str, value: float, layout: Layout) -> str | None:
+def save_sharded(path: str, value: float, layout: FileLayout) -> str | None:
     dim = 1 if layout == "shared" else 0
     return message_of_save(path, {"w": sharded(value, Shard(dim))}, layout)
 
@@ -107,7 +107,7 @@ def ranks_that_save_beside_a_checkpoint(disk: Path, world: World) -> None:
 
 def ranks_that_replace_a_checkpoint(disk: Path, world: World) -> None:
     assert world.run(save_sharded, f"{disk}/step-1", 1.0, "shared") == [None] * 2
-    layouts: list[Layout] = ["shared", "per_rank"]
+    layouts: list[FileLayout] = ["shared", "per_rank"]
     for layout in layouts:
         check(disk, world.run(save_sharded, f"{disk}/step-1", 2.0, layout), disk / "step-1")
 

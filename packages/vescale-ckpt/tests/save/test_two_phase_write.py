@@ -127,14 +127,14 @@ def test_bytes_of_a_box_are_scattered_to_where_they_lie(
     start = cut.draw(st.integers(10, 10 + len(whole)))
     stop = cut.draw(st.integers(start, 10 + len(whole)))
     lower, upper = ranges.bytes_before(start), ranges.bytes_before(stop)
-    slab = np.zeros(stop - start, np.uint8)
-    ranges.scatter(packed[lower:upper], lower, slab, start)
+    domain = np.zeros(stop - start, np.uint8)
+    ranges.scatter(packed[lower:upper], lower, domain, start)
     expected = np.zeros(len(whole) + 10, np.uint8)
     for offset in ranges.offsets():
         expected[offset : offset + ranges.nbytes] = whole[
             offset - 10 : offset - 10 + ranges.nbytes
         ]
-    assert np.array_equal(slab, expected[start:stop])
+    assert np.array_equal(domain, expected[start:stop])
 
 
 def save_copies(path: str) -> int:

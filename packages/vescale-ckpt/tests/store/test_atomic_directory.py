@@ -22,13 +22,13 @@ from torch.distributed.tensor import Shard
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._comm import control_group
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._comm.hosts import this_host
 from vescale_ckpt._load.fill import fill
-from vescale_ckpt._load.read_items import pieces_of
-from vescale_ckpt._state.local_shards import part_of
+from vescale_ckpt._load.read_items import read_items_of
+from vescale_ckpt._state.local_shards import local_shard_of
 from vescale_ckpt._store import atomic_directory
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._store.reader import CheckpointReader
 from vescale_dtensor import distribute_tensor
 from vescale_testing import RankError, World
 
@@ -64,7 +64,7 @@ def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(a: Path, b: Path) -> bool:
         return False
 
-    monkeypatch.setattr(atomic_directory, "exchange", cannot)
+    monkeypatch.setattr(atomic_directory, "swap_directories", cannot)
 
 
 @pytest.mark.usefixtures("no_exchange")
@@ -115,7 +115,7 @@ def test_files_put_beside_the_tensors_stay(tmp_path: Path) -> None:
 
 
 def test_what_a_live_writer_is_writing_is_left_alone(tmp_path: Path) -> None:
-    live = atomic_directory.Staging(tmp_path / "ckpt", "aa")
+    live = atomic_directory.StagedDirectory(tmp_path / "ckpt", "aa")
     dead = tmp_path / ".ckpt.bb.saving"
     dead.mkdir()
     vescale_ckpt.save(tmp_path / "ckpt", state_of(1))
@@ -171,10 +171,10 @@ def test_a_reader_finishes_what_it_has_opened(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     vescale_ckpt.save(path, state_of(1))
     target = torch.zeros(1000)
-    with Reader(path) as reader:
+    with CheckpointReader(path) as reader:
         vescale_ckpt.save(path, state_of(2))
-        pieces = pieces_of(reader.manifest, [(part_of("w", target, 0), "model.w")])
-        fill(reader, pieces, Ranks(0, 1, None), [this_host()])
+        items = read_items_of(reader.manifest, [(local_shard_of("w", target, 0), "model.w")])
+        fill(reader, items, ControlGroup(0, 1, None), [this_host()])
     assert torch.equal(target, torch.ones(1000))
 
 
@@ -212,7 +212,7 @@ _EFFECTS = [
     (os, "unlink"),
     (os, "rmdir"),
     (os, "close"),
-    (atomic_directory, "exchange"),
+    (atomic_directory, "swap_directories"),
     (dist, "all_gather"),
 ]
 

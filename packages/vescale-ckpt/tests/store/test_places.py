@@ -142,7 +142,7 @@ def test_a_directory_that_another_saver_takes_for_a_leftover_is_made_again(
         original(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    staging = atomic_directory.Staging(tmp_path / "ckpt", "aa")
+    staging = atomic_directory.StagedDirectory(tmp_path / "ckpt", "aa")
     assert len(held) == 1
     staging.close()
     os.close(held[0])

@@ -140,7 +140,7 @@ def test_the_only_sound_one_survives_if_every_byte_is_read(tmp_path: Path) -> No
 
 def test_what_dead_writers_have_left_goes_and_live_ones_stay(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
-    live = atomic_directory.Staging(tmp_path / "step-3", "aa")
+    live = atomic_directory.StagedDirectory(tmp_path / "step-3", "aa")
     for name in (".step-2.bb.saving", ".step-1.cc.replaced", ".step-0.dd.removed", ".other"):
         (tmp_path / name).mkdir()
     vescale_ckpt.remove_older(tmp_path, keep_last=5)

@@ -5,8 +5,8 @@ NCCL's, and traffic of the training step on it must not meet ours.
 
 [Note: told errors]
 Where ranks work on their own between two collectives, whatever happened is exchanged afterwards,
-see Step. But one that fails where the others go on to a collective cannot come to that. It writes
-its error to the store of the process group and closes its connections. The others, whose
+see AllOrNone. But one that fails where the others go on to a collective cannot come to that. It
+writes its error to the store of the process group and closes its connections. The others, whose
 collective fails at once because of that, look there, raise the same error, and close theirs. The
 next save or load makes a new group; since all of it ends with a collective, every rank has heard.
 """
@@ -67,7 +67,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ControlGroup:
     """All ranks of the default process group, or this process alone.
 
     Attributes:
@@ -120,7 +120,7 @@ class Ranks:
                     )
                 )
 
-    def exchange(
+    def all_to_all(
         self,
         outgoing: npt.NDArray[np.uint8],
         sent: Sequence[int],
@@ -233,7 +233,7 @@ def _patience(timeout: timedelta) -> timedelta:
     return min(_MAX_PATIENCE, timeout / 4)
 
 
-def _lost_contact(ranks: Ranks, name: str, error: Exception) -> CheckpointError:
+def _lost_contact(ranks: ControlGroup, name: str, error: Exception) -> CheckpointError:
     assert ranks.arrivals is not None
     # Twice: whoever came just before the first rank gave up has not waited for long yet.
     missing = ranks.arrivals.missing(2 * _patience(ranks.timeout))
@@ -253,7 +253,7 @@ def _lost_contact(ranks: Ranks, name: str, error: Exception) -> CheckpointError:
     )
 
 
-def current_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
+def current_control_group(timeout: timedelta = DEFAULT_TIMEOUT) -> ControlGroup:
     """Return the ranks of the default process group. Every rank must call this.
 
     Args:
@@ -264,16 +264,16 @@ def current_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
     """
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None or dist.get_world_size() == 1:
-        return Ranks(0, 1, None)
+        return ControlGroup(0, 1, None)
     world = _WORLDS.get(group) or _WORLDS.setdefault(group, _World.of(group))
     if timeout not in world.made or world.made[timeout].is_closed:
         world.made[timeout] = world.make(timeout)
     return world.made[timeout]
 
 
-def separate_ranks(timeout: timedelta = DEFAULT_TIMEOUT) -> Ranks:
+def separate_control_group(timeout: timedelta = DEFAULT_TIMEOUT) -> ControlGroup:
     """Return the same ranks with another group, for another thread. Every rank must call this."""
-    ranks = current_ranks(timeout)
+    ranks = current_control_group(timeout)
     world = _WORLDS.get(dist.group.WORLD) if dist.group.WORLD is not None else None
     return ranks if world is None else world.make(timeout)
 
@@ -290,18 +290,18 @@ class _World:
 
     store: Store
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    made: dict[timedelta, Ranks] = field(default_factory=dict[timedelta, Ranks])
+    made: dict[timedelta, ControlGroup] = field(default_factory=dict[timedelta, ControlGroup])
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> _World:
         return _World(store_of(group))
 
-    def make(self, timeout: timedelta) -> Ranks:
+    def make(self, timeout: timedelta) -> ControlGroup:
         """Return all ranks with a new group."""
         store = prefixed(f"vescale-ckpt/{next(self.numbers)}", self.store)
         rank, size = dist.get_rank(), dist.get_world_size()
         arrivals = Arrivals(store, rank, size)
-        ranks = Ranks(rank, size, None, timeout, arrivals)
+        ranks = ControlGroup(rank, size, None, timeout, arrivals)
         arrivals.begin()
         arrivals.note()
         try:
@@ -338,7 +338,7 @@ def _take_back() -> None:
         time.sleep(1e-3)
 
 
-class Step(AbstractContextManager["Step"]):
+class AllOrNone(AbstractContextManager["AllOrNone"]):
     """A part of the work after which every rank learns whether all ranks did it.
 
     Leaving the block is a collective: set ``message`` inside to send it along, and find the
@@ -346,7 +346,7 @@ class Step(AbstractContextManager["Step"]):
     every rank, and ``has_failed`` is true then: all ranks know that they must not go on.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ControlGroup) -> None:
         self.ranks = ranks
         self.message: Any = None
         self.messages: list[Any] = []
@@ -378,7 +378,7 @@ def _describe(error: Exception) -> tuple[str, str]:
     return CheckpointError.__name__, f"{type(error).__name__}: {error}"
 
 
-def _combined(failures: dict[int, Sequence[str]], ranks: Ranks) -> CheckpointError:
+def _combined(failures: dict[int, Sequence[str]], ranks: ControlGroup) -> CheckpointError:
     by_text: dict[str, list[int]] = {}
     for rank, (_, text) in failures.items():
         by_text.setdefault(text, []).append(rank)

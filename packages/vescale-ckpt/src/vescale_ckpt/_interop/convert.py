@@ -12,7 +12,7 @@ import torch
 
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES
 from vescale_ckpt._io.sequential_writer import Progress
-from vescale_ckpt._state.key_filter import Selection
+from vescale_ckpt._state.key_filter import KeyFilter
 from vescale_ckpt._store.atomic_directory import interrupted
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt.exceptions import CheckpointError
@@ -63,7 +63,7 @@ def open_source(path: Path | str, key: str) -> Iterator[FileSource | DcpSource]:
             with open_safetensors(path, {}, below=key) as reader:
                 yield FileSource(reader)
         case "dcp":
-            yield DcpSource(path, Selection())
+            yield DcpSource(path, KeyFilter())
 
 
 def convert(

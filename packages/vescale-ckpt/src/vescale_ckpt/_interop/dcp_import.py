@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from vescale_ckpt._comm.control_group import Step, current_ranks
+from vescale_ckpt._comm.control_group import AllOrNone, current_control_group
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor
 from vescale_ckpt._format.manifest import Manifest
@@ -43,8 +43,8 @@ from vescale_ckpt._io.sequential_writer import Progress
 from vescale_ckpt._io.tensor_bytes import flat_bytes
 from vescale_ckpt._load.load import checked
 from vescale_ckpt._load.match import match
-from vescale_ckpt._state.key_filter import Selection, renamed, select
-from vescale_ckpt._state.local_shards import Part
+from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of, renamed
+from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError, MismatchError
 from vescale_dtensor import Box
 
@@ -83,21 +83,21 @@ def load_dcp(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If a value cannot be read without running code, or a rank failed.
     """
-    ranks = current_ranks()
+    ranks = current_control_group()
     with ranks.together(), torch.no_grad():
-        with Step(ranks):
-            selection = checked(partial(select, only, rename))
-            source = DcpSource(path, selection)
+        with AllOrNone(ranks):
+            key_filter = checked(partial(key_filter_of, only, rename))
+            source = DcpSource(path, key_filter)
             manifest = Manifest(
                 block_nbytes=1, files={}, tensors=source.tensors, aliases={}, tree=source.tree
             )
             matched = match(
-                state, manifest, ranks.rank, strict=strict, cast=cast, selection=selection
+                state, manifest, ranks.rank, strict=strict, cast=cast, key_filter=key_filter
             )
         matched.report(strict=strict)
-        with Step(ranks):
+        with AllOrNone(ranks):
             source.fill(matched.targets)
-        with Step(ranks):
+        with AllOrNone(ranks):
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
     return matched.result
@@ -124,7 +124,7 @@ def import_dcp(
     Raises:
         CheckpointError: If a value or a tensor cannot be stored without pickle.
     """
-    source = DcpSource(directory, Selection())
+    source = DcpSource(directory, KeyFilter())
     write_checkpoint_from(source, checkpoint, max_file_nbytes=max_file_nbytes, progress=progress)
 
 
@@ -133,7 +133,7 @@ class DcpSource:
 
     Args:
         path: Its directory.
-        selection: What of it is wanted: other values need not be such as can be stored.
+        key_filter: What of it is wanted: other values need not be such as can be stored.
 
     Attributes:
         tree: The state as tagged JSON.
@@ -141,7 +141,7 @@ class DcpSource:
         aliases: Nothing: DCP stores tied tensors twice.
     """
 
-    def __init__(self, path: str | os.PathLike[str], selection: Selection) -> None:
+    def __init__(self, path: str | os.PathLike[str], key_filter: KeyFilter) -> None:
         self._path = Path(os.path.abspath(path))
         self._reader = FileSystemReader(self._path)
         try:
@@ -157,7 +157,7 @@ class DcpSource:
         paths: dict[str, Any] = metadata.planner_data or {}
         values: list[str] = []
         for key, stored in metadata.state_dict_metadata.items():
-            wanted = selection.wants(renamed(key, selection.rename))
+            wanted = key_filter.wants(renamed(key, key_filter.rename))
             if isinstance(stored, TensorStorageMetadata):
                 if stored.properties.dtype in NAMES:
                     self._stored[key] = stored
@@ -172,7 +172,7 @@ class DcpSource:
         nodes.update(self._values(values))
         self.tree = _tree({key: tuple(paths.get(key, (key,))) for key in nodes}, nodes)
 
-    def fill(self, targets: Iterable[tuple[Part, str]]) -> None:
+    def fill(self, targets: Iterable[tuple[LocalShard, str]]) -> None:
         """Read boxes of tensors into the memory of this rank.
 
         Raises:

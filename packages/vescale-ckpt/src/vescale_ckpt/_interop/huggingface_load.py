@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vescale_ckpt._comm.control_group import Step, current_ranks
+from vescale_ckpt._comm.control_group import AllOrNone, current_control_group
 from vescale_ckpt._comm.hosts import this_host
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
@@ -20,11 +20,11 @@ from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt._io.file_handles import kind_of_special
 from vescale_ckpt._load.fill import fill
 from vescale_ckpt._load.match import Matched, match
-from vescale_ckpt._load.read_items import pieces_of
+from vescale_ckpt._load.read_items import read_items_of
 from vescale_ckpt._load.shared_memory import apart, settle
 from vescale_ckpt._state.key_filter import renamed
-from vescale_ckpt._state.local_shards import part_of
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._state.local_shards import local_shard_of
+from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 # As in the safetensors library.
@@ -60,10 +60,10 @@ def load_safetensors(
         CorruptCheckpointError: If the files are incomplete or make no sense.
         MismatchError: If names or shapes do not fit.
     """
-    ranks = current_ranks()
-    reader: Reader | None = None
+    ranks = current_control_group()
+    reader: CheckpointReader | None = None
     try:
-        with Step(ranks) as step:
+        with AllOrNone(ranks) as step:
             reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
             step.message = this_host()
     except BaseException:
@@ -73,7 +73,7 @@ def load_safetensors(
     assert reader is not None
     hosts = step.messages
     with reader, ranks.together(), torch.no_grad():
-        with Step(ranks):
+        with AllOrNone(ranks):
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             try:
@@ -82,22 +82,26 @@ def load_safetensors(
                 matched.complain(strict=strict)
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = pieces_of(reader.manifest, matched.targets)
-            twins = apart(pieces)
+            items = read_items_of(reader.manifest, matched.targets)
+            twins = apart(items)
         matched.report(strict=strict)
-        with Step(ranks), ranks.together():
-            fill(reader, pieces, ranks, hosts)
+        with AllOrNone(ranks), ranks.together():
+            fill(reader, items, ranks, hosts)
             settle(twins)
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
     filled = {part.identity for part, _ in matched.targets} - {None}
     matched.missing = [
-        key for key in matched.missing if part_of(key, state[key], rank).identity not in filled
+        key
+        for key in matched.missing
+        if local_shard_of(key, state[key], rank).identity not in filled
     ]
 
 
-def open_safetensors(path: Path, rename: Mapping[str, str], *, below: str = "") -> Reader:
+def open_safetensors(
+    path: Path, rename: Mapping[str, str], *, below: str = ""
+) -> CheckpointReader:
     """Open safetensors files as a checkpoint without checksums.
 
     Args:
@@ -129,7 +133,7 @@ def open_safetensors(path: Path, rename: Mapping[str, str], *, below: str = "") 
     manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES, files=files, tensors=tensors, aliases={}, tree=tree
     )
-    return Reader(directory, manifest, follow_links=True)
+    return CheckpointReader(directory, manifest, follow_links=True)
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:

@@ -30,8 +30,8 @@ from vescale_ckpt._io.sequential_writer import (
     write_files_in_order,
 )
 from vescale_ckpt._io.tensor_bytes import flat_bytes
-from vescale_ckpt._store.atomic_directory import Staging, check_replaceable
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._store.atomic_directory import StagedDirectory, check_replaceable
+from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CorruptCheckpointError
 from vescale_dtensor import Box
 
@@ -68,7 +68,7 @@ class FileSource:
         reader: Its open files.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._blocks: dict[str, tuple[int, bytes]] = {}
 
@@ -192,7 +192,7 @@ def write_checkpoint_from(
     check_replaceable(target)
     groups = groups_of(source.tree, source.tensors)
     plan = plan_files(table_of(source, groups), max_file_nbytes)
-    staging = Staging(target, uuid.uuid4().hex)
+    staging = StagedDirectory(target, uuid.uuid4().hex)
     try:
         copied = Copied(plan=plan, content=source.content)
         create = created_in(staging.directory)

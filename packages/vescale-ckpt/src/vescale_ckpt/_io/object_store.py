@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     nbytes: int | None
 
 
-class Storage:
+class ObjectStore:
     """The files of one checkpoint at a URL, or the checkpoints below one.
 
     Requests that fail are tried again a few times.
@@ -80,14 +80,14 @@ class Storage:
         """The last part of the URL."""
         return self.url.rsplit("/", 1)[1]
 
-    def parent(self) -> Storage:
+    def parent(self) -> ObjectStore:
         """Return the place that this lies in."""
         above = self.url.rsplit("/", 1)[0]
-        return Storage(f"{above}/" if above.endswith(":/") else above)
+        return ObjectStore(f"{above}/" if above.endswith(":/") else above)
 
-    def child(self, name: str) -> Storage:
+    def child(self, name: str) -> ObjectStore:
         """Return a place within this one."""
-        return Storage(self.url + name if self.url.endswith("/") else f"{self.url}/{name}")
+        return ObjectStore(self.url + name if self.url.endswith("/") else f"{self.url}/{name}")
 
     def entries(self) -> dict[str, Entry]:
         """Return what lies directly here, nothing if there is no such place."""
@@ -187,14 +187,14 @@ class Storage:
         return action()
 
 
-def storage_of(path: str | os.PathLike[str]) -> Storage | None:
+def object_store_of(path: str | os.PathLike[str]) -> ObjectStore | None:
     """Return the storage that a URL stands for, None for a path.
 
     Raises:
         ValueError: If it is a URL that has lost a slash, as ``Path("s3://bucket")`` has.
     """
     if isinstance(path, str) and _URL.fullmatch(path):
-        return Storage(path)
+        return ObjectStore(path)
     text: Any = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"expected a path of text, got {path!r}")
@@ -212,7 +212,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: If it is a URL of something else.
     """
-    storage = storage_of(path)
+    storage = object_store_of(path)
     if storage is None:
         return os.path.abspath(path)
     if not storage.is_local:

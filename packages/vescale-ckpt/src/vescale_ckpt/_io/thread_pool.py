@@ -14,7 +14,7 @@ T = TypeVar("T")
 _NUM_THREADS = 3
 
 
-def in_threads(work: Callable[[T], object], items: Iterable[T]) -> None:
+def parallel_for(work: Callable[[T], object], items: Iterable[T]) -> None:
     """Call ``work`` on every item, a few at a time; stop at and raise the first error."""
     remaining = iter(items)
     try:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._io.tensor_bytes import CHUNK_NBYTES
-from vescale_ckpt._io.thread_pool import in_threads
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._io.thread_pool import parallel_for
+from vescale_ckpt._store.reader import CheckpointReader
 
-from .read_assignment import Readers
-from .read_items import Piece
+from .read_assignment import ReadAssignment
+from .read_items import ReadItem
 from .split_blocks import SplitBlockCheck
 
 # More places than this are cheaper to fill from one than to read into.
@@ -37,7 +37,7 @@ class _Check(IntEnum):
     ELSEWHERE = 2
 
 
-class Unit(NamedTuple):
+class BlockRead(NamedTuple):
     """Consecutive bytes of a file to read: a block, or what a rank needs of one.
 
     Attributes:
@@ -57,13 +57,13 @@ class Unit(NamedTuple):
     is_shared: bool
 
 
-class OwnUnits:
-    """What this rank reads, and which of its own pieces that fills.
+class BlockReads:
+    """What this rank reads, and which of its own read items that fills.
 
     Args:
         reader: The checkpoint.
         block_index: Its blocks.
-        pieces: What this rank needs.
+        items: What this rank needs.
         readers: Who checks what.
         rank: This process.
         exchanging: Whether others send what they have read.
@@ -72,10 +72,10 @@ class OwnUnits:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: CheckpointReader,
         block_index: BlockIndex,
-        pieces: Sequence[Piece],
-        readers: Readers,
+        items: Sequence[ReadItem],
+        readers: ReadAssignment,
         rank: int,
         *,
         exchanging: bool,
@@ -92,12 +92,12 @@ class OwnUnits:
         self._is_alone = processors == 1
         self._turns = threading.Semaphore(processors)
         self._is_stopped = threading.Event()
-        # The pieces in each block that this rank reads, in file order.
-        self._in_block: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            for block in range(*block_index.span(piece.stored.file, piece.ranges)):
+        # The read items in each block that this rank reads, in file order.
+        self._in_block: dict[int, list[ReadItem]] = {}
+        for item in items:
+            for block in range(*block_index.span(item.stored.file, item.ranges)):
                 if self._reads(block):
-                    self._in_block.setdefault(block, []).append(piece)
+                    self._in_block.setdefault(block, []).append(item)
 
     def _reads(self, block: int) -> bool:
         return (
@@ -106,7 +106,7 @@ class OwnUnits:
 
     def read_all(self) -> None:
         """Read everything; stop at and raise the first error."""
-        waiting: list[tuple[list[Unit], bool]] = []
+        waiting: list[tuple[list[BlockRead], bool]] = []
         for stretch in self._stretches():
             if self._is_stopped.is_set():
                 return
@@ -117,28 +117,28 @@ class OwnUnits:
                 self._copy(stretch)
             else:
                 waiting.append((stretch, is_cached))
-        in_threads(self._read, waiting)
+        parallel_for(self._read, waiting)
 
     def stop(self) -> None:
         """Have :meth:`read_all`, in another thread, end before everything is read."""
         self._is_stopped.set()
 
-    def _stretches(self) -> Iterator[list[Unit]]:
-        """Yield adjacent units that are read together, CHUNK_NBYTES at most."""
-        stretch: list[Unit] = []
-        for unit in self._units():
+    def _stretches(self) -> Iterator[list[BlockRead]]:
+        """Yield adjacent block reads that are read together, CHUNK_NBYTES at most."""
+        stretch: list[BlockRead] = []
+        for read in self._block_reads():
             if stretch:
                 first, last = stretch[0], stretch[-1]
-                adjacent = (unit.file, unit.start) == (last.file, last.stop)
-                alike = unit.is_shared == last.is_shared
-                if not (adjacent and alike) or unit.stop - first.start > CHUNK_NBYTES:
+                adjacent = (read.file, read.start) == (last.file, last.stop)
+                alike = read.is_shared == last.is_shared
+                if not (adjacent and alike) or read.stop - first.start > CHUNK_NBYTES:
                     yield stretch
                     stretch = []
-            stretch.append(unit)
+            stretch.append(read)
         if stretch:
             yield stretch
 
-    def _units(self) -> Iterator[Unit]:
+    def _block_reads(self) -> Iterator[BlockRead]:
         bounds = [*self._block_index.firsts.values(), self._block_index.count]
         for (first, last), name in zip(
             itertools.pairwise(bounds), self._block_index.files, strict=True
@@ -147,37 +147,37 @@ class OwnUnits:
                 if block in self._in_block:
                     yield from self._of_block(name, block)
 
-    def _of_block(self, file: str, block: int) -> Iterator[Unit]:
+    def _of_block(self, file: str, block: int) -> Iterator[BlockRead]:
         is_shared = self._is_shared[block]
         start = self._block_index.start(file, block)
         stop = start + int(self._block_index.lengths[block])
-        pieces = self._in_block[block]
+        items = self._in_block[block]
         if self._is_split[block]:
-            for piece in pieces:
-                lower, upper = max(piece.ranges.start, start), min(piece.ranges.stop, stop)
-                yield Unit(file, lower, upper, block, _Check.TOGETHER, is_shared)
+            for item in items:
+                lower, upper = max(item.ranges.start, start), min(item.ranges.stop, stop)
+                yield BlockRead(file, lower, upper, block, _Check.TOGETHER, is_shared)
         elif self._reader_of[block] == self._rank:
             # The others are sent what they need of a shared one.
             if not (self._exchanging and is_shared):
-                yield Unit(file, start, stop, block, _Check.HERE, is_shared)
+                yield BlockRead(file, start, stop, block, _Check.HERE, is_shared)
         else:
-            lower = max(start, min(piece.ranges.start for piece in pieces))
-            upper = min(stop, max(piece.ranges.stop for piece in pieces))
-            yield Unit(file, lower, upper, block, _Check.ELSEWHERE, is_shared)
+            lower = max(start, min(item.ranges.start for item in items))
+            upper = min(stop, max(item.ranges.stop for item in items))
+            yield BlockRead(file, lower, upper, block, _Check.ELSEWHERE, is_shared)
 
     def read_to_send(self, block: int, memory: Bytes) -> None:
-        """Read and check a block that others need, too, and fill this rank's own pieces."""
+        """Read and check a block that others need, too, and fill this rank's own read items."""
         (blocks,) = self._block_index.chunks([block], 1)
         content = self.reader.read_blocks(blocks, memory)
         base = blocks.start * self._block_index.block_nbytes
-        for piece in self._in_block.get(block, ()):
-            piece.fill_from(content, base)
+        for item in self._in_block.get(block, ()):
+            item.fill_from(content, base)
 
-    def _read(self, found: tuple[Sequence[Unit], bool]) -> None:
-        """Read adjacent units, check them and fill this rank's pieces; see [Note: straight].
+    def _read(self, found: tuple[Sequence[BlockRead], bool]) -> None:
+        """Carry out adjacent block reads, check and hand out the bytes; see [Note: straight].
 
         Args:
-            found: The units, and whether they are in the page cache.
+            found: The block reads, and whether they are in the page cache.
         """
         if self._is_stopped.is_set():
             return
@@ -191,61 +191,61 @@ class OwnUnits:
             return
         content = self.reader.read_past_cache(file, start, stop)
         with self._turns:
-            for unit in stretch:
-                own = content[unit.start - start : unit.stop - start]
-                self._check(unit, [own])
-                self._spread(unit, own)
+            for read in stretch:
+                own = content[read.start - start : read.stop - start]
+                self._check(read, [own])
+                self._spread(read, own)
 
-    def _copy(self, stretch: Sequence[Unit]) -> None:
-        """Read units that are in the page cache."""
-        for unit in stretch:
-            scratch = self.reader.scratch()[: unit.stop - unit.start]
-            views = self._views(unit, scratch)
-            self.reader.read_into(unit.file, unit.start, views or [scratch])
-            self._check(unit, views or [scratch])
+    def _copy(self, stretch: Sequence[BlockRead]) -> None:
+        """Carry out block reads that are in the page cache."""
+        for read in stretch:
+            scratch = self.reader.scratch()[: read.stop - read.start]
+            views = self._views(read, scratch)
+            self.reader.read_into(read.file, read.start, views or [scratch])
+            self._check(read, views or [scratch])
             if views is None:
-                self._spread(unit, scratch)
+                self._spread(read, scratch)
 
-    def _views(self, unit: Unit, filler: Bytes) -> list[Bytes] | None:
-        """Return memory of pieces that makes up a unit, None if its bytes go to and fro.
+    def _views(self, read: BlockRead, filler: Bytes) -> list[Bytes] | None:
+        """Return memory of read items that makes up a block read, None if its bytes go to and fro.
 
         Args:
-            unit: What is going to be read.
-            filler: Memory of its length, for what belongs to no piece.
+            read: What is going to be read.
+            filler: Memory of its length, for what belongs to no read item.
         """
-        pieces = self._in_block[unit.block]
-        if len(pieces) > _MAX_VIEWS:
+        items = self._in_block[read.block]
+        if len(items) > _MAX_VIEWS:
             return None
         views: list[Bytes] = []
-        position = unit.start
-        for piece in pieces:
-            ranges, flat = piece.ranges, piece.flat
+        position = read.start
+        for item in items:
+            ranges, flat = item.ranges, item.flat
             if ranges.counts or flat is None:
                 return None
-            lower = max(ranges.start, unit.start)
-            upper = min(ranges.start + ranges.nbytes, unit.stop)
+            lower = max(ranges.start, read.start)
+            upper = min(ranges.start + ranges.nbytes, read.stop)
             if lower >= upper:
                 continue
             if lower < position:
                 return None
             if position < lower:
-                views.append(filler[position - unit.start : lower - unit.start])
+                views.append(filler[position - read.start : lower - read.start])
             views.append(flat[lower - ranges.start : upper - ranges.start])
             position = upper
-        if position < unit.stop:
-            views.append(filler[position - unit.start :])
+        if position < read.stop:
+            views.append(filler[position - read.start :])
         return views
 
-    def _check(self, unit: Unit, views: Sequence[Bytes]) -> None:
-        if unit.check is _Check.HERE:
-            number = unit.block - self._block_index.firsts[unit.file]
-            self.reader.check_content(unit.file, number, views)
-        elif unit.check is _Check.TOGETHER:
-            position = unit.start
+    def _check(self, read: BlockRead, views: Sequence[Bytes]) -> None:
+        if read.check is _Check.HERE:
+            number = read.block - self._block_index.firsts[read.file]
+            self.reader.check_content(read.file, number, views)
+        elif read.check is _Check.TOGETHER:
+            position = read.start
             for view in views:
-                self.sums.add(unit.file, position, view)
+                self.sums.add(read.file, position, view)
                 position += len(view)
 
-    def _spread(self, unit: Unit, content: Bytes) -> None:
-        for piece in self._in_block[unit.block]:
-            piece.fill_from(content, unit.start)
+    def _spread(self, read: BlockRead, content: Bytes) -> None:
+        for item in self._in_block[read.block]:
+            item.fill_from(content, read.start)

@@ -8,32 +8,32 @@ from functools import partial
 
 import numpy as np
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._comm.hosts import processors_each
 from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._io.tensor_bytes import CHUNK_NBYTES
-from vescale_ckpt._io.thread_pool import in_threads
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._io.thread_pool import parallel_for
+from vescale_ckpt._store.reader import CheckpointReader
 
-from .block_reads import OwnUnits
-from .read_assignment import choose_readers
-from .read_items import Piece, read_torn
-from .two_phase_read import exchange as exchange_blocks
+from .block_reads import BlockReads
+from .read_assignment import assign_reads
+from .read_items import ReadItem, read_unaligned
+from .two_phase_read import read_in_two_phases
 
 
 def fill(
-    reader: Reader,
-    pieces: Sequence[Piece],
-    ranks: Ranks,
+    reader: CheckpointReader,
+    items: Sequence[ReadItem],
+    ranks: ControlGroup,
     hosts: Sequence[str],
     *,
     exchange: bool | None = None,
 ) -> None:
-    """Read ``pieces``; see [Note: readers]. Every rank must call this.
+    """Read ``items``; see [Note: readers]. Every rank must call this.
 
     Args:
         reader: The checkpoint.
-        pieces: What this rank needs.
+        items: What this rank needs.
         ranks: All ranks.
         hosts: Where they are.
         exchange: Whether a block that several ranks need is read by one, which sends it to the
@@ -41,14 +41,14 @@ def fill(
 
     Raises:
         CorruptCheckpointError: If a block that this rank has read is damaged. The other ranks
-            have to be told; what the pieces hold then is undefined.
+            have to be told; what the read items hold then is undefined.
     """
-    whole = [piece for piece in pieces if not piece.is_torn]
-    torn = [piece for piece in pieces if piece.is_torn]
+    whole = [item for item in items if not item.is_unaligned]
+    unaligned = [item for item in items if item.is_unaligned]
     block_index = BlockIndex(reader.manifest)
-    readers = choose_readers(block_index, whole, ranks, in_parts=True)
+    readers = assign_reads(block_index, whole, ranks, in_parts=True)
     exchanging = _whether_to_exchange(exchange, hosts, reader)
-    units = OwnUnits(
+    block_reads = BlockReads(
         reader,
         block_index,
         whole,
@@ -60,43 +60,47 @@ def fill(
     if exchanging:
         # While ranks wait for one another they can read what is theirs alone.
         with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
-            alone = pool.submit(_failure_of_reading, units, torn)
+            alone = pool.submit(_failure_of_reading, block_reads, unaligned)
             try:
-                exchange_blocks(whole, readers, block_index, ranks, units.read_to_send)
+                read_in_two_phases(whole, readers, block_index, ranks, block_reads.read_to_send)
             except BaseException:
-                units.stop()
+                block_reads.stop()
                 raise
             failure = alone.result()
     else:
-        failure = _failure_of_reading(units, torn)
-    units.sums.check(failure, ranks)
+        failure = _failure_of_reading(block_reads, unaligned)
+    block_reads.sums.check(failure, ranks)
     if failure is not None:
         raise failure
 
 
-def _failure_of_reading(units: OwnUnits, torn: Sequence[Piece]) -> Exception | None:
+def _failure_of_reading(
+    block_reads: BlockReads, unaligned: Sequence[ReadItem]
+) -> Exception | None:
     try:
-        units.read_all()
-        in_threads(partial(read_torn, units.reader), torn)
+        block_reads.read_all()
+        parallel_for(partial(read_unaligned, block_reads.reader), unaligned)
     except Exception as error:
         return error
     return None
 
 
-def check(reader: Reader, pieces: Sequence[Piece], ranks: Ranks) -> None:
-    """Read and check what ``pieces`` need, changing nothing. Every rank must call this.
+def check(reader: CheckpointReader, items: Sequence[ReadItem], ranks: ControlGroup) -> None:
+    """Read and check what ``items`` need, changing nothing. Every rank must call this.
 
     Raises:
         CorruptCheckpointError: If a block that this rank has read is damaged.
     """
     block_index = BlockIndex(reader.manifest)
-    readers = choose_readers(block_index, pieces, ranks, in_parts=False)
+    readers = assign_reads(block_index, items, ranks, in_parts=False)
     own = np.flatnonzero(readers.reader == ranks.rank).tolist()
     most = max(1, CHUNK_NBYTES // block_index.block_nbytes)
-    in_threads(reader.check_blocks, block_index.chunks(own, most))
+    parallel_for(reader.check_blocks, block_index.chunks(own, most))
 
 
-def _whether_to_exchange(wanted: bool | None, hosts: Sequence[str], reader: Reader) -> bool:
+def _whether_to_exchange(
+    wanted: bool | None, hosts: Sequence[str], reader: CheckpointReader
+) -> bool:
     """Return whether ranks send each other what several of them need.
 
     On one host the page cache does that for them, and faster.

@@ -10,16 +10,21 @@ from typing import Any
 
 import torch
 
-from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
+from vescale_ckpt._comm.control_group import (
+    DEFAULT_TIMEOUT,
+    AllOrNone,
+    ControlGroup,
+    current_control_group,
+)
 from vescale_ckpt._comm.hosts import this_host
-from vescale_ckpt._state.key_filter import Selection, select
+from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
 from vescale_ckpt._store.open import open_checkpoint
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CheckpointError
 
 from .fill import check, fill
 from .match import EVERYTHING, match
-from .read_items import pieces_of
+from .read_items import read_items_of
 from .shared_memory import apart, settle
 
 _MAX_ATTEMPTS = 5
@@ -84,12 +89,12 @@ def load(
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
-    ranks = current_ranks(timeout)
+    ranks = current_control_group(timeout)
     ranks.meet()
     with ranks.together():
-        reader, hosts, selection = _open_same(path, ranks, partial(select, only, rename))
+        reader, hosts, key_filter = _open_same(path, ranks, partial(key_filter_of, only, rename))
     with reader, ranks.together(), torch.no_grad():
-        with Step(ranks):
+        with AllOrNone(ranks):
             try:
                 matched = match(
                     state,
@@ -98,19 +103,19 @@ def load(
                     num_ranks=ranks.size,
                     strict=strict,
                     cast=cast,
-                    selection=selection,
+                    key_filter=key_filter,
                 )
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
-            pieces = pieces_of(reader.manifest, matched.targets)
-            twins = apart(pieces)
+            items = read_items_of(reader.manifest, matched.targets)
+            twins = apart(items)
         matched.report(strict=strict)
         if verify_first:
-            with Step(ranks), ranks.together():
-                check(reader, pieces, ranks)
-        with Step(ranks), ranks.together():
-            fill(reader, pieces, ranks, hosts, exchange=exchange)
-        with Step(ranks):
+            with AllOrNone(ranks), ranks.together():
+                check(reader, items, ranks)
+        with AllOrNone(ranks), ranks.together():
+            fill(reader, items, ranks, hosts, exchange=exchange)
+        with AllOrNone(ranks):
             settle(twins)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
@@ -118,8 +123,8 @@ def load(
 
 
 def _open_same(
-    path: str | os.PathLike[str], ranks: Ranks, chosen: Callable[[], Selection]
-) -> tuple[Reader, list[str], Selection]:
+    path: str | os.PathLike[str], ranks: ControlGroup, chosen: Callable[[], KeyFilter]
+) -> tuple[CheckpointReader, list[str], KeyFilter]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
     Args:
@@ -131,11 +136,11 @@ def _open_same(
         What reads it, the host of each rank, and what is wanted.
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
-        reader: Reader | None = None
-        selection = EVERYTHING
+        reader: CheckpointReader | None = None
+        key_filter = EVERYTHING
         try:
-            with Step(ranks) as step:
-                selection = checked(chosen)
+            with AllOrNone(ranks) as step:
+                key_filter = checked(chosen)
                 try:
                     reader = open_checkpoint(path)
                     step.message = reader.digest, this_host()
@@ -149,14 +154,14 @@ def _open_same(
         if reader is not None and None not in step.messages:
             digests, hosts = zip(*step.messages, strict=True)
             if len(set(digests)) == 1:
-                return reader, list(hosts), selection
+                return reader, list(hosts), key_filter
         _close(reader)
     raise ranks.common(
         CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
     )
 
 
-def checked(chosen: Callable[[], Selection]) -> Selection:
+def checked(chosen: Callable[[], KeyFilter]) -> KeyFilter:
     """Return what a user has chosen; what is wrong with it every rank has to hear of."""
     try:
         return chosen()
@@ -166,6 +171,6 @@ def checked(chosen: Callable[[], Selection]) -> Selection:
         raise CheckpointError(str(error)) from error
 
 
-def _close(reader: Reader | None) -> None:
+def _close(reader: CheckpointReader | None) -> None:
     if reader is not None:
         reader.close()

@@ -28,8 +28,8 @@ from vescale_ckpt._format.state_tree import (
     ranks_of,
     references,
 )
-from vescale_ckpt._state.key_filter import Selection, Stored
-from vescale_ckpt._state.local_shards import Part, part_of, row_part
+from vescale_ckpt._state.key_filter import KeyFilter, RenamedTree
+from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, shard_of_row
 from vescale_ckpt._state.state_template import template_of
 from vescale_ckpt.exceptions import CheckpointError, MismatchError
 from vescale_ckpt.types import PerRank, SavedTensor, Stateful
@@ -38,7 +38,7 @@ _MAX_LISTED = 20
 _ADVICE = (
     "pass strict=False to load the keys that both have, or name those to load with only=[...]"
 )
-EVERYTHING = Selection()
+EVERYTHING = KeyFilter()
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Matched:
     """
 
     result: dict[str, Any] = field(default_factory=dict[str, Any])
-    targets: list[tuple[Part, str]] = field(default_factory=list[tuple[Part, str]])
+    targets: list[tuple[LocalShard, str]] = field(default_factory=list[tuple[LocalShard, str]])
     stateful: list[tuple[Stateful, Any]] = field(default_factory=list[tuple[Stateful, Any]])
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
@@ -98,7 +98,7 @@ def match(
     strict: bool,
     num_ranks: int = 1,
     cast: bool = False,
-    selection: Selection = EVERYTHING,
+    key_filter: KeyFilter = EVERYTHING,
 ) -> Matched:
     """Find out what of a checkpoint goes where in ``state``, without changing anything.
 
@@ -110,15 +110,17 @@ def match(
         num_ranks: How many processes load together.
         cast: Whether dtypes may differ if no kind is lost: integers become floats, but floats
             no integers.
-        selection: What of the state to fill, and what the stored keys are called here.
+        key_filter: What of the state to fill, and what the stored keys are called here.
 
     Raises:
         MismatchError: If shapes or kinds differ, or, when ``strict``, keys are missing or
             unexpected. All are reported together.
     """
-    stored = Stored(manifest.tree, selection)
+    stored = RenamedTree(manifest.tree, key_filter)
     matched = Matched(idle=stored.idle)
-    walk = _Walk(manifest, matched, rank, num_ranks, cast=cast, selection=selection, stored=stored)
+    walk = _Walk(
+        manifest, matched, rank, num_ranks, cast=cast, key_filter=key_filter, stored=stored
+    )
     matched.result = walk.mapping(state, dict(stored.tree.items()), "")
     walk.note_unused()
     matched.complain(strict=strict)
@@ -134,15 +136,15 @@ class _Walk:
         num_ranks: int,
         *,
         cast: bool,
-        selection: Selection,
-        stored: Stored,
+        key_filter: KeyFilter,
+        stored: RenamedTree,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         # Within a PerRank, the row of each stored tensor that this rank reads.
         self.row: int | None = None
         self.cast = cast
-        self.selection = selection
+        self.key_filter = key_filter
         self.manifest = manifest
         self.stored = stored
         self.unused = set(stored.moved)
@@ -160,7 +162,7 @@ class _Walk:
             filled = self.node(self.template(given, node, path), node, path)
             self.matched.stateful.append((given, filled))
             return given
-        wanted = self.selection.wants(path)
+        wanted = self.key_filter.wants(path)
         if self.is_value(given, node, path):
             if wanted:
                 return decode(node, _no_tensor)
@@ -180,7 +182,7 @@ class _Walk:
     def per_rank(self, given: Any, node: Json, path: str) -> Any:
         """Return this rank's own value; see [Note: per-rank tensors]."""
         values = ranks_of(node)
-        if not self.selection.wants(path):
+        if not self.key_filter.wants(path):
             return given
         if values is None or not isinstance(given, PerRank):
             side = "the given state" if values is None else "the checkpoint"
@@ -205,10 +207,10 @@ class _Walk:
 
     def holds_wanted(self, node: Json, path: str) -> bool:
         """Return whether anything stored at or below ``path`` is wanted."""
-        if self.selection.wanted_leaves(node, path):
+        if self.key_filter.wanted_leaves(node, path):
             return True
         moved = self.stored.moved_below(path)
-        return any(self.selection.wants(dotted(path, key)) for key, _ in moved)
+        return any(self.key_filter.wants(dotted(path, key)) for key, _ in moved)
 
     def template(self, given: Stateful, node: Json, path: str) -> Any:
         saved: dict[str, SavedTensor] = {}
@@ -216,9 +218,9 @@ class _Walk:
         found = [(below(place, path), key) for place, key in references(node, path)]
         found += [(name, key_of(leaf)) for name, leaf in moved if is_reference(leaf)]
         for name, key in found:
-            if self.selection.wants(dotted(path, name)):
+            if self.key_filter.wants(dotted(path, name)):
                 saved[name] = self.saved_tensor(key)
-        is_whole = self.selection.wants(path) and not self.stored.holds_below(path)
+        is_whole = self.key_filter.wants(path) and not self.stored.holds_below(path)
         return template_of(
             given, saved, partial(decode, node, self.saved_tensor) if is_whole else None
         )
@@ -251,11 +253,11 @@ class _Walk:
         return result
 
     def note_missing(self, path: str) -> None:
-        if self.selection.wants(path):
+        if self.key_filter.wants(path):
             self.matched.missing.append(path)
 
     def note_unexpected(self, node: Json, path: str) -> None:
-        self.matched.unexpected += self.selection.wanted_leaves(node, path)
+        self.matched.unexpected += self.key_filter.wanted_leaves(node, path)
 
     def note_unused(self) -> None:
         """Note what has another name here that the given state does not have."""
@@ -275,35 +277,35 @@ class _Walk:
         return tuple(items) if isinstance(given, tuple) else items
 
     def tensor(self, given: torch.Tensor, node: Json, key: str) -> torch.Tensor:
-        if not self.selection.wants(key):
+        if not self.key_filter.wants(key):
             return given
         if not is_reference(node):
             self.matched.unfit.append(f"{key}: the checkpoint holds a value, not a tensor")
             return given
         try:
-            part = part_of(key, given, self.rank)
+            shard = local_shard_of(key, given, self.rank)
         except CheckpointError as error:
             self.matched.unfit.append(str(error))
             return given
         stored_key = key_of(node)
         stored = self.manifest.stored(stored_key)
-        shape, given_shape = stored.shape, part.shape
+        shape, given_shape = stored.shape, shard.shape
         if self.row is not None and shape[:1] > (self.row,):
-            part = row_part(part, shape, self.row)
+            shard = shard_of_row(shard, shape, self.row)
             shape = shape[1:]
-        if given_shape != shape or (stored.dtype != part.dtype and not self.fits(stored, part)):
+        if given_shape != shape or (stored.dtype != shard.dtype and not self.fits(stored, shard)):
             self.matched.unfit.append(
                 f"{key}: the checkpoint (file {stored.file}) holds {DTYPES[stored.dtype]} of "
                 f"shape {stored.shape}, the given tensor is {given.dtype} of shape "
                 f"{tuple(given_shape)}"
             )
             return given
-        self.matched.targets.append((part, stored_key))
+        self.matched.targets.append((shard, stored_key))
         return given
 
-    def fits(self, stored: StoredTensor, part: Part) -> bool:
+    def fits(self, stored: StoredTensor, shard: LocalShard) -> bool:
         """Return whether a tensor of another dtype may be read into this one."""
-        return self.cast and torch.can_cast(DTYPES[stored.dtype], DTYPES[part.dtype])
+        return self.cast and torch.can_cast(DTYPES[stored.dtype], DTYPES[shard.dtype])
 
 
 def _holds_targets(given: Any) -> bool:

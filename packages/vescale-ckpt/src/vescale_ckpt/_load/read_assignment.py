@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.blocks import BlockIndex, Integers
 
-from .read_items import Piece
-from .tiling import coverage, full_coverage, times_covered
+from .read_items import ReadItem
+from .tiling import full_tiling, tiling, times_covered
 
 _NOBODY = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
+class ReadAssignment:
     """Who reads the blocks; the same on every rank.
 
     Attributes:
@@ -42,22 +42,22 @@ class Readers:
     is_split: npt.NDArray[np.bool_]
 
 
-def choose_readers(
-    block_index: BlockIndex, pieces: Sequence[Piece], ranks: Ranks, *, in_parts: bool
-) -> Readers:
+def assign_reads(
+    block_index: BlockIndex, items: Sequence[ReadItem], ranks: ControlGroup, *, in_parts: bool
+) -> ReadAssignment:
     """Find out who reads what; see [Note: readers]. Every rank must call this.
 
     Args:
         block_index: The blocks.
-        pieces: What this rank needs.
+        items: What this rank needs.
         ranks: All ranks.
         in_parts: Whether several ranks may read parts of a block.
     """
-    spans = [block_index.span(piece.stored.file, piece.ranges) for piece in pieces]
+    spans = [block_index.span(item.stored.file, item.ranges) for item in items]
     needed = times_covered(block_index.count, np.array(spans, np.int64)) > 0
     nowhere = np.zeros(block_index.count, np.bool_)
     if ranks.size == 1:
-        return Readers(np.where(needed, 0, -1), nowhere, nowhere)
+        return ReadAssignment(np.where(needed, 0, -1), nowhere, nowhere)
     bids = np.where(needed, _bids(block_index.count, ranks.rank), _NOBODY)
     both = np.stack([bids, np.where(needed, -bids, _NOBODY)])
     ranks.reduce(both, dist.ReduceOp.MIN)
@@ -66,11 +66,11 @@ def choose_readers(
     reader = np.where(anybody, lowest & 0xFFFFFFFF, -1)
     is_shared = anybody & (highest != -lowest)
     if not in_parts or not is_shared.any():
-        return Readers(reader, is_shared, nowhere)
-    covered = coverage(block_index, pieces, ranks.rank)
+        return ReadAssignment(reader, is_shared, nowhere)
+    covered = tiling(block_index, items, ranks.rank)
     ranks.reduce(covered, dist.ReduceOp.SUM)
-    is_split = is_shared & (covered == full_coverage(block_index))
-    return Readers(np.where(is_split, -1, reader), is_shared & ~is_split, is_split)
+    is_split = is_shared & (covered == full_tiling(block_index))
+    return ReadAssignment(np.where(is_split, -1, reader), is_shared & ~is_split, is_split)
 
 
 def _bids(count: int, rank: int) -> Integers:

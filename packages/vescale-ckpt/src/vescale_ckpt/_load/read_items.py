@@ -1,4 +1,4 @@
-"""Pieces of stored tensors, and the memory that their bytes go to."""
+"""Read items: boxes of stored tensors, and the memory that their bytes go to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.manifest import Manifest, StoredBox
 from vescale_ckpt._io.tensor_bytes import flat_bytes, parts_of
-from vescale_ckpt._state.local_shards import Part, located
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._state.local_shards import LocalShard, located
+from vescale_ckpt._store.reader import CheckpointReader
 from vescale_dtensor import LocalBox
 
 
 @dataclass(eq=False)
-class Piece:
+class ReadItem:
     """A box of a stored tensor and the memory it is to be read into.
 
     Attributes:
@@ -37,7 +37,7 @@ class Piece:
     target: torch.Tensor
 
     @property
-    def is_torn(self) -> bool:
+    def is_unaligned(self) -> bool:
         """Whether an element may lie in two blocks and has to be converted nevertheless."""
         return self.stored.offset % self.stored.itemsize != 0 and self.flat is None
 
@@ -103,41 +103,41 @@ def _views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         yield from _views(tensor[last], 0, tail)
 
 
-def read_torn(reader: Reader, piece: Piece) -> None:
-    """Read a piece without checking anything, whatever its alignment and memory."""
+def read_unaligned(reader: CheckpointReader, item: ReadItem) -> None:
+    """Fill a read item without checking anything, whatever its alignment and memory."""
     position = 0
-    for part in parts_of(piece.target):
-        packed = np.empty(part.numel() * piece.stored.itemsize, np.uint8)
-        for offset, lower, upper in piece.ranges.locate(position, len(packed)):
-            reader.read(piece.stored.file, offset, packed[lower:upper].data)
-        piece.put(position, packed)
+    for part in parts_of(item.target):
+        packed = np.empty(part.numel() * item.stored.itemsize, np.uint8)
+        for offset, lower, upper in item.ranges.locate(position, len(packed)):
+            reader.read(item.stored.file, offset, packed[lower:upper].data)
+        item.put(position, packed)
         position += len(packed)
 
 
-def pieces_of(manifest: Manifest, targets: Iterable[tuple[Part, str]]) -> list[Piece]:
+def read_items_of(manifest: Manifest, targets: Iterable[tuple[LocalShard, str]]) -> list[ReadItem]:
     """Return what has to be read to fill this rank's part of ``targets``, in file order."""
-    pieces: list[Piece] = []
+    items: list[ReadItem] = []
     for part, key in targets:
         if manifest.aliases.get(key, key) in manifest.boxes:
             for held in part.boxes:
-                pieces += _pieces_from(key, manifest.boxes_of(key), held, part.local)
+                items += _items_from(key, manifest.boxes_of(key), held, part.local)
             continue
         stored = manifest.stored(key)
         for memory, ranges in located(part, stored):
-            pieces.append(Piece(key, stored, ranges, memory))
+            items.append(ReadItem(key, stored, ranges, memory))
     # Two sorts by plain numbers and strings are faster than one by pairs.
-    pieces.sort(key=attrgetter("ranges.start"))
-    pieces.sort(key=attrgetter("stored.file"))
-    return pieces
+    items.sort(key=attrgetter("ranges.start"))
+    items.sort(key=attrgetter("stored.file"))
+    return items
 
 
-def _pieces_from(
+def _items_from(
     key: str, boxes: Iterable[StoredBox], held: LocalBox, local: torch.Tensor
-) -> Iterator[Piece]:
+) -> Iterator[ReadItem]:
     """Yield what of each stored box lies in a box of this rank."""
     target = held.of(local)
     for box, stored in boxes:
         common = box.intersect(held.box)
         if common is not None and common.numel:
             ranges = byte_ranges_of(box.shape, within(common, box), stored.itemsize, stored.offset)
-            yield Piece(key, stored, ranges, target[within(common, held.box).slices])
+            yield ReadItem(key, stored, ranges, target[within(common, held.box).slices])

@@ -17,7 +17,7 @@ import torch
 
 from vescale_ckpt.exceptions import CheckpointError, MismatchError
 
-from .read_items import Piece
+from .read_items import ReadItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class Twin:
     """A tensor that is read into memory of its own.
 
     Attributes:
-        piece: What is read.
+        item: What is read.
         given: The memory that was given for it.
         others: The keys of the tensors that share the memory.
     """
 
-    piece: Piece
+    item: ReadItem
     given: torch.Tensor
     others: tuple[str, ...]
 
     def copy(self) -> None:
         """Put what was read where it belongs."""
-        _distinct(self.given).copy_(_distinct(self.piece.target, self.given))
+        _distinct(self.given).copy_(_distinct(self.item.target, self.given))
 
     def compare(self) -> None:
         """Check that all that was read is there.
@@ -44,10 +44,10 @@ class Twin:
         Raises:
             MismatchError: If something else was put there as well.
         """
-        if not torch.equal(_bits(self.given), _bits(self.piece.target)):
+        if not torch.equal(_bits(self.given), _bits(self.item.target)):
             others = ", ".join(map(repr, self.others)) or "itself (it was expanded)"
             raise MismatchError(
-                f"{self.piece.key!r} shares its memory in the given state with {others}, but the "
+                f"{self.item.key!r} shares its memory in the given state with {others}, but the "
                 f"checkpoint has other values for it; give it memory of its own, with clone(), or "
                 f"load only one of them"
             )
@@ -65,58 +65,58 @@ def settle(twins: Sequence[Twin]) -> None:
         twin.compare()
 
 
-def apart(pieces: list[Piece]) -> list[Twin]:
-    """Give memory of their own to pieces that share some; see [Note: twins].
+def apart(items: list[ReadItem]) -> list[Twin]:
+    """Give memory of their own to read items that share some; see [Note: twins].
 
     Args:
-        pieces: What to read; the targets of some are replaced.
+        items: What to read; the targets of some are replaced.
 
     Raises:
         CheckpointError: If two stored tensors are to be read into the very same tensor, or
             elements of a tensor lie over one another otherwise than after ``expand``.
     """
     sharing: dict[int, set[int]] = {
-        index: set() for index, piece in enumerate(pieces) if _checked_folds(piece)
+        index: set() for index, item in enumerate(items) if _checked_folds(item)
     }
-    for a, b in _neighbours(pieces):
-        if _overlap(pieces[a].target, pieces[b].target) and not _is_same(pieces[a], pieces[b]):
-            _refuse_same_tensor(pieces[a], pieces[b])
+    for a, b in _neighbours(items):
+        if _overlap(items[a].target, items[b].target) and not _is_same(items[a], items[b]):
+            _refuse_same_tensor(items[a], items[b])
             sharing.setdefault(a, set()).add(b)
             sharing.setdefault(b, set()).add(a)
     twins = [
-        Twin(pieces[own], pieces[own].target, tuple(sorted({pieces[o].key for o in others})))
+        Twin(items[own], items[own].target, tuple(sorted({items[o].key for o in others})))
         for own, others in sharing.items()
     ]
     for twin in twins:
-        twin.piece.target = torch.empty(
+        twin.item.target = torch.empty(
             twin.given.shape, dtype=twin.given.dtype, device=twin.given.device
         )
     return twins
 
 
-def _checked_folds(piece: Piece) -> bool:
+def _checked_folds(item: ReadItem) -> bool:
     """Return whether a tensor was expanded."""
-    if not _folds(piece.target):
+    if not _folds(item.target):
         return False
-    if _folds(_distinct(piece.target)):
+    if _folds(_distinct(item.target)):
         raise CheckpointError(
-            f"{piece.key!r} has strides {piece.target.stride()}, with which its elements lie over "
+            f"{item.key!r} has strides {item.target.stride()}, with which its elements lie over "
             f"one another; give it memory of its own, with clone()"
         )
     return True
 
 
-def _neighbours(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of pieces of which one begins before the other ends."""
+def _neighbours(items: Sequence[ReadItem]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of read items of which one begins before the other ends."""
     by_device: dict[torch.device, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        by_device.setdefault(piece.target.device, []).append(index)
+    for index, item in enumerate(items):
+        by_device.setdefault(item.target.device, []).append(index)
     for indices in by_device.values():
-        indices.sort(key=lambda index: pieces[index].target.data_ptr())
+        indices.sort(key=lambda index: items[index].target.data_ptr())
         reaching: list[int] = []
         for index in indices:
-            start = pieces[index].target.data_ptr()
-            reaching = [other for other in reaching if _end(pieces[other].target) > start]
+            start = items[index].target.data_ptr()
+            reaching = [other for other in reaching if _end(items[other].target) > start]
             yield from ((other, index) for other in reaching)
             reaching.append(index)
 
@@ -125,7 +125,7 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + _extent(tensor)
 
 
-def _refuse_same_tensor(a: Piece, b: Piece) -> None:
+def _refuse_same_tensor(a: ReadItem, b: ReadItem) -> None:
     if _view(a.target) == _view(b.target) and a.stored != b.stored:
         first, second = sorted([a.key, b.key])
         raise CheckpointError(
@@ -138,8 +138,8 @@ def _view(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_same(a: Piece, b: Piece) -> bool:
-    """Return whether two pieces put the same bytes into the same elements."""
+def _is_same(a: ReadItem, b: ReadItem) -> bool:
+    """Return whether two read items put the same bytes into the same elements."""
     return _view(a.target) == _view(b.target) and (a.stored, a.ranges) == (b.stored, b.ranges)
 
 

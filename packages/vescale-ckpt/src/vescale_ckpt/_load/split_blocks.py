@@ -13,13 +13,13 @@ import threading
 import numpy as np
 import torch.distributed as dist
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
-from vescale_ckpt._store.reader import Reader
+from vescale_ckpt._store.reader import CheckpointReader
 
-from .read_assignment import Readers
+from .read_assignment import ReadAssignment
 
 
 class SplitBlockCheck:
@@ -31,7 +31,9 @@ class SplitBlockCheck:
         readers: Who reads what.
     """
 
-    def __init__(self, reader: Reader, block_index: BlockIndex, readers: Readers) -> None:
+    def __init__(
+        self, reader: CheckpointReader, block_index: BlockIndex, readers: ReadAssignment
+    ) -> None:
         self._reader = reader
         self._block_index = block_index
         self._split = np.flatnonzero(readers.is_split)
@@ -46,7 +48,7 @@ class SplitBlockCheck:
         with self._lock:
             self._sums[file].add(offset, content.data)
 
-    def check(self, failure: Exception | None, ranks: Ranks) -> None:
+    def check(self, failure: Exception | None, ranks: ControlGroup) -> None:
         """Compare checksums with what all ranks have read. Every rank must call this.
 
         Args:

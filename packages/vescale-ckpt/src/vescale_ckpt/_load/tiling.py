@@ -1,6 +1,6 @@
 """Do the parts of a block that ranks need make up the block, without gap and without overlap?
 
-[Note: coverage]
+[Note: tiling]
 Give every place in a file a random number. A rank that needs the bytes from ``a`` to ``b`` adds
 ``number(b) - number(a)`` to the block's sum; where one part ends and another begins, the numbers
 cancel. If the sum over all ranks is that of the whole block, then the parts make up the block,
@@ -15,7 +15,7 @@ import numpy as np
 
 from vescale_ckpt._format.blocks import BlockIndex, Integers
 
-from .read_items import Piece
+from .read_items import ReadItem
 
 # Fewer bytes than this are not worth a request of their own.
 MIN_PART_NBYTES = 4 << 10
@@ -29,21 +29,21 @@ def _numbers(places: Integers) -> Integers:
     return (mixed >> np.uint64(24)).astype(np.int64)
 
 
-def full_coverage(block_index: BlockIndex) -> Integers:
-    """Return the sum of each block if parts make it up; see [Note: coverage]."""
+def full_tiling(block_index: BlockIndex) -> Integers:
+    """Return the sum of each block if parts make it up; see [Note: tiling]."""
     starts = np.arange(block_index.count, dtype=np.int64) * block_index.block_nbytes
     return _numbers(starts + block_index.lengths) - _numbers(starts)
 
 
-def coverage(block_index: BlockIndex, pieces: Sequence[Piece], rank: int) -> Integers:
-    """Return what a rank adds to the sum of each block; see [Note: coverage].
+def tiling(block_index: BlockIndex, items: Sequence[ReadItem], rank: int) -> Integers:
+    """Return what a rank adds to the sum of each block; see [Note: tiling].
 
     Where it needs short or scattered ranges that is something that never fits.
     """
     (veto,) = _numbers(np.array([-rank - 1])).tolist()
-    scattered = [block_index.span(p.stored.file, p.ranges) for p in pieces if p.ranges.counts]
+    scattered = [block_index.span(p.stored.file, p.ranges) for p in items if p.ranges.counts]
     covered = veto * times_covered(block_index.count, np.array(scattered, np.int64))
-    ends = [block_index.places(p.stored.file, p.ranges) for p in pieces if not p.ranges.counts]
+    ends = [block_index.places(p.stored.file, p.ranges) for p in items if not p.ranges.counts]
     if not ends:
         return covered
     starts, stops = np.array(ends, np.int64).T
@@ -51,7 +51,7 @@ def coverage(block_index: BlockIndex, pieces: Sequence[Piece], rank: int) -> Int
     first, last = starts // length, -(-stops // length) - 1
     # The blocks between the first and the last one are needed as a whole.
     inner = times_covered(block_index.count, np.stack([first + 1, np.maximum(last, first + 1)], 1))
-    covered += inner * full_coverage(block_index)
+    covered += inner * full_tiling(block_index)
     is_longer = last > first
     blocks = np.concatenate([first, last[is_longer]])
     lowers = np.concatenate([starts, last[is_longer] * length])

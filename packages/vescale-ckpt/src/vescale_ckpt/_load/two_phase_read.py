@@ -1,7 +1,7 @@
-"""Blocks that several ranks need: one rank reads each and sends the others what they need of it.
+"""Two-phase reads: one rank reads a block and sends the others what they need of it.
 
 [Note: rounds]
-Every rank tells the readers of its blocks, once, where its pieces lie; from then on both sides
+Every rank tells the readers of its blocks, once, where its read items lie; from then on both sides
 compute what has to be sent, and nothing but the bytes themselves is. Readers go through their
 blocks in step, a slice a turn. As many turns as fit into bounded memory on every rank make a
 round, which is one all-to-all; while it is under way the blocks of the next round are read.
@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.blocks import BlockIndex, Integers
 from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes
 from vescale_ckpt._io.buffer_pool import Scratch, pages
 
-from .read_assignment import Readers
-from .read_items import Piece
+from .read_assignment import ReadAssignment
+from .read_items import ReadItem
 
 # What a rank sends, and what it receives, in a round.
 _ROUND_NBYTES = 4 << 20
@@ -35,27 +35,27 @@ ReadBlock = Callable[[int, Bytes], None]
 
 
 class _Transfer(NamedTuple):
-    """Some bytes of one piece that go from one rank to another.
+    """Some bytes of one read item that go from one rank to another.
 
     Attributes:
         turn: When.
         peer: The other rank.
-        piece: Which of the pieces that this rank knows of.
-        start: First byte of the packed piece.
+        item: Which of the read items that this rank knows of.
+        start: First byte of the packed item.
         stop: The byte after the last.
         block: The block they lie in.
     """
 
     turn: int
     peer: int
-    piece: int
+    item: int
     start: int
     stop: int
     block: int
 
 
 class _Asked(NamedTuple):
-    """A piece that another rank needs."""
+    """A read item that another rank needs."""
 
     peer: int
     file: str
@@ -77,7 +77,9 @@ class Schedule:
         slices: Number of slices of a block, one a turn.
     """
 
-    def __init__(self, readers: Readers, block_index: BlockIndex, rank: int, size: int) -> None:
+    def __init__(
+        self, readers: ReadAssignment, block_index: BlockIndex, rank: int, size: int
+    ) -> None:
         self._rank = rank
         self._readers = readers
         self._block_index = block_index
@@ -112,15 +114,15 @@ class Schedule:
         return self._block_index.start(file, block)
 
     def transfers(
-        self, file: str, ranges: ByteRanges, blocks: Iterable[int], piece: int, peer: int | None
+        self, file: str, ranges: ByteRanges, blocks: Iterable[int], item: int, peer: int | None
     ) -> Iterator[_Transfer]:
-        """Yield what goes through the network of a piece in some of its blocks.
+        """Yield what goes through the network of a read item in some of its blocks.
 
         Args:
-            file: Where the piece lies.
+            file: Where the item lies.
             ranges: Where it lies there.
             blocks: Which blocks.
-            piece: What to call it.
+            item: What to call it.
             peer: The other rank; None for the reader of each block.
         """
         for block in blocks:
@@ -132,15 +134,15 @@ class Schedule:
                 edge += self._slice_nbytes
                 upper = ranges.bytes_before(edge)
                 if lower < upper:
-                    yield _Transfer(turn + number, other, piece, lower, upper, block)
+                    yield _Transfer(turn + number, other, item, lower, upper, block)
                 lower = upper
 
 
-def exchange(
-    pieces: Sequence[Piece],
-    readers: Readers,
+def read_in_two_phases(
+    items: Sequence[ReadItem],
+    readers: ReadAssignment,
     block_index: BlockIndex,
-    ranks: Ranks,
+    ranks: ControlGroup,
     read: ReadBlock,
 ) -> None:
     """Read this rank's shared blocks and fill what others read; see [Note: rounds].
@@ -148,30 +150,30 @@ def exchange(
     Every rank must call this. An error is raised on all of them at once.
 
     Args:
-        pieces: What this rank needs.
+        items: What this rank needs.
         readers: Who reads what.
         block_index: The blocks.
         ranks: All ranks.
-        read: Reads and checks a block, and fills this rank's own pieces with it.
+        read: Reads and checks a block, and fills this rank's own read items with it.
 
     Raises:
         CorruptCheckpointError: If a block is damaged.
     """
     with ranks.together():
-        _exchange(pieces, readers, block_index, ranks, read)
+        _read_in_two_phases(items, readers, block_index, ranks, read)
 
 
-def _exchange(
-    pieces: Sequence[Piece],
-    readers: Readers,
+def _read_in_two_phases(
+    items: Sequence[ReadItem],
+    readers: ReadAssignment,
     block_index: BlockIndex,
-    ranks: Ranks,
+    ranks: ControlGroup,
     read: ReadBlock,
 ) -> None:
     schedule = Schedule(readers, block_index, ranks.rank, ranks.size)
     if not schedule.num_turns:
         return
-    asked, incoming = _ask(pieces, schedule, block_index, ranks)
+    asked, incoming = _ask(items, schedule, block_index, ranks)
     outgoing = sorted(
         transfer
         for index, (peer, file, ranges) in enumerate(asked)
@@ -192,14 +194,14 @@ def _exchange(
             content = scratch.take("outgoing", sum(_by_peer(sent, ranks.size)))
             received = scratch.take("incoming", sum(_by_peer(expected, ranks.size)))
             for transfer, packed in _places(sent, content):
-                _, file, ranges = asked[transfer.piece]
+                _, file, ranges = asked[transfer.item]
                 base = schedule.start(file, transfer.block)
                 ranges.gather(window.content(transfer.block), base, transfer.start, packed)
-            ranks.exchange(
+            ranks.all_to_all(
                 content, _by_peer(sent, ranks.size), received, _by_peer(expected, ranks.size)
             )
             for transfer, packed in _places(expected, received):
-                pieces[transfer.piece].put(transfer.start, packed)
+                items[transfer.item].put(transfer.start, packed)
 
 
 def _places(transfers: Iterable[_Transfer], memory: Bytes) -> Iterator[tuple[_Transfer, Bytes]]:
@@ -241,7 +243,7 @@ class _Window:
 
 
 def _ask(
-    pieces: Sequence[Piece], schedule: Schedule, block_index: BlockIndex, ranks: Ranks
+    items: Sequence[ReadItem], schedule: Schedule, block_index: BlockIndex, ranks: ControlGroup
 ) -> tuple[list[_Asked], list[_Transfer]]:
     """Tell all ranks what of their blocks this one needs.
 
@@ -250,8 +252,8 @@ def _ask(
     """
     wishes: list[list[_Asked]] = [[] for _ in range(ranks.size)]
     incoming: list[_Transfer] = []
-    for index, piece in enumerate(pieces):
-        file, ranges = piece.stored.file, piece.ranges
+    for index, item in enumerate(items):
+        file, ranges = item.stored.file, item.ranges
         blocks = schedule.blocks_of(file, ranges, own=False)
         incoming += schedule.transfers(file, ranges, blocks, index, None)
         for peer in {schedule.reader(block) for block in blocks}:
@@ -259,10 +261,10 @@ def _ask(
     rows = [_packed(wish, block_index) for wish in wishes]
     sizes = np.array([row.nbytes for row in rows], np.int64).view(np.uint8)
     counts = np.empty(ranks.size, np.int64)
-    ranks.exchange(sizes, [8] * ranks.size, counts.view(np.uint8), [8] * ranks.size)
+    ranks.all_to_all(sizes, [8] * ranks.size, counts.view(np.uint8), [8] * ranks.size)
     received = np.empty(int(counts.sum()) // 8, np.int64)
     sent = np.concatenate(rows)
-    ranks.exchange(
+    ranks.all_to_all(
         sent.view(np.uint8), [row.nbytes for row in rows], received.view(np.uint8), counts.tolist()
     )
     parts = np.split(received, np.cumsum(counts[:-1]) // 8)
@@ -300,7 +302,7 @@ def _rounds(
     schedule: Schedule,
     incoming: Iterable[_Transfer],
     outgoing: Iterable[_Transfer],
-    ranks: Ranks,
+    ranks: ControlGroup,
 ) -> list[tuple[int, int]]:
     """Return the first turn of each round and the one after its last."""
     loads = np.zeros((2, schedule.num_turns), np.int64)
@@ -333,7 +335,7 @@ def divide(loads: Integers, limit: int, most: int) -> list[tuple[int, int]]:
 def _of_round(transfers: Sequence[_Transfer], turns: tuple[int, int]) -> list[_Transfer]:
     """Return the transfers of some turns in the order in which their bytes travel."""
     start, stop = (bisect_left(transfers, (turn,)) for turn in turns)
-    return sorted(transfers[start:stop], key=lambda t: (t.peer, t.turn, t.piece))
+    return sorted(transfers[start:stop], key=lambda t: (t.peer, t.turn, t.item))
 
 
 def _by_peer(transfers: Iterable[_Transfer], size: int) -> list[int]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, separate_ranks
-from vescale_ckpt._state.local_shards import Part
+from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, ControlGroup, separate_control_group
+from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import CheckpointError
 
-from .destination import Layout, Target, target_of
+from .destination import Destination, FileLayout, destination_of
 from .save import Snapshot, snapshot, write_checkpoint
 
 _ALIGNMENT = 64
@@ -49,8 +49,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
     def __init__(self, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self._timeout = timeout
-        self._ranks: Ranks = separate_ranks(timeout)
-        self._stage = _Stage()
+        self._ranks: ControlGroup = separate_control_group(timeout)
+        self._staging = HostStaging()
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
         # Runs at the end of the process at the latest: a failed save never goes unnoticed.
@@ -72,7 +72,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         state: Mapping[str, Any],
         *,
         keep_last: int | None = None,
-        layout: Layout | None = None,
+        layout: FileLayout | None = None,
     ) -> None:
         """Copy ``state`` aside and start to save it as :func:`vescale_ckpt.save` does.
 
@@ -89,27 +89,27 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
-        target: Target | None = None
+        destination: Destination | None = None
         taken: Snapshot | None = None
         failure: Exception | None = None
         try:
-            target = target_of(path, layout=layout, keep_last=keep_last)
+            destination = destination_of(path, layout=layout, keep_last=keep_last)
         except Exception as error:
             if self._ranks.size == 1:
                 raise
             failure = error
         self.wait()
         if self._ranks.is_closed:
-            self._ranks = separate_ranks(self._timeout)
+            self._ranks = separate_control_group(self._timeout)
         try:
-            taken = self._stage.copy(snapshot(state, self._ranks))
+            taken = self._staging.copy(snapshot(state, self._ranks))
         except Exception as error:
             failure = failure or error
 
-        def choose() -> Target:
-            if failure is not None or target is None:
+        def choose() -> Destination:
+            if failure is not None or destination is None:
                 raise failure or AssertionError
-            return target
+            return destination
 
         def take() -> Snapshot:
             assert taken is not None
@@ -175,7 +175,7 @@ def _complain(outcome: _Outcome) -> None:
         ) from outcome.error
 
 
-class _Stage:
+class HostStaging:
     """Host memory that holds a copy of this rank's shards.
 
     [Note: pieces]
@@ -190,11 +190,13 @@ class _Stage:
 
     def copy(self, taken: Snapshot) -> Snapshot:
         """Return a snapshot whose tensors lie in this memory; overwrites the one before."""
-        identities = {key: part.identity for key, part in taken.parts.items() if _is_needed(part)}
+        identities = {
+            key: shard.identity for key, shard in taken.shards.items() if _is_needed(shard)
+        }
         sources: dict[Any, torch.Tensor] = {}
         for key, identity in identities.items():
             if identity is not None:
-                sources.setdefault(identity, taken.parts[key].local)
+                sources.setdefault(identity, taken.shards[key].local)
         on_gpu = any(source.is_cuda for source in sources.values())
         if sources.keys() != self._places.keys():
             self._places = self._laid_out(sources, pin_memory=on_gpu)
@@ -202,13 +204,13 @@ class _Stage:
             self._places[identity].copy_(source, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
-        parts = {
-            key: _placed(part, self._places.get(identities[key]))
+        shards = {
+            key: _placed(shard, self._places.get(identities[key]))
             if key in identities
-            else _emptied(part)
-            for key, part in taken.parts.items()
+            else _emptied(shard)
+            for key, shard in taken.shards.items()
         }
-        return Snapshot(taken.encoded, parts)
+        return Snapshot(taken.encoded, shards)
 
     def _laid_out(
         self, sources: Mapping[Any, torch.Tensor], *, pin_memory: bool
@@ -263,17 +265,17 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _is_needed(part: Part) -> bool:
+def _is_needed(shard: LocalShard) -> bool:
     # What every rank holds whole is compared, and written by all together.
-    return part.layout.is_first_replica or part.layout.is_whole
+    return shard.layout.is_first_replica or shard.layout.is_whole
 
 
-def _placed(part: Part, copy: torch.Tensor | None) -> Part:
-    return part if copy is None else part._replace(local=copy)
+def _placed(shard: LocalShard, copy: torch.Tensor | None) -> LocalShard:
+    return shard if copy is None else shard._replace(local=copy)
 
 
-def _emptied(part: Part) -> Part:
+def _emptied(shard: LocalShard) -> LocalShard:
     """Return a part that others write, without its memory."""
-    if not part.local.numel():
-        return part
-    return part._replace(local=part.local.new_empty(0), layout=replace(part.layout, boxes=()))
+    if not shard.local.numel():
+        return shard
+    return shard._replace(local=shard.local.new_empty(0), layout=replace(shard.layout, boxes=()))

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from vescale_ckpt._comm.control_group import Ranks, Step, name_ranks
+from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup, name_ranks
 from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.file_layout import TensorInfo, nbytes_of
 from vescale_ckpt._format.state_encoding import Encoded
 from vescale_ckpt._format.state_tree import Json, below
 from vescale_ckpt._io.tensor_bytes import packed_chunks
-from vescale_ckpt._state.local_shards import Part
+from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import MismatchError
 
 _MAX_DIFFERENCES = 5
@@ -37,7 +37,7 @@ _MIN_SHARED_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class SavePlan:
     """What all ranks have found to be the same, and what this rank has to write of it.
 
     Attributes:
@@ -75,9 +75,9 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(
     encoded: Encoded,
-    parts: Mapping[str, Part],
+    shards: Mapping[str, LocalShard],
     ties: Mapping[str, str],
-    ranks: Ranks,
+    ranks: ControlGroup,
     *,
     all_bytes: bool = False,
 ) -> Fingerprint:
@@ -88,32 +88,32 @@ def fingerprint(
 
     Args:
         encoded: The state of this rank.
-        parts: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's part of each of its tensors, in the order of their keys.
         ties: What :func:`ties_of` has returned.
         ranks: All ranks.
         all_bytes: Whether to compare the bytes of large ones here, too.
     """
-    facts = _facts(encoded, parts, ranks, all_bytes=all_bytes)
+    facts = _facts(encoded, shards, ranks, all_bytes=all_bytes)
     return Fingerprint(
         _digest([*facts, *facts.values()]),
-        _digest(part.layout.text for part in parts.values()),
+        _digest(shard.layout.text for shard in shards.values()),
         _digest(map(repr, ties.items())),
         all_bytes,
     )
 
 
-def agree(
+def plan_save(
     encoded: Encoded,
-    parts: Mapping[str, Part],
+    shards: Mapping[str, LocalShard],
     ties: Mapping[str, str],
     by_rank: Sequence[Fingerprint],
-    ranks: Ranks,
-) -> Agreed:
+    ranks: ControlGroup,
+) -> SavePlan:
     """Check that every rank saves the same tensors and values. Every rank must call this.
 
     Args:
         encoded: The state of this rank.
-        parts: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's part of each of its tensors, in the order of their keys.
         ties: What :func:`ties_of` has returned.
         by_rank: What :func:`fingerprint` has returned on every rank.
         ranks: All ranks.
@@ -123,29 +123,29 @@ def agree(
     """
     all_bytes = any(prints.has_all_bytes for prints in by_rank)
     if len({prints.facts for prints in by_rank}) > 1:
-        _raise_difference(_facts(encoded, parts, ranks, all_bytes=all_bytes), ranks)
+        _raise_difference(_facts(encoded, shards, ranks, all_bytes=all_bytes), ranks)
     same_layout = len({prints.layouts for prints in by_rank}) == 1
     # Shapes are the same on all ranks by now, so this is the same decision on all.
-    is_any_large = any(nbytes_of(p.dtype, p.shape) >= _MIN_SHARED_NBYTES for p in parts.values())
+    is_any_large = any(nbytes_of(p.dtype, p.shape) >= _MIN_SHARED_NBYTES for p in shards.values())
     if not same_layout and not all_bytes and is_any_large:
-        _compare_all_bytes(encoded, parts, ranks)
+        _compare_all_bytes(encoded, shards, ranks)
     same_ties = len({prints.ties for prints in by_rank}) == 1
-    aliases = dict(ties) if same_ties else _common_ties(parts, ties, ranks)
-    elsewhere = frozenset[str]() if same_layout else _elsewhere(parts, ranks)
+    aliases = dict(ties) if same_ties else _common_ties(shards, ties, ranks)
+    elsewhere = frozenset[str]() if same_layout else _elsewhere(shards, ranks)
     table: list[TensorInfo] = []
     shared: list[str] = []
     owned: list[str] = []
-    for key, part in parts.items():
+    for key, shard in shards.items():
         if key in aliases:
             continue
         group = encoded.groups[key]
-        entry = TensorInfo(key, group, below(key, group), part.dtype, part.shape)
+        entry = TensorInfo(key, group, below(key, group), shard.dtype, shard.shape)
         table.append(entry)
-        if same_layout and _is_shared(part, ranks):
+        if same_layout and _is_shared(shard, ranks):
             shared.append(key)
-        elif part.layout.is_first_replica and key not in elsewhere:
+        elif shard.layout.is_first_replica and key not in elsewhere:
             owned.append(key)
-    return Agreed(
+    return SavePlan(
         tree=encoded.tree,
         table=tuple(table),
         aliases=aliases,
@@ -155,47 +155,49 @@ def agree(
     )
 
 
-def _compare_all_bytes(encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks) -> None:
+def _compare_all_bytes(
+    encoded: Encoded, shards: Mapping[str, LocalShard], ranks: ControlGroup
+) -> None:
     """Compare large tensors as well that each rank holds, but that are not written in shares."""
     facts: dict[str, str] = {}
-    with Step(ranks) as step:
-        facts = _facts(encoded, parts, ranks, all_bytes=True)
+    with AllOrNone(ranks) as step:
+        facts = _facts(encoded, shards, ranks, all_bytes=True)
         step.message = _digest([*facts, *facts.values()])
     if len(set(step.messages)) > 1:
         _raise_difference(facts, ranks)
 
 
-def _is_shared(part: Part, ranks: Ranks) -> bool:
+def _is_shared(shard: LocalShard, ranks: ControlGroup) -> bool:
     """Return whether ranks write shares of a tensor if they all agree about where it is."""
-    large = part.layout.is_whole and nbytes_of(part.dtype, part.shape) >= _MIN_SHARED_NBYTES
-    return large and _is_everywhere(part, ranks)
+    large = shard.layout.is_whole and nbytes_of(shard.dtype, shard.shape) >= _MIN_SHARED_NBYTES
+    return large and _is_everywhere(shard, ranks)
 
 
 def _facts(
-    encoded: Encoded, parts: Mapping[str, Part], ranks: Ranks, *, all_bytes: bool
+    encoded: Encoded, shards: Mapping[str, LocalShard], ranks: ControlGroup, *, all_bytes: bool
 ) -> dict[str, str]:
     """Return the leaves of the state, each with a short text that is equal if the leaf is."""
     facts = {f"value {key!r}": json.dumps(encoded.values[key]) for key in sorted(encoded.values)}
     kinds: dict[tuple[str, tuple[int, ...]], str] = {}
-    for key, part in parts.items():
-        kind = (part.dtype, part.shape)
-        text = kinds.get(kind) or kinds.setdefault(kind, f"{part.dtype} {[*part.shape]}")
-        is_copy = part.layout.is_whole and ranks.size > 1 and _is_everywhere(part, ranks)
-        if is_copy and (all_bytes or not _is_shared(part, ranks)):
-            text += f" bytes {_checksum(part):08x}"
+    for key, shard in shards.items():
+        kind = (shard.dtype, shard.shape)
+        text = kinds.get(kind) or kinds.setdefault(kind, f"{shard.dtype} {[*shard.shape]}")
+        is_copy = shard.layout.is_whole and ranks.size > 1 and _is_everywhere(shard, ranks)
+        if is_copy and (all_bytes or not _is_shared(shard, ranks)):
+            text += f" bytes {_checksum(shard):08x}"
         facts[f"tensor {key!r}"] = text
     return facts
 
 
-def _is_everywhere(part: Part, ranks: Ranks) -> bool:
-    layout = part.layout
+def _is_everywhere(shard: LocalShard, ranks: ControlGroup) -> bool:
+    layout = shard.layout
     everywhere = layout.mesh_ranks is None or len(layout.mesh_ranks) == ranks.size
     return layout.is_whole and everywhere
 
 
-def _checksum(part: Part) -> int:
+def _checksum(shard: LocalShard) -> int:
     checksum = 0
-    for chunk in packed_chunks(part.local):
+    for chunk in packed_chunks(shard.local):
         checksum = crc32(chunk, checksum)
     return checksum
 
@@ -204,7 +206,7 @@ def _digest(texts: Iterable[str]) -> str:
     return sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
+def _raise_difference(facts: Mapping[str, str], ranks: ControlGroup) -> None:
     """Name the first facts in which ranks differ; see [Note: buckets]."""
     by_bucket: dict[int, list[str]] = {}
     for key in facts:
@@ -217,7 +219,7 @@ def _raise_difference(facts: Mapping[str, str], ranks: Ranks) -> None:
     lowest, highest = lowest_highest[0], -lowest_highest[1]
     buckets: list[int] = np.flatnonzero(lowest != highest).tolist()
     looked_at = buckets[:_MAX_BUCKETS]
-    with Step(ranks) as step:
+    with AllOrNone(ranks) as step:
         step.message = {
             key: _shortened(facts[key])
             for bucket in looked_at
@@ -257,17 +259,17 @@ def _shortened(fact: str) -> str:
     return f"{fact[:_MAX_FACT_LENGTH]}... (hash {_short_hash(fact):x})"
 
 
-def _elsewhere(parts: Mapping[str, Part], ranks: Ranks) -> frozenset[str]:
+def _elsewhere(shards: Mapping[str, LocalShard], ranks: ControlGroup) -> frozenset[str]:
     """Return the tensors that have another mesh on rank 0.
 
     Where sub-meshes hold copies of a tensor, the one that rank 0 is on writes.
     """
-    own = [_mesh_hash(part.layout.mesh_ranks) for part in parts.values()]
+    own = [_mesh_hash(shard.layout.mesh_ranks) for shard in shards.values()]
     theirs = np.array(own, np.int64) * (ranks.rank == 0)
     ranks.reduce(theirs, dist.ReduceOp.SUM)
     which: list[int] = theirs.tolist()
     return frozenset(
-        key for key, mine, leading in zip(parts, own, which, strict=True) if mine != leading
+        key for key, mine, leading in zip(shards, own, which, strict=True) if mine != leading
     )
 
 
@@ -281,43 +283,43 @@ def _short_hash(text: str) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:7])
 
 
-def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
+def ties_of(shards: Mapping[str, LocalShard]) -> dict[str, str]:
     """Return, for tensors that are the same memory seen the same way, the first such key.
 
     Args:
-        parts: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's part of each of its tensors, in the order of their keys.
     """
     by_address: dict[int, str] = {}
     alike: dict[int, list[str]] = {}
-    for key, part in parts.items():
-        address = part.local.data_ptr()
+    for key, shard in shards.items():
+        address = shard.local.data_ptr()
         if address and (first := by_address.setdefault(address, key)) is not key:
             alike.setdefault(address, [first]).append(key)
     ties: dict[str, str] = {}
     for keys in alike.values():
         firsts: dict[Any, str] = {}
         for key in keys:
-            identity = parts[key].identity
+            identity = shards[key].identity
             if identity is not None and firsts.setdefault(identity, key) != key:
                 ties[key] = firsts[identity]
     return dict(sorted(ties.items()))
 
 
 def _common_ties(
-    parts: Mapping[str, Part], own: Mapping[str, str], ranks: Ranks
+    shards: Mapping[str, LocalShard], own: Mapping[str, str], ranks: ControlGroup
 ) -> dict[str, str]:
     """Return the ties that no rank contradicts; one that holds nothing of a tensor cannot."""
-    with Step(ranks) as step:
+    with AllOrNone(ranks) as step:
         step.message = dict(own)
     claimed = sorted({pair for ties in step.messages for pair in ties.items()})
-    with Step(ranks) as step:
+    with AllOrNone(ranks) as step:
         step.message = [
-            own.get(alias) == key or not (parts[alias].local.numel() or parts[key].local.numel())
+            own.get(alias) == key or not (shards[alias].local.numel() or shards[key].local.numel())
             for alias, key in claimed
         ]
     confirmed = [all(votes) for votes in zip(*step.messages, strict=True)]
-    agreed: dict[str, str] = {}
+    save_plan: dict[str, str] = {}
     for (alias, key), yes in zip(claimed, confirmed, strict=True):
-        if yes and key not in agreed:
-            agreed.setdefault(alias, key)
-    return agreed
+        if yes and key not in save_plan:
+            save_plan.setdefault(alias, key)
+    return save_plan

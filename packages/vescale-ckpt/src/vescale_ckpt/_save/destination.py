@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vescale_ckpt._io.object_store import Storage, storage_of
+from vescale_ckpt._io.object_store import ObjectStore, object_store_of
 from vescale_ckpt._store.atomic_directory import check_replaceable
 from vescale_ckpt._store.retention import check_keep_last
 
-Layout = Literal["shared", "per_rank"]
+FileLayout = Literal["shared", "per_rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Destination:
     """What a save was told about its files.
 
     Attributes:
@@ -24,7 +24,7 @@ class Target:
         keep_last: How many checkpoints to keep; None to delete nothing.
     """
 
-    where: Path | Storage
+    where: Path | ObjectStore
     has_rank_files: bool
     keep_last: int | None
 
@@ -34,25 +34,25 @@ class Target:
             check_replaceable(self.where)
 
 
-def target_of(
-    path: str | os.PathLike[str], *, layout: Layout | None, keep_last: int | None
-) -> Target:
+def destination_of(
+    path: str | os.PathLike[str], *, layout: FileLayout | None, keep_last: int | None
+) -> Destination:
     """Return where to save.
 
     Raises:
         ValueError: If the options do not fit together.
         CheckpointError: If there is no way to write to the URL.
     """
-    storage = storage_of(path)
+    storage = object_store_of(path)
     if layout not in (None, "shared", "per_rank"):
         raise ValueError(f"expected 'shared' or 'per_rank' as layout, got {layout!r}")
     if storage is None or storage.is_local:
         where = Path(os.path.abspath(path) if storage is None else storage.root)
         if keep_last is not None:
             check_keep_last(where, keep_last)
-        return Target(where=where, has_rank_files=layout == "per_rank", keep_last=keep_last)
+        return Destination(where=where, has_rank_files=layout == "per_rank", keep_last=keep_last)
     if layout == "shared":
         raise ValueError(f"ranks cannot share the files of {path}; save with layout='per_rank'")
     if keep_last is not None:
         check_keep_last(storage, keep_last)
-    return Target(where=storage, has_rank_files=True, keep_last=keep_last)
+    return Destination(where=storage, has_rank_files=True, keep_last=keep_last)

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
-from vescale_ckpt._comm.control_group import Ranks, Step
+from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup
 from vescale_ckpt._io.tensor_bytes import packed_chunks
-from vescale_ckpt._state.local_shards import Part
+from vescale_ckpt._state.local_shards import LocalShard
 
 
 def collect(
     nodes: Mapping[str, list[Any]],
     tensors: Mapping[str, list[str]],
-    parts: Mapping[str, Part],
-    ranks: Ranks,
+    shards: Mapping[str, LocalShard],
+    ranks: ControlGroup,
 ) -> None:
     """Exchange the values of all ranks. Every rank must call this.
 
@@ -23,14 +23,14 @@ def collect(
         nodes: For each key, a list with this rank's value as tagged JSON. It gets the values of
             all ranks, or stays as it is if all have the same.
         tensors: For each key, the keys of the tensors in its value.
-        parts: This rank's part of each tensor.
+        shards: This rank's part of each tensor.
         ranks: All ranks.
     """
     if not nodes:
         return
-    with Step(ranks) as step:
+    with AllOrNone(ranks) as step:
         step.message = {
-            key: [node[0], [_digest(parts[name]) for name in tensors[key]]]
+            key: [node[0], [_digest(shards[name]) for name in tensors[key]]]
             for key, node in nodes.items()
         }
     for key, node in nodes.items():
@@ -39,8 +39,8 @@ def collect(
             node[:] = [value[0] for value in values]
 
 
-def _digest(part: Part) -> str:
+def _digest(shard: LocalShard) -> str:
     digest = sha256()
-    for chunk in packed_chunks(part.local):
+    for chunk in packed_chunks(shard.local):
         digest.update(chunk)
     return digest.hexdigest()

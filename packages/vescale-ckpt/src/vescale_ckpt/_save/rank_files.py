@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from vescale_ckpt._comm.control_group import Ranks, Step
+from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import StoredTensor, TensorInfo, plan_files, rank_file_stem
 from vescale_ckpt._format.manifest import (
@@ -23,7 +23,7 @@ from vescale_ckpt._format.manifest import (
     StoredFile,
     dump_manifest,
 )
-from vescale_ckpt._io.object_store import Storage
+from vescale_ckpt._io.object_store import ObjectStore
 from vescale_ckpt._io.sequential_writer import (
     BLOCK_NBYTES,
     Copied,
@@ -31,13 +31,13 @@ from vescale_ckpt._io.sequential_writer import (
     write_files_in_order,
 )
 from vescale_ckpt._io.tensor_bytes import packed_chunks
-from vescale_ckpt._state.local_shards import Part
-from vescale_ckpt._store.atomic_directory import Staging, staging_directory
+from vescale_ckpt._state.local_shards import LocalShard
+from vescale_ckpt._store.atomic_directory import StagedDirectory, staging_directory
 from vescale_ckpt._store.object_reader import odd_file, read_manifest_of
 from vescale_ckpt.exceptions import CheckpointError
 from vescale_dtensor import Box
 
-from .consistency import Agreed
+from .consistency import SavePlan
 
 _Create = Callable[[str], AbstractContextManager[BinaryIO]]
 
@@ -51,61 +51,65 @@ class _Own(NamedTuple):
 
 
 def write_rank_files(
-    where: Path | Storage,
+    where: Path | ObjectStore,
     token: str,
-    agreed: Agreed,
-    parts: Mapping[str, Part],
-    ranks: Ranks,
+    save_plan: SavePlan,
+    shards: Mapping[str, LocalShard],
+    ranks: ControlGroup,
 ) -> None:
     """Write and commit a checkpoint of one file per rank. Every rank must call this.
 
     Args:
         where: The checkpoint's directory, or its storage.
         token: The name of this save.
-        agreed: What to write.
-        parts: This rank's part of each tensor.
+        save_plan: What to write.
+        shards: This rank's part of each tensor.
         ranks: All ranks.
     """
-    staging: Staging | None = None
+    staging: StagedDirectory | None = None
     try:
-        with Step(ranks):
+        with AllOrNone(ranks):
             if isinstance(where, Path) and ranks.rank == 0:
-                staging = Staging(where, token)
-        step = Step(ranks)
+                staging = StagedDirectory(where, token)
+        step = AllOrNone(ranks)
         name = rank_file_stem(ranks.rank, token)
         try:
             with step:
-                own = _own_boxes(agreed, parts, ranks)
-                if isinstance(where, Storage):
+                own = _own_boxes(save_plan, shards, ranks)
+                if isinstance(where, ObjectStore):
                     step.message = where.retry(lambda: _write(where.create, name, own))
                 else:
                     step.message = _write(created_in(staging_directory(where, token)), name, own)
         except CheckpointError:
             # After a lost contact rank 0 may have gone on, and named the file in the manifest.
-            if step.has_failed and isinstance(where, Storage):
+            if step.has_failed and isinstance(where, ObjectStore):
                 with suppress(OSError):
                     where.remove(f"{name}.safetensors")
             raise
-        with Step(ranks):
+        with AllOrNone(ranks):
             if ranks.rank == 0:
-                manifest = _manifest(agreed, step.messages)
+                manifest = _manifest(save_plan, step.messages)
                 if staging is not None:
                     _publish(staging, dump_manifest(manifest))
-                elif isinstance(where, Storage):
+                elif isinstance(where, ObjectStore):
                     _replace(where, manifest)
     finally:
         if staging is not None:
             staging.close()
 
 
-def _own_boxes(agreed: Agreed, parts: Mapping[str, Part], ranks: Ranks) -> list[_Own]:
+def _own_boxes(
+    save_plan: SavePlan, shards: Mapping[str, LocalShard], ranks: ControlGroup
+) -> list[_Own]:
     own: list[_Own] = []
-    for key in agreed.owned:
-        part = parts[key]
-        own += [_Own(key, held.box, held.of(part.local)) for held in part.boxes if held.box.numel]
+    for key in save_plan.owned:
+        shard = shards[key]
+        own += [
+            _Own(key, held.box, held.of(shard.local)) for held in shard.boxes if held.box.numel
+        ]
     # What every rank has, each rank writes a share of.
-    for key in agreed.shared[ranks.rank :: ranks.size]:
-        own.append(_Own(key, Box.whole(parts[key].shape), parts[key].local))
+    for key in save_plan.shared[ranks.rank :: ranks.size]:
+        own.append(_Own(key, Box.whole(shards[key].shape), shards[key].local))
     return own
 
 
@@ -131,8 +135,8 @@ def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
     }
 
 
-def _manifest(agreed: Agreed, messages: list[dict[str, Any]]) -> Manifest:
-    entries = {entry.key: entry for entry in agreed.table}
+def _manifest(save_plan: SavePlan, messages: list[dict[str, Any]]) -> Manifest:
+    entries = {entry.key: entry for entry in save_plan.table}
     boxes: dict[str, list[StoredBox]] = {key: [] for key in entries}
     for message in messages:
         for key, offset, shape, file, name, start in message["boxes"]:
@@ -155,19 +159,19 @@ def _manifest(agreed: Agreed, messages: list[dict[str, Any]]) -> Manifest:
             for name, (nbytes, checksums) in message["files"].items()
         },
         tensors=tensors,
-        aliases=agreed.aliases,
-        tree=agreed.tree,
+        aliases=save_plan.aliases,
+        tree=save_plan.tree,
         boxes={key: tuple(found) for key, found in boxes.items()},
     )
 
 
-def _publish(staging: Staging, text: bytes) -> None:
+def _publish(staging: StagedDirectory, text: bytes) -> None:
     with created_in(staging.directory)(MANIFEST_NAME) as stream:
         stream.write(text)
     staging.publish()
 
 
-def _replace(storage: Storage, manifest: Manifest) -> None:
+def _replace(storage: ObjectStore, manifest: Manifest) -> None:
     """Commit, and delete what only the checkpoint before had; see [Note: object stores]."""
     odd = odd_file(storage, manifest.files)
     if odd is not None:
@@ -181,7 +185,7 @@ def _replace(storage: Storage, manifest: Manifest) -> None:
     storage.remove_all(name for name in before if name not in manifest.files)
 
 
-def _files_of(storage: Storage) -> list[str]:
+def _files_of(storage: ObjectStore) -> list[str]:
     try:
         return list(read_manifest_of(storage)[1].files)
     except CheckpointError:

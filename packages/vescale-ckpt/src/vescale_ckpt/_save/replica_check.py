@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.crc32 import U32, PartialBlockCrcs
 from vescale_ckpt._format.file_layout import FilePlan
 from vescale_ckpt.exceptions import MismatchError
@@ -23,7 +23,7 @@ from vescale_ckpt.exceptions import MismatchError
 from .two_phase_write import page_shares
 
 
-class Copies:
+class ReplicaCheck:
     """What this rank knows about copies; see [Note: copies].
 
     Args:
@@ -52,7 +52,9 @@ class Copies:
         pairs = zip(self.written.values(), self.checked.values(), strict=True)
         return np.concatenate([written.folded() ^ checked.folded() for written, checked in pairs])
 
-    def difference(self, combined: U32, keys: Mapping[str, object], ranks: Ranks) -> MismatchError:
+    def difference(
+        self, combined: U32, keys: Mapping[str, object], ranks: ControlGroup
+    ) -> MismatchError:
         """Return the error about copies that differ.
 
         Args:
@@ -74,7 +76,7 @@ class Copies:
         )
 
     def _lines(
-        self, file: str, start: int, stop: int, keys: Mapping[str, object], ranks: Ranks
+        self, file: str, start: int, stop: int, keys: Mapping[str, object], ranks: ControlGroup
     ) -> list[str]:
         lines: list[str] = []
         for key in keys:

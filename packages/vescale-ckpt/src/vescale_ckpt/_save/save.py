@@ -16,24 +16,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, Ranks, Step, current_ranks
+from vescale_ckpt._comm.control_group import (
+    DEFAULT_TIMEOUT,
+    AllOrNone,
+    ControlGroup,
+    current_control_group,
+)
 from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, StoredFile, dump_manifest
 from vescale_ckpt._format.state_encoding import Encoded, encode
-from vescale_ckpt._io.object_store import Storage
-from vescale_ckpt._state.local_shards import Part, part_of, stacked_part
-from vescale_ckpt._store.atomic_directory import Staging, staging_directory
+from vescale_ckpt._io.object_store import ObjectStore
+from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, stacked_shard
+from vescale_ckpt._store.atomic_directory import StagedDirectory, staging_directory
 from vescale_ckpt._store.retention import keep_newest
 from vescale_ckpt.exceptions import CheckpointError
 
-from .consistency import Agreed, Fingerprint, agree, fingerprint, ties_of
-from .destination import Layout, Target, target_of
+from .consistency import Fingerprint, SavePlan, fingerprint, plan_save, ties_of
+from .destination import Destination, FileLayout, destination_of
 from .per_rank import collect
 from .rank_files import write_rank_files
-from .replica_check import Copies
-from .shared_files import Work, create_files, write_files
-from .two_phase_write import needs_slabs
+from .replica_check import ReplicaCheck
+from .shared_files import WriteAssignment, create_files, write_files
+from .two_phase_write import needs_two_phase
 
 _BLOCK_NBYTES = 1 << 20
 _NOTHING = np.empty(0, np.uint32)
@@ -44,7 +49,7 @@ def save(
     state: Mapping[str, Any],
     *,
     keep_last: int | None = None,
-    layout: Layout | None = None,
+    layout: FileLayout | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> None:
     """Write ``state`` to the directory ``path``, replacing the checkpoint that is there.
@@ -87,8 +92,8 @@ def save(
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
-    choose = partial(target_of, path, layout=layout, keep_last=keep_last)
-    ranks = current_ranks(timeout)
+    choose = partial(destination_of, path, layout=layout, keep_last=keep_last)
+    ranks = current_control_group(timeout)
     write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)
 
 
@@ -98,14 +103,14 @@ class Snapshot:
 
     Attributes:
         encoded: Its Python values, and which tensors it has.
-        parts: This rank's part of each tensor, in the order of their keys.
+        shards: This rank's part of each tensor, in the order of their keys.
     """
 
     encoded: Encoded
-    parts: dict[str, Part]
+    shards: dict[str, LocalShard]
 
 
-def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
+def snapshot(state: Mapping[str, Any], ranks: ControlGroup) -> Snapshot:
     """Return ``state`` as it is to be saved; the tensors' memory is not copied.
 
     Raises:
@@ -114,19 +119,19 @@ def snapshot(state: Mapping[str, Any], ranks: Ranks) -> Snapshot:
     with torch.no_grad():
         encoded = encode(state)
         stacked = {key for keys in encoded.per_rank_tensors.values() for key in keys}
-        parts = {
-            key: stacked_part(key, tensor, ranks.rank, ranks.size)
+        shards = {
+            key: stacked_shard(key, tensor, ranks.rank, ranks.size)
             if key in stacked
-            else part_of(key, tensor, ranks.rank)
+            else local_shard_of(key, tensor, ranks.rank)
             for key, tensor in sorted(encoded.tensors.items(), key=itemgetter(0))
         }
-    return Snapshot(encoded, parts)
+    return Snapshot(encoded, shards)
 
 
 def write_checkpoint(
-    choose: Callable[[], Target],
+    choose: Callable[[], Destination],
     take: Callable[[], Snapshot],
-    ranks: Ranks,
+    ranks: ControlGroup,
     *,
     max_file_nbytes: int = MAX_FILE_NBYTES,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -146,42 +151,42 @@ def write_checkpoint(
 
 
 def _write_checkpoint(
-    choose: Callable[[], Target],
+    choose: Callable[[], Destination],
     take: Callable[[], Snapshot],
-    ranks: Ranks,
+    ranks: ControlGroup,
     max_file_nbytes: int,
     progress: Callable[[int], None],
 ) -> None:
-    with Step(ranks) as step:
+    with AllOrNone(ranks) as step:
         try:
-            target = choose()
+            destination = choose()
         except CheckpointError:
             raise
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        target.check()
+        destination.check()
         taken = take()
-        ties = ties_of(taken.parts)
+        ties = ties_of(taken.shards)
         # Files of ranks hold whole tensors, not shares of them.
-        all_bytes = target.has_rank_files or isinstance(target.where, Storage)
-        prints = fingerprint(taken.encoded, taken.parts, ties, ranks, all_bytes=all_bytes)
+        all_bytes = destination.has_rank_files or isinstance(destination.where, ObjectStore)
+        prints = fingerprint(taken.encoded, taken.shards, ties, ranks, all_bytes=all_bytes)
         step.message = [uuid.uuid4().hex, prints]
     token: str = step.messages[0][0]
     by_rank = [Fingerprint(*prints) for _, prints in step.messages]
-    agreed = agree(taken.encoded, taken.parts, ties, by_rank, ranks)
-    collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.parts, ranks)
-    if target.has_rank_files or isinstance(target.where, Storage):
-        write_rank_files(target.where, token, agreed, taken.parts, ranks)
+    save_plan = plan_save(taken.encoded, taken.shards, ties, by_rank, ranks)
+    collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.shards, ranks)
+    if destination.has_rank_files or isinstance(destination.where, ObjectStore):
+        write_rank_files(destination.where, token, save_plan, taken.shards, ranks)
     else:
-        plan = plan_files(agreed.table, max_file_nbytes)
-        _write_shared(target.where, token, plan, agreed, taken.parts, ranks, progress)
-    if target.keep_last is not None:
-        with Step(ranks):
+        plan = plan_files(save_plan.table, max_file_nbytes)
+        _write_shared(destination.where, token, plan, save_plan, taken.shards, ranks, progress)
+    if destination.keep_last is not None:
+        with AllOrNone(ranks):
             if ranks.rank == 0:
-                _keep_newest(target.where, target.keep_last)
+                _keep_newest(destination.where, destination.keep_last)
 
 
-def _keep_newest(where: Path | Storage, keep_last: int) -> None:
+def _keep_newest(where: Path | ObjectStore, keep_last: int) -> None:
     try:
         keep_newest(where, keep_last)
     except (OSError, CheckpointError) as error:
@@ -195,56 +200,59 @@ def _write_shared(
     path: Path,
     token: str,
     plan: FilePlan,
-    agreed: Agreed,
-    parts: Mapping[str, Part],
-    ranks: Ranks,
+    save_plan: SavePlan,
+    shards: Mapping[str, LocalShard],
+    ranks: ControlGroup,
     progress: Callable[[int], None],
 ) -> None:
-    staging: Staging | None = None
+    staging: StagedDirectory | None = None
     try:
-        with Step(ranks):
+        with AllOrNone(ranks):
             if ranks.rank == 0:
-                staging = Staging(path, token)
+                staging = StagedDirectory(path, token)
                 create_files(staging.directory, plan)
-        work = divide(agreed, parts, plan)
-        words = _write_all(staging_directory(path, token), plan, work, ranks, progress)
-        with Step(ranks):
+        assignment = divide(save_plan, shards, plan)
+        words = _write_all(staging_directory(path, token), plan, assignment, ranks, progress)
+        with AllOrNone(ranks):
             if staging is not None:
-                _commit(staging, plan, agreed, words)
+                _commit(staging, plan, save_plan, words)
     finally:
         if staging is not None:
             staging.close()
 
 
-def divide(agreed: Agreed, parts: Mapping[str, Part], plan: FilePlan) -> Work:
+def divide(
+    save_plan: SavePlan, shards: Mapping[str, LocalShard], plan: FilePlan
+) -> WriteAssignment:
     """Return which tensors this rank writes, and how."""
     exchanged = {
-        entry.key: parts[entry.key]
-        for entry in agreed.table
-        if agreed.same_layout and needs_slabs(parts[entry.key])
+        entry.key: shards[entry.key]
+        for entry in save_plan.table
+        if save_plan.same_layout and needs_two_phase(shards[entry.key])
     }
-    own = {key: parts[key] for key in agreed.owned if key not in exchanged}
-    shared = {key: parts[key] for key in agreed.shared}
-    return Work(own=own, shared=shared, exchanged=exchanged)
+    own = {key: shards[key] for key in save_plan.owned if key not in exchanged}
+    shared = {key: shards[key] for key in save_plan.shared}
+    return WriteAssignment(own=own, shared=shared, exchanged=exchanged)
 
 
 def _write_all(
     directory: Path,
     plan: FilePlan,
-    work: Work,
-    ranks: Ranks,
+    assignment: WriteAssignment,
+    ranks: ControlGroup,
     progress: Callable[[int], None],
 ) -> dict[str, list[int]]:
     """Write this rank's bytes and return the checksums of all files' blocks."""
-    with Step(ranks) as step, ranks.together():
+    with AllOrNone(ranks) as step, ranks.together():
         sums = {
             name: PartialBlockCrcs(file.nbytes, _BLOCK_NBYTES, progress)
             for name, file in plan.files.items()
         }
-        copies = Copies(plan, _BLOCK_NBYTES, progress)
-        write_files(directory, plan, work, sums, copies, ranks)
+        replicas = ReplicaCheck(plan, _BLOCK_NBYTES, progress)
+        write_files(directory, plan, assignment, sums, replicas, ranks)
         step.message = [
-            own.written_nbytes + copies.written[name].written_nbytes for name, own in sums.items()
+            own.written_nbytes + replicas.written[name].written_nbytes
+            for name, own in sums.items()
         ]
     for (name, file), counts in zip(
         plan.files.items(), zip(*step.messages, strict=True), strict=True
@@ -256,13 +264,13 @@ def _write_all(
             )
             raise ranks.common(CheckpointError(text))
     # Registers of all ranks combine by XOR; see [Note: partial checksums].
-    written = [own.folded() ^ copies.written[name].folded() for name, own in sums.items()]
-    compared = [copies.registers()] if work.shared and ranks.size > 1 else []
+    written = [own.folded() ^ replicas.written[name].folded() for name, own in sums.items()]
+    compared = [replicas.registers()] if assignment.shared and ranks.size > 1 else []
     registers = np.concatenate([_NOTHING, *written, *compared])
     ranks.reduce(registers.view(np.int32), dist.ReduceOp.BXOR)
     registers, differing = np.split(registers, [sum(map(len, written))])
     if differing.any():
-        raise ranks.common(copies.difference(differing, work.shared, ranks))
+        raise ranks.common(replicas.difference(differing, assignment.shared, ranks))
     result: dict[str, list[int]] = {}
     for name, own in sums.items():
         words, registers = np.split(registers, [own.num_blocks])
@@ -271,7 +279,7 @@ def _write_all(
 
 
 def _commit(
-    staging: Staging, plan: FilePlan, agreed: Agreed, words: Mapping[str, list[int]]
+    staging: StagedDirectory, plan: FilePlan, save_plan: SavePlan, words: Mapping[str, list[int]]
 ) -> None:
     manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES,
@@ -280,8 +288,8 @@ def _commit(
             for name, file in plan.files.items()
         },
         tensors=plan.tensors,
-        aliases=agreed.aliases,
-        tree=agreed.tree,
+        aliases=save_plan.aliases,
+        tree=save_plan.tree,
     )
     with open(staging.directory / MANIFEST_NAME, "xb") as stream:
         stream.write(dump_manifest(manifest))

@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.byte_ranges import ByteRanges
 from vescale_ckpt._format.crc32 import PartialBlockCrcs
 from vescale_ckpt._format.file_layout import FilePlan, StoredTensor
 from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.file_writer import Buffers, FileWriter
 from vescale_ckpt._io.tensor_bytes import packed_chunks
-from vescale_ckpt._state.local_shards import Part, located
+from vescale_ckpt._state.local_shards import LocalShard, located
 from vescale_ckpt._store.atomic_directory import is_there
 from vescale_ckpt.exceptions import CheckpointError
 
-from .replica_check import Copies
-from .two_phase_write import MIN_RANGE_NBYTES, page_shares, write_slabs
+from .replica_check import ReplicaCheck
+from .two_phase_write import MIN_RANGE_NBYTES, page_shares, write_in_two_phases
 
 
-class _Piece(NamedTuple):
+class WriteItem(NamedTuple):
     """A box in this rank's memory, and which of its packed bytes go where."""
 
     ranges: ByteRanges
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class WriteAssignment:
     """What a rank has to do to get the tensors into the files.
 
     Attributes:
@@ -45,9 +45,9 @@ class Work:
         exchanged: Tensors whose bytes are exchanged first; the same keys on every rank.
     """
 
-    own: Mapping[str, Part]
-    shared: Mapping[str, Part]
-    exchanged: Mapping[str, Part]
+    own: Mapping[str, LocalShard]
+    shared: Mapping[str, LocalShard]
+    exchanged: Mapping[str, LocalShard]
 
 
 def create_files(directory: Path, plan: FilePlan) -> None:
@@ -77,24 +77,24 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 def write_files(
     directory: Path,
     plan: FilePlan,
-    work: Work,
+    assignment: WriteAssignment,
     sums: Mapping[str, PartialBlockCrcs],
-    copies: Copies,
-    ranks: Ranks,
+    replicas: ReplicaCheck,
+    ranks: ControlGroup,
 ) -> None:
     """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
 
     Args:
         directory: Where the files are.
         plan: Where each tensor lies.
-        work: What this rank has to write. Rank 0 writes the files' heads, too.
+        assignment: What this rank has to write. Rank 0 writes the files' heads, too.
         sums: For each file, what takes account of the bytes written, but for copies.
-        copies: What takes account of those of tensors that every rank holds.
+        replicas: What takes account of those of tensors that every rank holds.
         ranks: All ranks.
     """
     with Buffers() as buffers:
-        _write_exchanged(directory, plan, work, sums, buffers, ranks)
-        keys = keys_by_file(plan, work)
+        _write_exchanged(directory, plan, assignment, sums, buffers, ranks)
+        keys = keys_by_file(plan, assignment)
         for name, file in plan.files.items():
             if name not in keys and ranks.rank != 0:
                 continue
@@ -102,54 +102,60 @@ def write_files(
                 if ranks.rank == 0:
                     writer.write(0, memoryview(file.head))
                 for key in keys.get(name, ()):
-                    writer.account(copies.written[name] if key in work.shared else sums[name])
-                    for piece in pieces_of_tensor(key, plan, work, ranks):
-                        _write_piece(writer, piece)
+                    writer.account(
+                        replicas.written[name] if key in assignment.shared else sums[name]
+                    )
+                    for item in write_items_of(key, plan, assignment, ranks):
+                        _write_item(writer, item)
                 writer.finish()
     if ranks.size > 1:
-        _check_copies(plan, work, copies, (ranks.rank + 1) % ranks.size, ranks.size)
+        _check_replicas(plan, assignment, replicas, (ranks.rank + 1) % ranks.size, ranks.size)
 
 
-def _check_copies(
-    plan: FilePlan, work: Work, copies: Copies, writer_rank: int, num_ranks: int
+def _check_replicas(
+    plan: FilePlan,
+    assignment: WriteAssignment,
+    replicas: ReplicaCheck,
+    writer_rank: int,
+    num_ranks: int,
 ) -> None:
     """Take account of what another rank writes, as this one holds it; see [Note: copies]."""
-    for key, part in work.shared.items():
-        sums = copies.checked[plan.tensors[key].file]
-        piece = _share(plan.tensors[key], part, writer_rank, num_ranks)
+    for key, shard in assignment.shared.items():
+        sums = replicas.checked[plan.tensors[key].file]
+        item = _share(plan.tensors[key], shard, writer_rank, num_ranks)
         start = 0
-        for chunk in packed_chunks(piece.source) if piece.first < piece.last else ():
-            first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+        for chunk in packed_chunks(item.source) if item.first < item.last else ():
+            first, last = max(item.first - start, 0), min(item.last - start, len(chunk))
             if first < last:
-                sums.add(piece.ranges.start + start + first, chunk[first:last])
+                sums.add(item.ranges.start + start + first, chunk[first:last])
             start += len(chunk)
 
 
-def _share(stored: StoredTensor, part: Part, rank: int, num_ranks: int) -> _Piece:
+def _share(stored: StoredTensor, shard: LocalShard, rank: int, num_ranks: int) -> WriteItem:
     """Return what a rank writes of a tensor that all of them hold; perhaps nothing."""
     start, stop = page_shares(stored, num_ranks)[rank]
     ranges = ByteRanges(stored.offset, stored.nbytes)
-    return _Piece(ranges, part.local, start - stored.offset, stop - stored.offset)
+    return WriteItem(ranges, shard.local, start - stored.offset, stop - stored.offset)
 
 
 def _write_exchanged(
     directory: Path,
     plan: FilePlan,
-    work: Work,
+    assignment: WriteAssignment,
     sums: Mapping[str, PartialBlockCrcs],
     buffers: Buffers,
-    ranks: Ranks,
+    ranks: ControlGroup,
 ) -> None:
-    """Write slabs; see [Note: slabs]."""
+    """Write in two phases; see [Note: two-phase write]."""
     _check_visible(directory)
     scratch = Scratch()
     by_file: dict[str, list[str]] = {}
-    for key in sorted(work.exchanged, key=lambda key: plan.tensors[key].offset):
+    for key in sorted(assignment.exchanged, key=lambda key: plan.tensors[key].offset):
         by_file.setdefault(plan.tensors[key].file, []).append(key)
     for name in sorted(by_file):
-        tensors = [(plan.tensors[key], work.exchanged[key]) for key in by_file[name]]
+        tensors = [(plan.tensors[key], assignment.exchanged[key]) for key in by_file[name]]
         with FileWriter(directory / name, sums[name], buffers) as writer:
-            write_slabs(writer, tensors, ranks, scratch)
+            write_in_two_phases(writer, tensors, ranks, scratch)
             writer.finish()
 
 
@@ -161,35 +167,37 @@ def _check_visible(directory: Path) -> None:
         )
 
 
-def keys_by_file(plan: FilePlan, work: Work) -> dict[str, list[str]]:
+def keys_by_file(plan: FilePlan, assignment: WriteAssignment) -> dict[str, list[str]]:
     """Return of which tensors this rank writes its own boxes or a share, in file order."""
     result: dict[str, list[str]] = {}
     for key, stored in plan.tensors.items():
-        if key in work.own or key in work.shared:
+        if key in assignment.own or key in assignment.shared:
             result.setdefault(stored.file, []).append(key)
     return result
 
 
-def pieces_of_tensor(key: str, plan: FilePlan, work: Work, ranks: Ranks) -> Iterator[_Piece]:
+def write_items_of(
+    key: str, plan: FilePlan, assignment: WriteAssignment, ranks: ControlGroup
+) -> Iterator[WriteItem]:
     """Yield what this rank writes of a tensor, in file order."""
     stored = plan.tensors[key]
-    if key in work.own:
-        for memory, ranges in located(work.own[key], stored):
-            yield _Piece(ranges, memory, 0, ranges.total_nbytes)
+    if key in assignment.own:
+        for memory, ranges in located(assignment.own[key], stored):
+            yield WriteItem(ranges, memory, 0, ranges.total_nbytes)
         return
-    piece = _share(stored, work.shared[key], ranks.rank, ranks.size)
-    if piece.first < piece.last:
-        yield piece
+    item = _share(stored, assignment.shared[key], ranks.rank, ranks.size)
+    if item.first < item.last:
+        yield item
 
 
-def _write_piece(writer: FileWriter, piece: _Piece) -> None:
-    ranges = piece.ranges
+def _write_item(writer: FileWriter, item: WriteItem) -> None:
+    ranges = item.ranges
     scattered = ranges.num_ranges > 1 and ranges.nbytes < MIN_RANGE_NBYTES
     # The page cache is better at putting short ranges together than the disk.
     write = writer.write_through_cache if scattered else writer.write
     start = 0
-    for chunk in packed_chunks(piece.source):
-        first, last = max(piece.first - start, 0), min(piece.last - start, len(chunk))
+    for chunk in packed_chunks(item.source):
+        first, last = max(item.first - start, 0), min(item.last - start, len(chunk))
         if first < last:
             for offset, lower, upper in ranges.locate(start + first, last - first):
                 write(offset, chunk[first + lower : first + upper])

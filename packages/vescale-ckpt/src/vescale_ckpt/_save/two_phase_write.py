@@ -1,11 +1,12 @@
-"""Turn shards that lie in many short pieces of a file into slabs that each rank writes at once.
+"""Two-phase writes: ranks exchange shards first, then each writes consecutive bytes.
 
-[Note: slabs]
+[Note: two-phase write]
 A tensor sharded along its columns reaches the file in pieces of a fraction of a row. Instead of
-writing those, the ranks of the tensor's mesh divide its bytes into one consecutive slab each
-and send one another what belongs there; the network is faster than short writes. Which bytes
-go where follows from the placements, so nothing but the bytes themselves is sent. The packed
-bytes of a box are in the order of the file, so what a slab needs of a box is one piece of them.
+writing those, the ranks of the tensor's mesh divide its bytes into one consecutive file domain
+each (ROMIO's word) and send one another what belongs there; the network is faster than short
+writes. Which bytes go where follows from the placements, so nothing but the bytes themselves is
+sent. The packed bytes of a box are in the order of the file, so what a domain needs of a box is
+one stretch of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Placement, Shard
 
-from vescale_ckpt._comm.control_group import Ranks
+from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes, byte_ranges_of
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor, nbytes_of
@@ -27,7 +28,7 @@ from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.direct_io import PAGE_NBYTES
 from vescale_ckpt._io.file_writer import FileWriter
 from vescale_ckpt._io.tensor_bytes import flat_bytes
-from vescale_ckpt._state.local_shards import Layout, Part, is_first_replica
+from vescale_ckpt._state.local_shards import LocalShard, ShardLayout, is_first_replica
 from vescale_dtensor import Box, InterleavedShard, local_boxes
 
 MIN_RANGE_NBYTES = 256 << 10
@@ -46,7 +47,7 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slab:
+class _FileDomain:
     """Consecutive bytes of the file that one rank writes."""
 
     rank: int
@@ -54,38 +55,38 @@ class _Slab:
     stop: int
 
     def part(self, number: int) -> tuple[int, int]:
-        """Return the bytes of the slab that are exchanged in one go; perhaps none."""
+        """Return the bytes of the domain that are exchanged in one go; perhaps none."""
         start = min(self.start + number * _ROUND_NBYTES, self.stop)
         return start, min(start + _ROUND_NBYTES, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Exchanged:
     """A tensor to exchange, seen from one rank.
 
     Attributes:
         holders: Who holds what.
-        slabs: Who writes what.
-        own_slab: What this rank writes; perhaps nothing.
+        domains: Who writes what.
+        own_domain: What this rank writes; perhaps nothing.
         own_boxes: Where the boxes go that this rank sends; none for a copy.
         packed: The bytes of these boxes.
     """
 
     holders: list[_Holder]
-    slabs: list[_Slab]
-    own_slab: _Slab
+    domains: list[_FileDomain]
+    own_domain: _FileDomain
     own_boxes: tuple[ByteRanges, ...]
     packed: list[memoryview]
 
 
-def needs_slabs(part: Part) -> bool:
+def needs_two_phase(part: LocalShard) -> bool:
     """Return whether a tensor's shards are better exchanged; the same answer on every rank."""
-    return _needs_slabs(part.layout, part.shape, part.dtype)
+    return _needs_two_phase(part.layout, part.shape, part.dtype)
 
 
 # As many tensors are alike, most of the work has been done before.
 @lru_cache(maxsize=4096)
-def _needs_slabs(layout: Layout, shape: tuple[int, ...], dtype: str) -> bool:
+def _needs_two_phase(layout: ShardLayout, shape: tuple[int, ...], dtype: str) -> bool:
     if layout.mesh_ranks is None or not 1 < len(layout.mesh_ranks) <= _MAX_RANKS:
         return False
     if nbytes_of(dtype, shape) < _MIN_TENSOR_NBYTES:
@@ -103,13 +104,13 @@ def _cuts_rows(placement: Placement) -> bool:
     return False
 
 
-def write_slabs(
+def write_in_two_phases(
     writer: FileWriter,
-    tensors: Iterable[tuple[StoredTensor, Part]],
-    ranks: Ranks,
+    tensors: Iterable[tuple[StoredTensor, LocalShard]],
+    ranks: ControlGroup,
     scratch: Scratch,
 ) -> None:
-    """Exchange the bytes of tensors and write this rank's slabs. Every rank must call this.
+    """Exchange the bytes of tensors and write this rank's file domains. Every rank must call this.
 
     Args:
         writer: Where to write.
@@ -121,21 +122,21 @@ def write_slabs(
         counts = [_incoming_counts(tensor, number, ranks.size) for tensor, number in batch]
         received = _exchange(batch, np.sum(counts, axis=0).tolist(), ranks, scratch)
         for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
-            start, stop = tensor.own_slab.part(number)
+            start, stop = tensor.own_domain.part(number)
             if start < stop:
                 boxes = _by_box(tensor.holders, pieces, start, stop)
                 writer.write_from(start, stop - start, partial(_assemble, boxes))
 
 
 def _batches(
-    tensors: Iterable[tuple[StoredTensor, Part]], rank: int
-) -> Iterator[list[tuple[_Tensor, int]]]:
-    """Yield parts of slabs, of one tensor or several, that are exchanged together."""
-    batch: list[tuple[_Tensor, int]] = []
+    tensors: Iterable[tuple[StoredTensor, LocalShard]], rank: int
+) -> Iterator[list[tuple[_Exchanged, int]]]:
+    """Yield parts of file domains, of one tensor or several, that are exchanged together."""
+    batch: list[tuple[_Exchanged, int]] = []
     filled = 0
     for stored, part in tensors:
         tensor = _seen_from(rank, stored, part)
-        longest = max(slab.stop - slab.start for slab in tensor.slabs)
+        longest = max(domain.stop - domain.start for domain in tensor.domains)
         for number in range(-(-longest // _ROUND_NBYTES)):
             nbytes = min(_ROUND_NBYTES, longest - number * _ROUND_NBYTES)
             if batch and filled + nbytes > _ROUND_NBYTES:
@@ -147,25 +148,25 @@ def _batches(
         yield batch
 
 
-def _seen_from(rank: int, stored: StoredTensor, part: Part) -> _Tensor:
+def _seen_from(rank: int, stored: StoredTensor, part: LocalShard) -> _Exchanged:
     assert part.layout.mesh_ranks is not None
     holders = [
         _Holder(holder, tuple(_ranges_in(stored, box) for box in boxes))
         for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
     ]
-    slabs = _slabs(stored, holders, part.layout.mesh_ranks)
-    nothing = _Slab(rank, stored.offset, stored.offset)
+    domains = _file_domains(stored, holders, part.layout.mesh_ranks)
+    nothing = _FileDomain(rank, stored.offset, stored.offset)
     own_boxes = next((holder.boxes for holder in holders if holder.rank == rank), ())
-    return _Tensor(
+    return _Exchanged(
         holders=holders,
-        slabs=slabs,
-        own_slab=next((slab for slab in slabs if slab.rank == rank), nothing),
+        domains=domains,
+        own_domain=next((domain for domain in domains if domain.rank == rank), nothing),
         own_boxes=own_boxes,
         packed=[_packed(held.of(part.local)) for held in part.boxes] if own_boxes else [],
     )
 
 
-def _boxes_by_rank(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+def _boxes_by_rank(layout: ShardLayout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
     """Return the boxes of the first replicas."""
     assert layout.mesh_ranks is not None
     boxes = _boxes_by_coordinate(shape, layout.mesh_shape, layout.placements)
@@ -199,14 +200,16 @@ def _ranges_in(stored: StoredTensor, box: Box) -> ByteRanges:
     return byte_ranges_of(stored.shape, box, stored.itemsize, stored.offset)
 
 
-def _slabs(
+def _file_domains(
     stored: StoredTensor, holders: list[_Holder], mesh_ranks: tuple[int, ...]
-) -> list[_Slab]:
+) -> list[_FileDomain]:
     """Divide a tensor's bytes so that ranks write near what they hold, on page boundaries."""
     starts = {h.rank: h.boxes[0].start for h in holders if h.boxes}
     order = sorted(mesh_ranks, key=lambda rank: (starts.get(rank, stored.offset), rank))
     shares = page_shares(stored, len(order))
-    return [_Slab(rank, start, stop) for rank, (start, stop) in zip(order, shares, strict=True)]
+    return [
+        _FileDomain(rank, start, stop) for rank, (start, stop) in zip(order, shares, strict=True)
+    ]
 
 
 def page_shares(stored: StoredTensor, count: int) -> list[tuple[int, int]]:
@@ -228,20 +231,20 @@ def _packed(source: torch.Tensor) -> memoryview:
     return view
 
 
-def _outgoing(tensor: _Tensor, number: int, num_ranks: int) -> list[list[memoryview]]:
+def _outgoing(tensor: _Exchanged, number: int, num_ranks: int) -> list[list[memoryview]]:
     """Return what goes to each rank."""
     outgoing: list[list[memoryview]] = [[] for _ in range(num_ranks)]
-    for slab in tensor.slabs:
-        start, stop = slab.part(number)
+    for domain in tensor.domains:
+        start, stop = domain.part(number)
         for ranges, content in zip(tensor.own_boxes, tensor.packed, strict=True):
             lower, upper = ranges.bytes_before(start), ranges.bytes_before(stop)
             if lower < upper:
-                outgoing[slab.rank].append(content[lower:upper])
+                outgoing[domain.rank].append(content[lower:upper])
     return outgoing
 
 
-def _incoming_counts(tensor: _Tensor, number: int, num_ranks: int) -> list[int]:
-    start, stop = tensor.own_slab.part(number)
+def _incoming_counts(tensor: _Exchanged, number: int, num_ranks: int) -> list[int]:
+    start, stop = tensor.own_domain.part(number)
     counts = [0] * num_ranks
     for holder in tensor.holders:
         counts[holder.rank] = sum(
@@ -251,7 +254,7 @@ def _incoming_counts(tensor: _Tensor, number: int, num_ranks: int) -> list[int]:
 
 
 def _exchange(
-    batch: list[tuple[_Tensor, int]], counts: list[int], ranks: Ranks, scratch: Scratch
+    batch: list[tuple[_Exchanged, int]], counts: list[int], ranks: ControlGroup, scratch: Scratch
 ) -> Bytes:
     """Send what others write, and return what they have sent, in the order of ranks."""
     by_tensor = [_outgoing(tensor, number, ranks.size) for tensor, number in batch]
@@ -263,7 +266,7 @@ def _exchange(
         outgoing[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
         position += len(piece)
     incoming = scratch.take("incoming", sum(counts))
-    ranks.exchange(outgoing, lengths, incoming, counts)
+    ranks.all_to_all(outgoing, lengths, incoming, counts)
     return incoming
 
 

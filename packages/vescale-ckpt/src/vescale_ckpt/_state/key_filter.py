@@ -16,7 +16,7 @@ _Items = Sequence[tuple[str | int, Json]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class KeyFilter:
     r"""The options of a load that say which keys it is about.
 
     Attributes:
@@ -50,7 +50,7 @@ class Selection:
         return [leaf for leaf in leaves(node, path) if self.wants(leaf)]
 
 
-def select(only: Iterable[str] | None, rename: Mapping[str, str] | None) -> Selection:
+def key_filter_of(only: Iterable[str] | None, rename: Mapping[str, str] | None) -> KeyFilter:
     """Return the selection that a user has described.
 
     Raises:
@@ -58,7 +58,7 @@ def select(only: Iterable[str] | None, rename: Mapping[str, str] | None) -> Sele
     """
     if isinstance(only, str):
         raise ValueError(f"expected a list of patterns as only, got the string {only!r}")
-    return Selection(only=None if only is None else tuple(only), rename=dict(rename or {}))
+    return KeyFilter(only=None if only is None else tuple(only), rename=dict(rename or {}))
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
@@ -69,7 +69,7 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
     return name
 
 
-class Stored:
+class RenamedTree:
     """A stored tree whose leaves have the names that they have here.
 
     Attributes:
@@ -78,18 +78,18 @@ class Stored:
         idle: Complaints about patterns that match nothing.
     """
 
-    def __init__(self, tree: Mapping[str, Json], selection: Selection) -> None:
+    def __init__(self, tree: Mapping[str, Json], key_filter: KeyFilter) -> None:
         self.tree = dict(tree)
         self.moved: dict[str, Json] = {}
-        self._rename = dict(selection.rename)
-        self._unused = set(selection.rename)
-        if selection.rename:
+        self._rename = dict(key_filter.rename)
+        self._unused = set(key_filter.rename)
+        if key_filter.rename:
             self.tree = {str(key): node for key, node in self._staying(list(tree.items()), "")}
             self._check()
         self._parents = {parent for key in self.moved for parent in _with_parents(key)}
         self._parents -= self.moved.keys()
         self.idle = [f"rename {pattern!r} matches nothing" for pattern in sorted(self._unused)]
-        self.idle += self._idle_only(selection.only or ())
+        self.idle += self._idle_only(key_filter.only or ())
 
     def holds_below(self, key: str) -> bool:
         """Return whether a leaf was moved to somewhere below ``key``."""

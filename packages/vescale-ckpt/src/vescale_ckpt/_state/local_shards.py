@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class ShardLayout:
     """How a tensor lies on the ranks; tensors that lie the same way share one.
 
     Two are told apart by their identity, which makes them good keys of caches.
@@ -57,7 +57,7 @@ class Layout:
     text: str
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """What a rank holds of a tensor.
 
     Attributes:
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     local: torch.Tensor
-    layout: Layout
+    layout: ShardLayout
 
     @property
     def boxes(self) -> tuple[LocalBox, ...]:
@@ -90,7 +90,7 @@ class Part(NamedTuple):
         return (*view, self.shape, self.layout.text)
 
 
-def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
+def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
     """Return this rank's part of a tensor, if that can be stored or filled as plain bytes.
 
     Cheapest under ``torch.no_grad()``.
@@ -101,7 +101,7 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
     if not isinstance(tensor, _DISTRIBUTED):
         local = tensor.detach() if tensor.requires_grad else tensor
         dtype = _checked_dtype(key, local)
-        return Part(local.shape, dtype, local, _plain_layout(local.shape, rank == 0))
+        return LocalShard(local.shape, dtype, local, _plain_layout(local.shape, rank == 0))
     local, spec = tensor.to_local(), spec_of(tensor)
     if local.requires_grad:
         local = local.detach()
@@ -110,20 +110,20 @@ def part_of(key: str, tensor: torch.Tensor, rank: int) -> Part:
         layout = _layout(spec.shape, spec.mesh, spec.placements, rank)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"tensor {key!r}{error}") from error
-    return Part(spec.shape, dtype, local, layout)
+    return LocalShard(spec.shape, dtype, local, layout)
 
 
-def stacked_part(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> Part:
+def stacked_shard(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> LocalShard:
     """Return this rank's part of the tensor in which the tensors of all ranks are stacked.
 
     Raises:
         CheckpointError: If it is a DTensor, or has no plain bytes.
     """
-    part = part_of(key, tensor, rank)
-    if part.layout.mesh_ranks is not None:
+    shard = local_shard_of(key, tensor, rank)
+    if shard.layout.mesh_ranks is not None:
         raise CheckpointError(f"{key!r} is a DTensor, which has no place in PerRank")
-    shape = (num_ranks, *part.shape)
-    layout = Layout(
+    shape = (num_ranks, *shard.shape)
+    layout = ShardLayout(
         boxes=(_row(shape, rank),),
         is_first_replica=True,
         is_whole=False,
@@ -132,13 +132,13 @@ def stacked_part(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> P
         placements=(Shard(0),),
         text=f"per rank of {num_ranks}",
     )
-    return Part(shape, part.dtype, part.local[None], layout)
+    return LocalShard(shape, shard.dtype, shard.local[None], layout)
 
 
-def row_part(part: Part, shape: tuple[int, ...], row: int) -> Part:
+def shard_of_row(shard: LocalShard, shape: tuple[int, ...], row: int) -> LocalShard:
     """Return the part that fills a plain tensor from one row of a stacked one of ``shape``."""
-    layout = replace(part.layout, boxes=(_row(shape, row),))
-    return Part(shape, part.dtype, part.local[None], layout)
+    layout = replace(shard.layout, boxes=(_row(shape, row),))
+    return LocalShard(shape, shard.dtype, shard.local[None], layout)
 
 
 def _row(shape: tuple[int, ...], row: int) -> LocalBox:
@@ -146,15 +146,15 @@ def _row(shape: tuple[int, ...], row: int) -> LocalBox:
     return LocalBox(Box((row, *(0,) * dims), (1, *shape[1:])), (0,) * (dims + 1))
 
 
-def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, ByteRanges]]:
+def located(shard: LocalShard, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, ByteRanges]]:
     """Yield the memory of each box that is not empty, and where it lies, in file order.
 
     Args:
-        part: What this rank holds.
+        shard: What this rank holds.
         stored: Where the whole tensor lies.
     """
-    local = part.local
-    for held, ranges in _ranges_of_boxes(part.layout, stored.shape, stored.dtype):
+    local = shard.local
+    for held, ranges in _ranges_of_boxes(shard.layout, stored.shape, stored.dtype):
         memory = local if held.box.shape == local.shape else held.of(local)
         yield memory, ranges.shifted(stored.offset)
 
@@ -162,7 +162,7 @@ def located(part: Part, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, By
 # Models repeat the same layer many times; a hit costs a twentieth of the computation.
 @lru_cache(maxsize=4096)
 def _ranges_of_boxes(
-    layout: Layout, shape: tuple[int, ...], dtype: str
+    layout: ShardLayout, shape: tuple[int, ...], dtype: str
 ) -> tuple[tuple[LocalBox, ByteRanges], ...]:
     """Return the boxes that are not empty, and where they lie in a tensor at byte 0."""
     itemsize = DTYPES[dtype].itemsize
@@ -190,8 +190,8 @@ def _checked_dtype(key: str, local: torch.Tensor) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _plain_layout(shape: torch.Size, is_first_replica: bool) -> Layout:
-    return Layout(
+def _plain_layout(shape: torch.Size, is_first_replica: bool) -> ShardLayout:
+    return ShardLayout(
         boxes=(LocalBox(Box.whole(shape), (0,) * len(shape)),),
         is_first_replica=is_first_replica,
         is_whole=True,
@@ -205,7 +205,7 @@ def _plain_layout(shape: torch.Size, is_first_replica: bool) -> Layout:
 @lru_cache(maxsize=4096)
 def _layout(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
-) -> Layout:
+) -> ShardLayout:
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(
             f" has placements {placements}: its value is still to be reduced; redistribute it to "
@@ -221,7 +221,7 @@ def _layout(
     except (TypeError, ValueError) as error:
         raise ValueError(f": {error}") from error
     mesh_ranks = _ranks_of(mesh)
-    return Layout(
+    return ShardLayout(
         boxes=() if coordinate is None else boxes,
         is_first_replica=coordinate is not None and is_first_replica(coordinate, understood),
         is_whole=all(isinstance(placement, Replicate) for placement in understood),
@@ -257,10 +257,10 @@ def _understood(
 
 
 def _interleaved(shape: torch.Size, num_ranks: int, placement: StridedShard) -> Placement:
-    parts = int(placement.split_factor)
-    if shape[placement.dim] % (parts * num_ranks):
+    shards = int(placement.split_factor)
+    if shape[placement.dim] % (shards * num_ranks):
         raise ValueError(
             f"{placement!r} over {num_ranks} ranks is supported for a tensor dim that is a "
-            f"multiple of {parts * num_ranks}, got shape {tuple(shape)}"
+            f"multiple of {shards * num_ranks}, got shape {tuple(shape)}"
         )
-    return InterleavedShard(placement.dim, parts)
+    return InterleavedShard(placement.dim, shards)

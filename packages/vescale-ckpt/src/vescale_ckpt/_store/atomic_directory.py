@@ -51,7 +51,7 @@ _NO_LOCKS = (
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-class Staging:
+class StagedDirectory:
     """A locked hidden directory that becomes the checkpoint at ``path``."""
 
     def __init__(self, path: Path, token: str) -> None:
@@ -85,7 +85,7 @@ class Staging:
                 if not self.path.exists():
                     os.rename(self.directory, self.path)
                     return None
-                if exchange(self.directory, self.path):
+                if swap_directories(self.directory, self.path):
                     return self.directory
                 os.rename(self.path, self._aside)
                 os.rename(self.directory, self.path)
@@ -134,7 +134,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def exchange(a: Path, b: Path) -> bool:
+def swap_directories(a: Path, b: Path) -> bool:
     """Let two directories change places atomically; False if the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

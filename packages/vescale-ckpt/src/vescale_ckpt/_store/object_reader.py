@@ -15,13 +15,13 @@ from vescale_ckpt._format.manifest import (
     StoredFile,
     parse_manifest,
 )
-from vescale_ckpt._io.object_store import Storage
+from vescale_ckpt._io.object_store import ObjectStore
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-from .reader import Reader
+from .reader import CheckpointReader
 
 
-def read_manifest_of(storage: Storage) -> tuple[int, Manifest]:
+def read_manifest_of(storage: ObjectStore) -> tuple[int, Manifest]:
     """Return the checksum of a checkpoint's manifest, and the manifest.
 
     Raises:
@@ -39,7 +39,7 @@ def read_manifest_of(storage: Storage) -> tuple[int, Manifest]:
     return crc32(text), parse_manifest(text, where)
 
 
-def has_manifest(storage: Storage) -> bool:
+def has_manifest(storage: ObjectStore) -> bool:
     """Return whether there is a manifest, sound or not."""
     try:
         storage.nbytes(MANIFEST_NAME)
@@ -48,7 +48,9 @@ def has_manifest(storage: Storage) -> bool:
     return True
 
 
-def odd_file(storage: Storage, files: Mapping[str, StoredFile]) -> tuple[str, int | None] | None:
+def odd_file(
+    storage: ObjectStore, files: Mapping[str, StoredFile]
+) -> tuple[str, int | None] | None:
     """Return the first file that has not the length it should have, and what it has.
 
     One request lists them; what the listing lacks is asked for one by one. The length of a file
@@ -65,7 +67,7 @@ def odd_file(storage: Storage, files: Mapping[str, StoredFile]) -> tuple[str, in
     return None
 
 
-class RemoteReader(Reader):
+class ObjectStoreReader(CheckpointReader):
     """Reads by requests to a storage what Reader reads from open files.
 
     Args:
@@ -74,7 +76,7 @@ class RemoteReader(Reader):
 
     has_page_cache = False
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ObjectStore) -> None:
         self.path = Path(storage.url)
         self._storage = storage
         self._local = threading.local()

@@ -35,7 +35,7 @@ from vescale_ckpt._io.file_handles import Handles
 from vescale_ckpt.exceptions import CorruptCheckpointError
 
 
-class Reader:
+class CheckpointReader:
     """The open files of one checkpoint.
 
     The files stay readable, and stay those of this one checkpoint, even if a save replaces the
@@ -84,7 +84,7 @@ class Reader:
             self.close()
             raise
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from vescale_ckpt._io.object_store import Storage, local_path, storage_of
+from vescale_ckpt._io.object_store import ObjectStore, local_path, object_store_of
 from vescale_ckpt.exceptions import CheckpointError
 
 from .retention_directory import DirectorySeries
@@ -189,12 +189,12 @@ def remove_older(
     return [look.place.where(name) for name in removed]
 
 
-def keep_newest(where: Path | Storage, keep_last: int) -> None:
+def keep_newest(where: Path | ObjectStore, keep_last: int) -> None:
     """Delete the predecessors of a checkpoint that was just committed, but for some.
 
     The one at ``where`` is kept whatever its number.
     """
-    if isinstance(where, Storage):
+    if isinstance(where, ObjectStore):
         place = StorageSeries(where.parent())
     else:
         place = DirectorySeries(where.parent)
@@ -205,7 +205,7 @@ def keep_newest(where: Path | Storage, keep_last: int) -> None:
     _remove(look, series, removed)
 
 
-def check_keep_last(where: Path | Storage | None, keep_last: int) -> None:
+def check_keep_last(where: Path | ObjectStore | None, keep_last: int) -> None:
     """Refuse to keep nothing, or the predecessors of a checkpoint without a number.
 
     Raises:
@@ -218,7 +218,7 @@ def check_keep_last(where: Path | Storage | None, keep_last: int) -> None:
 
 
 def _place_of(directory: str | os.PathLike[str]) -> _Place:
-    storage = storage_of(directory)
+    storage = object_store_of(directory)
     if storage is None or storage.is_local:
         return DirectorySeries(Path(local_path(directory)))
     return StorageSeries(storage)

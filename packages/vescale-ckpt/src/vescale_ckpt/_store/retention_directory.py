@@ -14,7 +14,7 @@ from vescale_ckpt._format.manifest import MANIFEST_NAME
 from vescale_ckpt.exceptions import CorruptCheckpointError
 
 from .atomic_directory import interrupted, is_there, place_of, remove_leftovers, sync_directory
-from .reader import Reader
+from .reader import CheckpointReader
 from .verify import complaints_about, wrong_headers
 
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]+\.(saving|replaced|removed)")
@@ -53,7 +53,7 @@ class DirectorySeries:
         """Return why this is no whole checkpoint, None if it is one; see retention.py."""
         path = place_of(self._root / name)
         try:
-            with Reader(path, most_open=1) as reader:
+            with CheckpointReader(path, most_open=1) as reader:
                 return next(wrong_headers(reader), None)
         except FileNotFoundError:
             return ""  # just deleted by another job

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from vescale_ckpt._format.file_layout import is_rank_file
 from vescale_ckpt._format.manifest import MANIFEST_NAME
-from vescale_ckpt._io.object_store import Storage
+from vescale_ckpt._io.object_store import ObjectStore
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-from .object_reader import RemoteReader, has_manifest, read_manifest_of
+from .object_reader import ObjectStoreReader, has_manifest, read_manifest_of
 from .verify import complaints_about
 
 
@@ -20,7 +20,7 @@ class StorageSeries:
         root: The place that they lie in.
     """
 
-    def __init__(self, root: Storage) -> None:
+    def __init__(self, root: ObjectStore) -> None:
         self._root = root
 
     def names(self) -> list[str]:
@@ -38,7 +38,7 @@ class StorageSeries:
         of files are not looked at: that would be two more requests a file.
         """
         try:
-            RemoteReader(self._root.child(name)).close()
+            ObjectStoreReader(self._root.child(name)).close()
         except FileNotFoundError:
             return ""
         except CorruptCheckpointError as error:
@@ -84,7 +84,7 @@ class StorageSeries:
                 storage.remove_directory()
 
 
-def _named_files(storage: Storage) -> set[str] | None:
+def _named_files(storage: ObjectStore) -> set[str] | None:
     """Return the files that belong to a checkpoint, None if its manifest cannot be read."""
     if not has_manifest(storage):
         return set()

@@ -14,7 +14,7 @@ from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from .open import open_checkpoint
-from .reader import Reader
+from .reader import CheckpointReader
 
 
 def verify(
@@ -55,7 +55,7 @@ def complaints_about(
 
 
 def _wrong_blocks(
-    reader: Reader, num_threads: int, progress: Callable[[int, int], None]
+    reader: CheckpointReader, num_threads: int, progress: Callable[[int, int], None]
 ) -> Iterator[str]:
     blocks = [
         Blocks(name, block, block + 1)
@@ -77,7 +77,7 @@ def _wrong_blocks(
                 yield complaint
 
 
-def wrong_headers(reader: Reader) -> Iterator[str]:
+def wrong_headers(reader: CheckpointReader) -> Iterator[str]:
     """Yield where a file's own header tells another story than the manifest."""
     for name in reader.manifest.files:
         if name.endswith(".safetensors"):
@@ -93,7 +93,7 @@ def wrong_headers(reader: Reader) -> Iterator[str]:
                     )
 
 
-def _header(reader: Reader, name: str) -> dict[str, Any]:
+def _header(reader: CheckpointReader, name: str) -> dict[str, Any]:
     try:
         (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
         header = strict_json(reader.content(name, 8, nbytes))
