@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vescale_ckpt._comm.control_group import AllOrNone, current_control_group
 from vescale_ckpt._comm.hosts import this_host
-from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.manifest import Manifest, StoredFile, is_file_name
+from vescale_ckpt._format.safetensors import read_header
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt._io.file_handles import kind_of_special
@@ -27,8 +25,6 @@ from vescale_ckpt._state.local_shards import local_shard_of
 from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-# As in the safetensors library.
-_MAX_HEADER_NBYTES = 100_000_000
 # No checksums depend on it: what ranks divide among themselves when they read.
 _BLOCK_NBYTES = 1 << 20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -157,62 +153,14 @@ def _files(path: Path) -> dict[str, set[str] | None]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, checked against the file's length."""
     try:
         if (special := kind_of_special(file.resolve())) is not None:
             raise ValueError(f"it is {special}")
         nbytes = file.stat().st_size
         with open(file, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(nbytes - 8, _MAX_HEADER_NBYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {nbytes}")
-            header = strict_json(stream.read(length))
-        header.pop("__metadata__", None)
-        tensors = {
-            name: _stored_tensor(file.name, name, entry, 8 + length, nbytes)
-            for name, entry in header.items()
-        }
-        _check_side_by_side(tensors, 8 + length, nbytes)
-        return tensors
+            number = stream.fileno()
+            return read_header(file.name, nbytes, lambda at, length: os.pread(number, length, at))
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{file} is missing") from error
-    except (
-        struct.error,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except ValueError as error:
         raise CorruptCheckpointError(f"{file} is no whole safetensors file: {error}") from error
-
-
-def _check_side_by_side(tensors: Mapping[str, StoredTensor], start: int, nbytes: int) -> None:
-    """Refuse tensors that lie over one another, or leave holes; the format allows neither."""
-    stop = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if tensor.offset != stop:
-            what = "lies over the one before" if tensor.offset < stop else "leaves a hole"
-            raise ValueError(
-                f"tensor {name!r} {what}: it begins at byte {tensor.offset}, expected {stop}"
-            )
-        stop += tensor.nbytes
-    if stop != nbytes:
-        raise ValueError(f"{nbytes - stop} bytes at the end belong to no tensor")
-
-
-def _stored_tensor(
-    file: str, name: str, entry: Mapping[str, Any], start: int, nbytes: int
-) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} has unknown dtype {entry['dtype']!r}")
-    shape: tuple[Any, ...] = tuple(entry["shape"])
-    first, last = entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
-        raise ValueError(f"tensor {name!r} has shape {shape} at {first} to {last}")
-    tensor = StoredTensor(
-        file=file, name=name, dtype=entry["dtype"], shape=shape, offset=start + first
-    )
-    if tensor.nbytes != last - first or start + last > nbytes:
-        raise ValueError(f"tensor {name!r} of shape {shape} does not fit into {first} to {last}")
-    return tensor

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from vescale_ckpt._format.blocks import Blocks
 from vescale_ckpt._format.byte_ranges import byte_ranges_of, within
-from vescale_ckpt._format.crc32 import crc32
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor, TensorInfo, plan_files
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, dump_manifest
@@ -32,7 +32,6 @@ from vescale_ckpt._io.sequential_writer import (
 from vescale_ckpt._io.tensor_bytes import flat_bytes
 from vescale_ckpt._store.atomic_directory import StagedDirectory, check_replaceable
 from vescale_ckpt._store.reader import CheckpointReader
-from vescale_ckpt.exceptions import CorruptCheckpointError
 from vescale_dtensor import Box
 
 _MAX_KEPT_BLOCKS = 32
@@ -122,7 +121,7 @@ class FileSource:
     def _bytes(self, file: str, offset: int, nbytes: int) -> bytes:
         manifest = self._reader.manifest
         if not manifest.files[file].checksums:
-            return self._whole(file, offset, nbytes)
+            return self._reader.content(file, offset, nbytes)
         length = manifest.block_nbytes
         first, last = offset // length, (offset + nbytes - 1) // length
         joined = b"".join(self._checked(file, number) for number in range(first, last + 1))
@@ -134,20 +133,10 @@ class FileSource:
         if kept is None or kept[0] != number:
             if len(self._blocks) > _MAX_KEPT_BLOCKS:
                 self._blocks.clear()
-            manifest = self._reader.manifest
-            start = number * manifest.block_nbytes
-            stop = min(start + manifest.block_nbytes, manifest.files[file].nbytes)
-            block = self._whole(file, start, stop - start)
-            if crc32(block) != manifest.files[file].checksums[number]:
-                raise CorruptCheckpointError(
-                    f"{self._reader.path / file}: bytes {start} to {stop} do not match their "
-                    f"checksum; the file is damaged, take another checkpoint"
-                )
-            kept = self._blocks[file] = (number, block)
+            blocks = Blocks(file, number, number + 1)
+            content = self._reader.read_blocks(blocks, self._reader.scratch())
+            kept = self._blocks[file] = (number, content.tobytes())
         return kept[1]
-
-    def _whole(self, file: str, offset: int, nbytes: int) -> bytes:
-        return self._reader.content(file, offset, nbytes)
 
 
 def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[TensorInfo]:

@@ -29,6 +29,7 @@ from vescale_ckpt._format.manifest import (
     Manifest,
     parse_manifest,
 )
+from vescale_ckpt._format.safetensors import header_stop
 from vescale_ckpt._io.buffer_pool import keep_buffer, take_buffer
 from vescale_ckpt._io.direct_io import MIN_DIRECT_NBYTES, PAGE_NBYTES
 from vescale_ckpt._io.file_handles import Handles
@@ -270,7 +271,7 @@ class CheckpointReader:
             first = firsts.get(name)
             if first is None or not name.endswith(".safetensors"):
                 continue
-            start = 8 + int.from_bytes(self.content(name, 0, 8), "little")
+            start = header_stop(self.content(name, 0, 8))
             if first.offset < start:
                 self.check_blocks(Blocks(name, 0, 1))  # more often a bit was lost
                 raise CorruptCheckpointError(

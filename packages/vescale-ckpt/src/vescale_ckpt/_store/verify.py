@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
 
 from vescale_ckpt._format.blocks import Blocks
-from vescale_ckpt._format.manifest import Manifest
-from vescale_ckpt._format.strict_json import strict_json
+from vescale_ckpt._format.file_layout import StoredTensor
+from vescale_ckpt._format.safetensors import read_header
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from .open import open_checkpoint
@@ -79,36 +78,22 @@ def _wrong_blocks(
 
 def wrong_headers(reader: CheckpointReader) -> Iterator[str]:
     """Yield where a file's own header tells another story than the manifest."""
-    for name in reader.manifest.files:
+    for name, file in reader.manifest.files.items():
         if name.endswith(".safetensors"):
-            stored = _header(reader, name)
-            expected = _expected_header(reader.manifest, name)
+            try:
+                stored = read_header(name, file.nbytes, partial(reader.content, name))
+            except ValueError:
+                stored: dict[str, StoredTensor] = {}
+            expected = {
+                tensor.name: tensor
+                for _, tensor in reader.manifest.extents()
+                if tensor.file == name
+            }
             for key in sorted(stored.keys() ^ expected.keys()):
                 yield f"{reader.path / name}: tensor {key!r} is not in both header and manifest"
             for key in sorted(stored.keys() & expected.keys()):
                 if stored[key] != expected[key]:
                     yield (
-                        f"{reader.path / name}: tensor {key!r} is {stored[key]} in the header, "
-                        f"{expected[key]} in the manifest"
+                        f"{reader.path / name}: tensor {key!r} is {stored[key][2:]} in the "
+                        f"header, {expected[key][2:]} in the manifest"
                     )
-
-
-def _header(reader: CheckpointReader, name: str) -> dict[str, Any]:
-    try:
-        (nbytes,) = struct.unpack("<Q", reader.content(name, 0, 8))
-        header = strict_json(reader.content(name, 8, nbytes))
-        header.pop("__metadata__", None)
-        return {
-            key: [entry["dtype"], entry["shape"], entry["data_offsets"][0] + 8 + nbytes]
-            for key, entry in header.items()
-        }
-    except (struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return {}
-
-
-def _expected_header(manifest: Manifest, name: str) -> dict[str, Any]:
-    return {
-        tensor.name: [tensor.dtype, list(tensor.shape), tensor.offset]
-        for _, tensor in manifest.extents()
-        if tensor.file == name
-    }
