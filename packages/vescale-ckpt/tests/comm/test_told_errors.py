@@ -95,7 +95,8 @@ ACTIONS: list[Action] = [
 ENTRIES = (
     "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
     "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait", "AsyncSaver.__exit__",
-    "Handle.close", "Handles.close", "Reader.close", "Reader.__exit__", "keep_buffer",
+    "Handle.close", "Handles.close", "CheckpointReader.close",
+    "CheckpointReader.__exit__", "keep_buffer",
 )  # fmt: skip
 
 
