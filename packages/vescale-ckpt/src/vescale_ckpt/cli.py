@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from ._interop.convert import convert, open_source
-from ._store.open import read_manifest
+from ._store.open import storage_at
 from ._store.retention import remove_older
-from ._store.verify import verify
 from ._tools.describe import amount, describe
 from ._tools.diff import differences
+from ._tools.verify import verify
 
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)
@@ -96,7 +96,7 @@ def _add_max_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    for line in describe(read_manifest(options.path)):
+    for line in describe(storage_at(options.path).read_manifest()):
         print(line)
     return 0
 

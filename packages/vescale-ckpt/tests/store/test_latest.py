@@ -233,7 +233,7 @@ def test_a_save_that_cannot_look_at_older_ones_says_that_it_is_committed(
         raise OSError(errno.EIO, "Input/output error", "step-1")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vescale_ckpt._store.retention_directory.DirectorySeries.defect", fails)
+        patch.setattr("vescale_ckpt._store.directory_storage.DirectoryStorage.defect", fails)
         with pytest.raises(CheckpointError, match=r"step-2 is committed, but .*output error"):
             vescale_ckpt.save(tmp_path / "step-2", {"x": 2}, keep_last=1)
     assert vescale_ckpt.latest(tmp_path) == tmp_path / "step-2"

@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, cli
-from vescale_ckpt._io.object_store import ObjectStore
 from vescale_ckpt._save import rank_files
+from vescale_ckpt._store.open import storage_at
 from vescale_ckpt._store.retention import keep_newest
 from vescale_testing import World
 
@@ -118,7 +118,7 @@ def names_that_begin_differently_are_told_apart(root: str) -> None:
         vescale_ckpt.latest(root)
     assert vescale_ckpt.latest(root, prefix="epoch-") == f"{root}/epoch-7"
     assert vescale_ckpt.latest(root, prefix="none") is None
-    keep_newest(ObjectStore(f"{root}/step-2"), 1)
+    keep_newest(storage_at(f"{root}/step-2"), 1)
     assert {name.split("/")[0] for name in files(root)} == {"epoch-7", "step-2"}
 
 
@@ -166,7 +166,7 @@ def only_sound_ones_are_kept_if_every_byte_is_read(root: str) -> None:
 
 def a_save_never_deletes_itself(root: str) -> None:
     write(root, 100, 200, 300, 50)
-    keep_newest(ObjectStore(f"{root}/step-50"), 2)
+    keep_newest(storage_at(f"{root}/step-50"), 2)
     assert vescale_ckpt.list_checkpoints(root) == [f"{root}/step-50", f"{root}/step-300"]
 
 
@@ -218,7 +218,7 @@ def test_the_top_of_a_file_system_is_a_place_as_well(memory_bucket: str) -> None
     del memory_bucket
     write("memory:/", 1, 2)
     assert vescale_ckpt.latest("memory://") == "memory://step-2"
-    keep_newest(ObjectStore("memory://step-2"), 1)
+    keep_newest(storage_at("memory://step-2"), 1)
     assert vescale_ckpt.list_checkpoints("memory://") == ["memory://step-2"]
 
 

@@ -19,18 +19,17 @@ from vescale_ckpt._format.blocks import Blocks
 from vescale_ckpt._format.byte_ranges import byte_ranges_of, within
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor, TensorInfo, plan_files
-from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, dump_manifest
+from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_tree import Json
 from vescale_ckpt._io.object_store import local_path
 from vescale_ckpt._io.sequential_writer import (
     BLOCK_NBYTES,
     Copied,
     Progress,
-    created_in,
     write_files_in_order,
 )
 from vescale_ckpt._io.tensor_bytes import flat_bytes
-from vescale_ckpt._store.atomic_directory import StagedDirectory, check_replaceable
+from vescale_ckpt._store.directory_storage import DirectoryStorage
 from vescale_ckpt._store.reader import CheckpointReader
 from vescale_dtensor import Box
 
@@ -177,27 +176,26 @@ def write_checkpoint_from(
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write and commit a checkpoint of our format with all that ``source`` has."""
-    target = Path(local_path(path))
-    check_replaceable(target)
+    storage = DirectoryStorage(Path(local_path(path)))
+    storage.check_replaceable()
     groups = groups_of(source.tree, source.tensors)
     plan = plan_files(table_of(source, groups), max_file_nbytes)
-    staging = StagedDirectory(target, uuid.uuid4().hex)
+    token = uuid.uuid4().hex
+    copied = Copied(plan=plan, content=source.content)
+    staged = storage.stage(token)
     try:
-        copied = Copied(plan=plan, content=source.content)
-        create = created_in(staging.directory)
-        files = write_files_in_order(create, copied, progress)
-        manifest = Manifest(
-            block_nbytes=BLOCK_NBYTES,
-            files=files,
-            tensors=plan.tensors,
-            aliases=dict(source.aliases),
-            tree=dict(source.tree),
+        files = storage.write(token, lambda create: write_files_in_order(create, copied, progress))
+        staged.commit(
+            Manifest(
+                block_nbytes=BLOCK_NBYTES,
+                files=files,
+                tensors=plan.tensors,
+                aliases=dict(source.aliases),
+                tree=dict(source.tree),
+            )
         )
-        with create(MANIFEST_NAME) as stream:
-            stream.write(dump_manifest(manifest))
-        staging.publish()
     finally:
-        staging.close()
+        staged.close()
 
 
 def converted(content: Iterable[memoryview], stored: str, wanted: str) -> Iterator[memoryview]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from vescale_ckpt._io.object_store import ObjectStore, object_store_of
-from vescale_ckpt._store.atomic_directory import check_replaceable
+from vescale_ckpt._store.open import storage_at
 from vescale_ckpt._store.retention import check_keep_last
+from vescale_ckpt._store.storage import Storage
 
 FileLayout = Literal["shared", "per_rank"]
 
@@ -19,19 +18,14 @@ class Destination:
     """What a save was told about its files.
 
     Attributes:
-        where: The checkpoint's directory, or the storage of its URL.
+        storage: Where the checkpoint is to be.
         has_rank_files: Whether every rank writes a file of its own.
         keep_last: How many checkpoints to keep; None to delete nothing.
     """
 
-    where: Path | ObjectStore
+    storage: Storage
     has_rank_files: bool
     keep_last: int | None
-
-    def check(self) -> None:
-        """Refuse to replace what is no checkpoint."""
-        if isinstance(self.where, Path):
-            check_replaceable(self.where)
 
 
 def destination_of(
@@ -43,16 +37,13 @@ def destination_of(
         ValueError: If the options do not fit together.
         CheckpointError: If there is no way to write to the URL.
     """
-    storage = object_store_of(path)
+    storage = storage_at(path)
     if layout not in (None, "shared", "per_rank"):
         raise ValueError(f"expected 'shared' or 'per_rank' as layout, got {layout!r}")
-    if storage is None or storage.is_local:
-        where = Path(os.path.abspath(path) if storage is None else storage.root)
-        if keep_last is not None:
-            check_keep_last(where, keep_last)
-        return Destination(where=where, has_rank_files=layout == "per_rank", keep_last=keep_last)
-    if layout == "shared":
+    can_share = storage.staging_directory("") is not None
+    if layout == "shared" and not can_share:
         raise ValueError(f"ranks cannot share the files of {path}; save with layout='per_rank'")
     if keep_last is not None:
         check_keep_last(storage, keep_last)
-    return Destination(where=storage, has_rank_files=True, keep_last=keep_last)
+    has_rank_files = layout == "per_rank" or not can_share
+    return Destination(storage=storage, has_rank_files=has_rank_files, keep_last=keep_last)

@@ -7,39 +7,22 @@ is exchanged. The manifest says which box of which tensor lies where.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import StoredTensor, TensorInfo, plan_files, rank_file_stem
-from vescale_ckpt._format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    StoredBox,
-    StoredFile,
-    dump_manifest,
-)
-from vescale_ckpt._io.object_store import ObjectStore
-from vescale_ckpt._io.sequential_writer import (
-    BLOCK_NBYTES,
-    Copied,
-    created_in,
-    write_files_in_order,
-)
+from vescale_ckpt._format.manifest import Manifest, StoredBox, StoredFile
+from vescale_ckpt._io.sequential_writer import BLOCK_NBYTES, Copied, write_files_in_order
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._state.local_shards import LocalShard
-from vescale_ckpt._store.atomic_directory import StagedDirectory, staging_directory
-from vescale_ckpt._store.object_reader import odd_file, read_manifest_of
+from vescale_ckpt._store.storage import Create, Storage
 from vescale_ckpt.exceptions import CheckpointError
 from vescale_dtensor import Box
 
 from .consistency import SavePlan
-
-_Create = Callable[[str], AbstractContextManager[BinaryIO]]
 
 
 class _Own(NamedTuple):
@@ -51,51 +34,36 @@ class _Own(NamedTuple):
 
 
 def write_rank_files(
-    where: Path | ObjectStore,
+    storage: Storage,
     token: str,
     save_plan: SavePlan,
     shards: Mapping[str, LocalShard],
     ranks: ControlGroup,
-) -> None:
-    """Write and commit a checkpoint of one file per rank. Every rank must call this.
+) -> Callable[[], Manifest]:
+    """Write one file per rank. Every rank must call this.
 
     Args:
-        where: The checkpoint's directory, or its storage.
+        storage: Where the checkpoint is staged.
         token: The name of this save.
         save_plan: What to write.
         shards: This rank's part of each tensor.
         ranks: All ranks.
+
+    Returns:
+        What makes the manifest.
     """
-    staging: StagedDirectory | None = None
+    step = AllOrNone(ranks)
+    stem = rank_file_stem(ranks.rank, token)
     try:
-        with AllOrNone(ranks):
-            if isinstance(where, Path) and ranks.rank == 0:
-                staging = StagedDirectory(where, token)
-        step = AllOrNone(ranks)
-        name = rank_file_stem(ranks.rank, token)
-        try:
-            with step:
-                own = _own_boxes(save_plan, shards, ranks)
-                if isinstance(where, ObjectStore):
-                    step.message = where.retry(lambda: _write(where.create, name, own))
-                else:
-                    step.message = _write(created_in(staging_directory(where, token)), name, own)
-        except CheckpointError:
-            # After a lost contact rank 0 may have gone on, and named the file in the manifest.
-            if step.has_failed and isinstance(where, ObjectStore):
-                with suppress(OSError):
-                    where.remove(f"{name}.safetensors")
-            raise
-        with AllOrNone(ranks):
-            if ranks.rank == 0:
-                manifest = _manifest(save_plan, step.messages)
-                if staging is not None:
-                    _publish(staging, dump_manifest(manifest))
-                elif isinstance(where, ObjectStore):
-                    _replace(where, manifest)
-    finally:
-        if staging is not None:
-            staging.close()
+        with step:
+            own = _own_boxes(save_plan, shards, ranks)
+            step.message = storage.write(token, lambda create: _write(create, stem, own))
+    except CheckpointError:
+        # After a lost contact rank 0 may have gone on, and named the file in the manifest.
+        if step.has_failed:
+            storage.discard(f"{stem}.safetensors")
+        raise
+    return lambda: _manifest(save_plan, step.messages)
 
 
 def _own_boxes(
@@ -113,7 +81,7 @@ def _own_boxes(
     return own
 
 
-def _write(create: _Create, stem: str, own: list[_Own]) -> dict[str, Any]:
+def _write(create: Create, stem: str, own: list[_Own]) -> dict[str, Any]:
     """Write the boxes to one file and return what the manifest has to say about it."""
     named = {f"{each.key}@{','.join(map(str, each.box.offset))}": each for each in own}
     table = [
@@ -163,33 +131,6 @@ def _manifest(save_plan: SavePlan, messages: list[dict[str, Any]]) -> Manifest:
         tree=save_plan.tree,
         boxes={key: tuple(found) for key, found in boxes.items()},
     )
-
-
-def _publish(staging: StagedDirectory, text: bytes) -> None:
-    with created_in(staging.directory)(MANIFEST_NAME) as stream:
-        stream.write(text)
-    staging.publish()
-
-
-def _replace(storage: ObjectStore, manifest: Manifest) -> None:
-    """Commit, and delete what only the checkpoint before had; see [Note: object stores]."""
-    odd = odd_file(storage, manifest.files)
-    if odd is not None:
-        raise CheckpointError(
-            f"{storage.url}/{odd[0]} was written just now, but "
-            f"{'is not there' if odd[1] is None else f'has {odd[1]} bytes'}; is another job "
-            f"deleting checkpoints? Nothing was committed"
-        )
-    before = _files_of(storage)
-    storage.put(MANIFEST_NAME, dump_manifest(manifest))
-    storage.remove_all(name for name in before if name not in manifest.files)
-
-
-def _files_of(storage: ObjectStore) -> list[str]:
-    try:
-        return list(read_manifest_of(storage)[1].files)
-    except CheckpointError:
-        return []
 
 
 def _place(stored: StoredTensor) -> tuple[str, str, int]:

@@ -24,12 +24,11 @@ from vescale_ckpt._comm.control_group import (
 )
 from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
-from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, StoredFile, dump_manifest
+from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._format.state_encoding import Encoded, encode
-from vescale_ckpt._io.object_store import ObjectStore
 from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, stacked_shard
-from vescale_ckpt._store.atomic_directory import StagedDirectory, staging_directory
 from vescale_ckpt._store.retention import keep_newest
+from vescale_ckpt._store.storage import Storage
 from vescale_ckpt.exceptions import CheckpointError
 
 from .consistency import Fingerprint, SavePlan, fingerprint, plan_save, ties_of
@@ -164,61 +163,79 @@ def _write_checkpoint(
             raise
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        destination.check()
+        destination.storage.check_replaceable()
         taken = take()
         ties = ties_of(taken.shards)
         # Files of ranks hold whole tensors, not shares of them.
-        all_bytes = destination.has_rank_files or isinstance(destination.where, ObjectStore)
+        all_bytes = destination.has_rank_files
         prints = fingerprint(taken.encoded, taken.shards, ties, ranks, all_bytes=all_bytes)
         step.message = [uuid.uuid4().hex, prints]
     token: str = step.messages[0][0]
     by_rank = [Fingerprint(*prints) for _, prints in step.messages]
     save_plan = plan_save(taken.encoded, taken.shards, ties, by_rank, ranks)
     collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.shards, ranks)
-    if destination.has_rank_files or isinstance(destination.where, ObjectStore):
-        write_rank_files(destination.where, token, save_plan, taken.shards, ranks)
-    else:
-        plan = plan_files(save_plan.table, max_file_nbytes)
-        _write_shared(destination.where, token, plan, save_plan, taken.shards, ranks, progress)
+    storage, staged = destination.storage, None
+    plan = None if destination.has_rank_files else plan_files(save_plan.table, max_file_nbytes)
+    try:
+        with AllOrNone(ranks):
+            if ranks.rank == 0:
+                staged = storage.stage(token)
+                if plan is not None:
+                    create_files(_shared_directory(storage, token), plan)
+        if plan is None:
+            manifest = write_rank_files(storage, token, save_plan, taken.shards, ranks)
+        else:
+            directory = _shared_directory(storage, token)
+            manifest = _write_shared(directory, plan, save_plan, taken.shards, ranks, progress)
+        with AllOrNone(ranks):
+            if staged is not None:
+                staged.commit(manifest())
+    finally:
+        if staged is not None:
+            staged.close()
     if destination.keep_last is not None:
         with AllOrNone(ranks):
             if ranks.rank == 0:
-                _keep_newest(destination.where, destination.keep_last)
+                _keep_newest(storage, destination.keep_last)
 
 
-def _keep_newest(where: Path | ObjectStore, keep_last: int) -> None:
+def _shared_directory(storage: Storage, token: str) -> Path:
+    directory = storage.staging_directory(token)
+    assert directory is not None
+    return directory
+
+
+def _keep_newest(storage: Storage, keep_last: int) -> None:
     try:
-        keep_newest(where, keep_last)
+        keep_newest(storage, keep_last)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
-            f"{where if isinstance(where, Path) else where.url} is committed, but which older "
-            f"checkpoints to delete could not be found out, and not all of them are: {error}"
+            f"{storage.where} is committed, but which older checkpoints to delete could not be "
+            f"found out, and not all of them are: {error}"
         ) from error
 
 
 def _write_shared(
-    path: Path,
-    token: str,
+    directory: Path,
     plan: FilePlan,
     save_plan: SavePlan,
     shards: Mapping[str, LocalShard],
     ranks: ControlGroup,
     progress: Callable[[int], None],
-) -> None:
-    staging: StagedDirectory | None = None
-    try:
-        with AllOrNone(ranks):
-            if ranks.rank == 0:
-                staging = StagedDirectory(path, token)
-                create_files(staging.directory, plan)
-        assignment = divide(save_plan, shards, plan)
-        words = _write_all(staging_directory(path, token), plan, assignment, ranks, progress)
-        with AllOrNone(ranks):
-            if staging is not None:
-                _commit(staging, plan, save_plan, words)
-    finally:
-        if staging is not None:
-            staging.close()
+) -> Callable[[], Manifest]:
+    """Write this rank's bytes of files of whole tensors, and return what makes the manifest."""
+    assignment = divide(save_plan, shards, plan)
+    words = _write_all(directory, plan, assignment, ranks, progress)
+    return lambda: Manifest(
+        block_nbytes=_BLOCK_NBYTES,
+        files={
+            name: StoredFile(nbytes=file.nbytes, checksums=tuple(words[name]))
+            for name, file in plan.files.items()
+        },
+        tensors=plan.tensors,
+        aliases=save_plan.aliases,
+        tree=save_plan.tree,
+    )
 
 
 def divide(
@@ -276,23 +293,3 @@ def _write_all(
         words, registers = np.split(registers, [own.num_blocks])
         result[name] = checksums(own.nbytes, _BLOCK_NBYTES, words)
     return result
-
-
-def _commit(
-    staging: StagedDirectory, plan: FilePlan, save_plan: SavePlan, words: Mapping[str, list[int]]
-) -> None:
-    manifest = Manifest(
-        block_nbytes=_BLOCK_NBYTES,
-        files={
-            name: StoredFile(nbytes=file.nbytes, checksums=tuple(words[name]))
-            for name, file in plan.files.items()
-        },
-        tensors=plan.tensors,
-        aliases=save_plan.aliases,
-        tree=save_plan.tree,
-    )
-    with open(staging.directory / MANIFEST_NAME, "xb") as stream:
-        stream.write(dump_manifest(manifest))
-        stream.flush()
-        os.fsync(stream.fileno())
-    staging.publish()

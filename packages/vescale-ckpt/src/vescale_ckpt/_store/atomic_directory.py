@@ -31,9 +31,11 @@ from vescale_ckpt._format.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
     Manifest,
+    dump_manifest,
     parse_manifest,
 )
 from vescale_ckpt._io.file_handles import Handles, kind_of_special
+from vescale_ckpt._io.sequential_writer import created_in
 from vescale_ckpt.exceptions import CheckpointError
 
 _RETRY_SECONDS = 0.05
@@ -63,6 +65,12 @@ class StagedDirectory:
         recover(path)
         remove_leftovers(path)
         self._lock = _make_locked(self.directory)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and publish."""
+        with created_in(self.directory)(MANIFEST_NAME) as stream:
+            stream.write(dump_manifest(manifest))
+        self.publish()
 
     def publish(self) -> None:
         """Make the directory the checkpoint at ``path``; see [Note: committing]."""

@@ -20,62 +20,17 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from vescale_ckpt._io.object_store import ObjectStore, local_path, object_store_of
 from vescale_ckpt.exceptions import CheckpointError
 
-from .retention_directory import DirectorySeries
-from .retention_objects import StorageSeries
+from .open import storage_at
+from .storage import Storage
+from .verify import complaints_about
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})")
-
-
-class _Place(Protocol):
-    """Where the checkpoints of a series are."""
-
-    def names(self) -> Iterable[str]:
-        """Return the names of what could be checkpoints."""
-        ...
-
-    def where(self, name: str) -> Path | str:
-        """Return the path or the URL of a checkpoint."""
-        ...
-
-    def defect(self, name: str) -> str | None:
-        """Return why this is no whole checkpoint; see [Note: whole].
-
-        Returns:
-            None if it is whole, nothing if none was ever committed there, or what is damaged.
-
-        Raises:
-            OSError: For all that says nothing about the checkpoint itself.
-            CheckpointError: If it is of a newer format.
-        """
-        ...
-
-    def defect_of_bytes(self, name: str) -> str | None:
-        """Return why not every byte of a checkpoint is as it was saved, None if all are."""
-        ...
-
-    def is_ours(self, name: str) -> bool:
-        """Return whether a checkpoint lies here, rather than a link to it."""
-        ...
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete checkpoints, so that each is whole or none at every moment."""
-        ...
-
-    def remove_leftovers(self, older: Sequence[str]) -> None:
-        """Delete what dead writers have left.
-
-        Args:
-            older: The names of the series before its last whole checkpoint.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,9 +62,9 @@ def list_checkpoints(
             one is of a newer format.
         OSError: If it cannot be found out whether one is whole.
     """
-    look = _Look(_place_of(directory))
+    look = _Look(storage_at(directory))
     series = _numbered(look.place, prefix)
-    return [look.place.where(name) for name in series if look.is_whole(name)]
+    return [look.place.child(name).where for name in series if look.is_whole(name)]
 
 
 def latest(
@@ -137,11 +92,11 @@ def latest(
         OSError: If it cannot be found out whether one is whole, because there is no permission
             or a URL cannot be reached: an older one is not taken for the last then.
     """
-    look = _Look(_place_of(directory))
+    look = _Look(storage_at(directory))
     is_good = look.is_sound if thorough else look.is_whole
     series = reversed(_numbered(look.place, prefix))
     name = next((name for name in series if look.is_whole(name) and is_good(name)), None)
-    return None if name is None else look.place.where(name)
+    return None if name is None else look.place.child(name).where
 
 
 def remove_older(
@@ -180,48 +135,37 @@ def remove_older(
         ValueError: If ``keep_last`` is less than one.
     """
     check_keep_last(None, keep_last)
-    look = _Look(_place_of(directory))
+    look = _Look(storage_at(directory))
     series = _numbered(look.place, prefix)
     is_good = look.is_sound if thorough else look.is_whole
     removed = _superfluous(look, series, keep_last, is_good)
     if not dry_run:
         _remove(look, series, removed)
-    return [look.place.where(name) for name in removed]
+    return [look.place.child(name).where for name in removed]
 
 
-def keep_newest(where: Path | ObjectStore, keep_last: int) -> None:
+def keep_newest(checkpoint: Storage, keep_last: int) -> None:
     """Delete the predecessors of a checkpoint that was just committed, but for some.
 
-    The one at ``where`` is kept whatever its number.
+    It is kept itself, whatever its number.
     """
-    if isinstance(where, ObjectStore):
-        place = StorageSeries(where.parent())
-    else:
-        place = DirectorySeries(where.parent)
-    look = _Look(place)
-    series = _numbered(place, _prefix_of(where.name))
-    others = [name for name in series if name != where.name]
-    removed = _superfluous(look, [*others, where.name], keep_last, look.is_whole)
+    look = _Look(checkpoint.parent())
+    series = _numbered(look.place, _prefix_of(checkpoint.name))
+    others = [name for name in series if name != checkpoint.name]
+    removed = _superfluous(look, [*others, checkpoint.name], keep_last, look.is_whole)
     _remove(look, series, removed)
 
 
-def check_keep_last(where: Path | ObjectStore | None, keep_last: int) -> None:
+def check_keep_last(checkpoint: Storage | None, keep_last: int) -> None:
     """Refuse to keep nothing, or the predecessors of a checkpoint without a number.
 
     Raises:
         ValueError: If ``keep_last`` is less than one, or the name does not end with a number.
     """
-    if where is not None:
-        _prefix_of(where.name)
+    if checkpoint is not None:
+        _prefix_of(checkpoint.name)
     if keep_last < 1:
         raise ValueError(f"expected keep_last of at least 1, got {keep_last}")
-
-
-def _place_of(directory: str | os.PathLike[str]) -> _Place:
-    storage = object_store_of(directory)
-    if storage is None or storage.is_local:
-        return DirectorySeries(Path(local_path(directory)))
-    return StorageSeries(storage)
 
 
 def _prefix_of(name: str) -> str:
@@ -234,7 +178,7 @@ def _prefix_of(name: str) -> str:
     return found[1]
 
 
-def _numbered(place: _Place, prefix: str | None) -> list[str]:
+def _numbered(place: Storage, prefix: str | None) -> list[str]:
     """Return the names with numbers, the highest last."""
     entries = [
         _Numbered(int(found[2]), found[1], name)
@@ -244,7 +188,7 @@ def _numbered(place: _Place, prefix: str | None) -> list[str]:
     prefixes = sorted({entry.prefix for entry in entries})
     if len(prefixes) > 1:
         raise CheckpointError(
-            f"the numbered checkpoints in {place.where('')} begin with "
+            f"the numbered checkpoints in {place.where} begin with "
             f"{', '.join(map(repr, prefixes))}; say which with prefix"
         )
     return [entry.name for entry in sorted(entries)]
@@ -253,7 +197,7 @@ def _numbered(place: _Place, prefix: str | None) -> list[str]:
 class _Look:
     """What one call has found out about the checkpoints of a place; warns of each defect once."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: Storage) -> None:
         self.place = place
         self._is_whole: dict[str, bool] = {}
         self._is_sound: dict[str, bool] = {}
@@ -261,7 +205,7 @@ class _Look:
     def is_whole(self, name: str) -> bool:
         """Return whether a checkpoint is whole; see [Note: whole]."""
         if name not in self._is_whole:
-            self._is_whole[name] = self._is_good(name, self.place.defect(name))
+            self._is_whole[name] = self._is_good(name, self.place.child(name).defect())
         return self._is_whole[name]
 
     def is_sound(self, name: str) -> bool:
@@ -269,7 +213,7 @@ class _Look:
         if name not in self._is_sound:
             is_whole = self.is_whole(name)
             self._is_sound[name] = is_whole and self._is_good(
-                name, self.place.defect_of_bytes(name)
+                name, next(iter(complaints_about(self.place.child(name).open)), None)
             )
         return self._is_sound[name]
 
@@ -279,9 +223,9 @@ class _Look:
 
     def _is_good(self, name: str, defect: str | None) -> bool:
         if defect:
+            where = self.place.child(name).where
             warnings.warn(
-                f"passed over the checkpoint {self.place.where(name)}, which is damaged: {defect}",
-                stacklevel=4,
+                f"passed over the checkpoint {where}, which is damaged: {defect}", stacklevel=4
             )
         return defect is None
 
@@ -295,7 +239,7 @@ def _superfluous(
     for name in reversed(series):
         if kept < keep_last:
             kept += is_good(name)
-        elif look.is_whole(name) and look.place.is_ours(name):
+        elif look.is_whole(name) and not look.place.child(name).is_link:
             superfluous.append(name)
     return superfluous[::-1]
 

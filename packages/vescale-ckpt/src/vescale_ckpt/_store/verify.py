@@ -1,8 +1,7 @@
-"""Look at a committed checkpoint without loading it: what is in it, and is all of it sound?"""
+"""Verify a committed checkpoint without loading it: is every byte as it was saved?"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,12 +11,11 @@ from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.safetensors import read_header
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
-from .open import open_checkpoint
 from .reader import CheckpointReader
 
 
-def verify(
-    path: str | os.PathLike[str],
+def complaints_about(
+    open_checkpoint: Callable[[], CheckpointReader],
     *,
     num_threads: int = 4,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -25,29 +23,15 @@ def verify(
     """Read every byte of a checkpoint and return what is wrong with it, nothing if all is well.
 
     Args:
-        path: The checkpoint's directory or URL.
+        open_checkpoint: Opens it.
         num_threads: How many blocks to read at the same time.
         progress: Called with the number of blocks done and to do.
-    """
-    try:
-        return complaints_about(path, num_threads=num_threads, progress=progress)
-    except OSError as error:
-        return [f"cannot read {path}: {error}"]
-
-
-def complaints_about(
-    path: str | os.PathLike[str],
-    *,
-    num_threads: int = 4,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[str]:
-    """Do as :func:`verify` does, but raise what says nothing about the checkpoint.
 
     Raises:
         OSError: If it cannot be read.
     """
     try:
-        with open_checkpoint(path) as reader:
+        with open_checkpoint() as reader:
             return [*_wrong_blocks(reader, num_threads, progress), *wrong_headers(reader)]
     except CheckpointError as error:
         return [str(error)]
