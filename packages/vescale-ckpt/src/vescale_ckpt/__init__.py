@@ -1,4 +1,17 @@
-"""Save and load distributed training state, across any change of layout, without pickle."""
+"""Save and load distributed training state, across any change of layout, without pickle.
+
+The rooms, in the order in which a state passes through them:
+
+- ``_state``: a state as this rank holds it: shards, keys that are wanted, random generators
+- ``_comm``: the ranks that save or load together, and an error on one that becomes one on all
+- ``_save``: ranks agree on a plan, write shared files or one each, and commit
+- ``_format``: what lies in the files, as pure data: layout, manifest, blocks, checksums
+- ``_io``: bytes to and from disks and object stores
+- ``_store``: committed checkpoints: appear whole, are read and checked, listed and deleted
+- ``_load``: a state is matched with the manifest, ranks divide the blocks, read and exchange them
+- ``_interop``: HuggingFace's files and those of torch.distributed.checkpoint
+- ``_tools``, ``cli``: what people see of a checkpoint
+"""
 
 from ._interop.dcp_export import export_dcp as export_dcp
 from ._interop.dcp_import import import_dcp as import_dcp, load_dcp as load_dcp

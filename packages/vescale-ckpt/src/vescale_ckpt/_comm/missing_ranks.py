@@ -91,22 +91,16 @@ class Arrivals:
         # Whoever waits for this rank from now on does so because of those that are missing here.
         self._note(_ALL)
         absent = [rank for rank in range(self._size) if rank != self._rank]
-        answered = threading.Event()
 
-        def ask() -> None:
+        def ask() -> list[int]:
             deadline = time.monotonic() + patience.total_seconds()
-            with suppress(RuntimeError):
-                while True:
-                    absent[:] = [rank for rank in absent if not self._has_come(rank)]
-                    if not absent or time.monotonic() > deadline:
-                        break
-                    time.sleep(_POLL_SECONDS)
-                answered.set()
+            while True:
+                absent[:] = [rank for rank in absent if not self._has_come(rank)]
+                if not absent or time.monotonic() > deadline:
+                    return absent
+                time.sleep(_POLL_SECONDS)
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(2 * patience.total_seconds() + 1)
-        return list(absent) if answered.is_set() else None
+        return self._asked(ask, patience)
 
     def _note(self, count: int) -> None:
         if self._noted < count:

@@ -12,7 +12,7 @@ ranks wrote, shows up as a wrong checksum.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -141,3 +141,15 @@ def checksums(nbytes: int, block_nbytes: int, registers: U32) -> list[int]:
         last = nbytes - (len(words) - 1) * block_nbytes
         words[-1] = registers[-1] ^ np.uint32(inversions(last))
     return words.tolist()
+
+
+def checksums_by_file(
+    crcs: Mapping[str, PartialBlockCrcs], registers: U32
+) -> dict[str, list[int]]:
+    """Return the CRC-32 of every block of every file from the combined registers of all."""
+    # Without any file there is nothing to split, and one empty part.
+    bounds = np.cumsum([own.num_blocks for own in crcs.values()])[:-1]
+    return {
+        name: checksums(own.nbytes, own.block_nbytes, words)
+        for (name, own), words in zip(crcs.items(), np.split(registers, bounds), strict=False)
+    }

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vescale_ckpt._format.dtypes import DTYPES
-from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.state_tree import (
     Json,
     decode,
@@ -35,11 +34,11 @@ from vescale_ckpt._format.state_tree import (
     ranks_of,
     references,
 )
-from vescale_ckpt._io.sequential_writer import Progress
+from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt.exceptions import CheckpointError
 
-from .streaming_copy import FileSource, Source
+from .streaming_copy import FileSource, Source, stored_in
 
 _MAX_CHUNK_NBYTES = 32 << 20
 
@@ -49,10 +48,6 @@ class _Row(NamedTuple):
 
     key: str
     first: int
-
-
-def _ignore(done: int, total: int) -> None:
-    pass
 
 
 def export_dcp(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -79,7 +74,7 @@ def export_dcp(checkpoint: str | os.PathLike[str], directory: str | os.PathLike[
 
 
 def write_dcp(
-    source: FileSource, directory: str | os.PathLike[str], progress: Progress = _ignore
+    source: FileSource, directory: str | os.PathLike[str], progress: Progress = no_progress
 ) -> None:
     """Write all that any safetensors files hold as :func:`export_dcp` does."""
     target = Path(os.path.abspath(directory))
@@ -200,13 +195,10 @@ class _Stand:
 
     def _num_ranks(self, values: Sequence[Json]) -> int:
         stacked = {key for _, key in references(values[0], "")}
-        return self._stored(min(stacked)).shape[0] if stacked else len(values)
-
-    def _stored(self, key: str) -> StoredTensor:
-        return self._source.tensors[self._source.aliases.get(key, key)]
+        return stored_in(self._source, min(stacked)).shape[0] if stacked else len(values)
 
     def _whole(self, key: str) -> torch.Tensor:
-        stored = self._stored(key)
+        stored = stored_in(self._source, key)
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
 
     def _row(self, rank: int, key: str) -> torch.Tensor:

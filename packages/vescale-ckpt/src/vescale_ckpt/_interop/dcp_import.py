@@ -39,7 +39,7 @@ from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor
 from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_encoding import encode
 from vescale_ckpt._format.state_tree import Json, reference_to
-from vescale_ckpt._io.sequential_writer import Progress
+from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._io.tensor_bytes import flat_bytes
 from vescale_ckpt._load.load import checked
 from vescale_ckpt._load.match import match
@@ -108,7 +108,7 @@ def import_dcp(
     checkpoint: str | os.PathLike[str],
     *,
     max_file_nbytes: int = MAX_FILE_NBYTES,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a checkpoint with all that one of ``torch.distributed.checkpoint`` holds.
 

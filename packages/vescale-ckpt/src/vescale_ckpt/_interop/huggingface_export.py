@@ -13,20 +13,21 @@ import torch
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
 from vescale_ckpt._format.file_layout import TensorInfo, plan_files
 from vescale_ckpt._format.state_tree import below, references
-from vescale_ckpt._io.sequential_writer import Copied, Progress, created_in, write_files_in_order
+from vescale_ckpt._io.sequential_writer import (
+    Progress,
+    created_in,
+    no_progress,
+    write_files_in_order,
+)
 from vescale_ckpt._state.key_filter import renamed
 from vescale_ckpt._store.atomic_directory import sync_directory
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt.exceptions import CheckpointError
 
 from .huggingface_load import open_safetensors
-from .streaming_copy import FileSource, Source, converted, write_checkpoint_from
+from .streaming_copy import FileSource, Source, converted, stored_in, write_checkpoint_from
 
 MAX_EXPORTED_FILE_NBYTES = 5 << 30  # as HuggingFace's own writers do
-
-
-def _ignore(done: int, total: int) -> None:
-    pass
 
 
 def export_safetensors(
@@ -38,7 +39,7 @@ def export_safetensors(
     skip: Iterable[str] = (),
     dtype: torch.dtype | None = None,
     max_file_nbytes: int = MAX_EXPORTED_FILE_NBYTES,
-    progress: Progress = _ignore,
+    progress: Progress = no_progress,
 ) -> None:
     r"""Write the tensors of a checkpoint as HuggingFace's libraries lay out a model.
 
@@ -76,7 +77,7 @@ def import_safetensors(
     *,
     key: str = "model",
     rename: Mapping[str, str] | None = None,
-    progress: Progress = _ignore,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a checkpoint with the tensors of HuggingFace safetensors files.
 
@@ -113,7 +114,7 @@ def write_safetensors(
     directory: str | os.PathLike[str],
     names: Names,
     max_file_nbytes: int = MAX_EXPORTED_FILE_NBYTES,
-    progress: Progress = _ignore,
+    progress: Progress = no_progress,
 ) -> None:
     """Write tensors of any source as :func:`export_safetensors` does."""
     target = Path(os.path.abspath(directory))
@@ -129,7 +130,7 @@ def write_safetensors(
 
     def content(name: str) -> Iterator[memoryview]:
         old = origin[name]
-        stored = source.tensors[source.aliases.get(old, old)].dtype
+        stored = stored_in(source, old).dtype
         return converted(source.content(old), stored, plan.tensors[name].dtype)
 
     target.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ def write_safetensors(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        write_files_in_order(created_in(staging), Copied(plan=plan, content=content), progress)
+        write_files_in_order(created_in(staging), plan, content, progress)
         # The index is planned last, so a directory with one is complete.
         for name in plan.files:
             os.rename(staging / name, target / name)
@@ -159,14 +160,9 @@ def _table(source: Source, names: Names) -> dict[str, TensorInfo]:
         if name in taken:
             raise CheckpointError(f"two tensors would be called {name!r}; rename one of them")
         taken.add(name)
-        stored = source.tensors[source.aliases.get(old, old)]
-        table[old] = TensorInfo(
-            key=name,
-            group="model",
-            name=name,
-            dtype=_dtype_name(stored.dtype, names.dtype),
-            shape=stored.shape,
-        )
+        stored = stored_in(source, old)
+        dtype_name = _dtype_name(stored.dtype, names.dtype)
+        table[old] = TensorInfo(name, "model", name, dtype_name, stored.shape)
     return table
 
 

@@ -24,8 +24,8 @@ from vescale_ckpt._format.state_tree import Json
 from vescale_ckpt._io.object_store import local_path
 from vescale_ckpt._io.sequential_writer import (
     BLOCK_NBYTES,
-    Copied,
     Progress,
+    no_progress,
     write_files_in_order,
 )
 from vescale_ckpt._io.tensor_bytes import flat_bytes
@@ -138,21 +138,15 @@ class FileSource:
         return kept[1]
 
 
-def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[TensorInfo]:
-    """Return the tensors to lay out.
+def stored_in(source: Source, key: str) -> StoredTensor:
+    """Return the stored tensor of a key or of what it is an alias of."""
+    return source.tensors[source.aliases.get(key, key)]
 
-    Args:
-        source: What has them.
-        groups: The group and the name within the group of each key to take.
-    """
+
+def table_of(source: Source, groups: Mapping[str, tuple[str, str]]) -> list[TensorInfo]:
+    """Return the tensors to lay out, given the group and the name therein of each key to take."""
     return [
-        TensorInfo(
-            key=key,
-            group=group,
-            name=name,
-            dtype=source.tensors[source.aliases.get(key, key)].dtype,
-            shape=source.tensors[source.aliases.get(key, key)].shape,
-        )
+        TensorInfo(key, group, name, *stored_in(source, key)[2:4])
         for key, (group, name) in groups.items()
     ]
 
@@ -173,7 +167,7 @@ def write_checkpoint_from(
     path: str | os.PathLike[str],
     *,
     max_file_nbytes: int = MAX_FILE_NBYTES,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write and commit a checkpoint of our format with all that ``source`` has."""
     storage = DirectoryStorage(Path(local_path(path)))
@@ -181,10 +175,11 @@ def write_checkpoint_from(
     groups = groups_of(source.tree, source.tensors)
     plan = plan_files(table_of(source, groups), max_file_nbytes)
     token = uuid.uuid4().hex
-    copied = Copied(plan=plan, content=source.content)
     staged = storage.stage(token)
     try:
-        files = storage.write(token, lambda create: write_files_in_order(create, copied, progress))
+        files = storage.write(
+            token, lambda create: write_files_in_order(create, plan, source.content, progress)
+        )
         staged.commit(
             Manifest(
                 block_nbytes=BLOCK_NBYTES,

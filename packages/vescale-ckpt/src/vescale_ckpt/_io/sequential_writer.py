@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from vescale_ckpt._format.crc32 import crc32
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
 from vescale_ckpt._format.file_layout import FilePlan
 from vescale_ckpt._format.manifest import StoredFile
 from vescale_ckpt.exceptions import CorruptCheckpointError
@@ -18,23 +18,15 @@ from vescale_ckpt.exceptions import CorruptCheckpointError
 BLOCK_NBYTES = 1 << 20
 
 Content = Callable[[str], Iterable[memoryview]]
+Create = Callable[[str], AbstractContextManager[BinaryIO]]
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """Files to write: where each tensor goes, and how to get its bytes.
-
-    Attributes:
-        plan: The layout.
-        content: Yields the bytes of the tensor of a key.
-    """
-
-    plan: FilePlan
-    content: Content
+def no_progress(done: int, total: int) -> None:
+    """Show nobody how many of how many bytes are done."""
 
 
-def created_in(directory: Path) -> Callable[[str], AbstractContextManager[BinaryIO]]:
+def created_in(directory: Path) -> Create:
     """Return what opens new files of a directory, which are on the disk when they are closed."""
     return partial(_create, directory)
 
@@ -48,71 +40,36 @@ def _create(directory: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def write_files_in_order(
-    create: Callable[[str], AbstractContextManager[BinaryIO]],
-    copied: Copied,
-    progress: Progress = lambda done, total: None,
+    create: Create, plan: FilePlan, content: Content, progress: Progress = no_progress
 ) -> dict[str, StoredFile]:
     """Write files and return their lengths and checksums.
 
     Args:
         create: Opens the file of a name for writing.
-        copied: What to write.
+        plan: Where each tensor goes.
+        content: Yields the bytes of the tensor of a key.
         progress: Called with the number of bytes done and to do.
     """
-    by_file: dict[str, list[tuple[int, str]]] = {name: [] for name in copied.plan.files}
-    for key, tensor in copied.plan.tensors.items():
+    by_file: dict[str, list[tuple[int, str]]] = {name: [] for name in plan.files}
+    for key, tensor in plan.tensors.items():
         by_file[tensor.file].append((tensor.offset, key))
-    total = sum(file.nbytes for file in copied.plan.files.values())
+    total = sum(file.nbytes for file in plan.files.values())
     done = 0
     written: dict[str, StoredFile] = {}
-    for name, file in copied.plan.files.items():
-        sums = _BlockCrcs()
-        nbytes = 0
+    for name, file in plan.files.items():
+        crcs = PartialBlockCrcs(file.nbytes, BLOCK_NBYTES)
+        tensors = (content(key) for _, key in sorted(by_file[name]))
         with create(name) as stream:
-            for view in _bytes_of(file.head, sorted(by_file[name]), copied.content):
+            for view in chain([memoryview(file.head)], chain.from_iterable(tensors)):
                 stream.write(view)
-                sums.add(view)
-                nbytes += len(view)
-                progress(done + nbytes, total)
-            if nbytes != file.nbytes:
+                crcs.add(crcs.written_nbytes, view)
+                progress(done + crcs.written_nbytes, total)
+            if crcs.written_nbytes != file.nbytes:
                 raise CorruptCheckpointError(
-                    f"the tensors of {name!r} have {nbytes} bytes instead of {file.nbytes}"
+                    f"the tensors of {name!r} have {crcs.written_nbytes} bytes instead of "
+                    f"{file.nbytes}"
                 )
-        done += nbytes
-        written[name] = StoredFile(nbytes=file.nbytes, checksums=sums.finished())
+        done += file.nbytes
+        words = checksums(file.nbytes, BLOCK_NBYTES, crcs.folded())
+        written[name] = StoredFile(nbytes=file.nbytes, checksums=tuple(words))
     return written
-
-
-def _bytes_of(
-    head: bytes, tensors: Iterable[tuple[int, str]], content: Content
-) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for _, key in tensors:
-        yield from content(key)
-
-
-class _BlockCrcs:
-    """The checksum of each block of a stream."""
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._current = 0
-        self._filled = 0
-
-    def add(self, view: memoryview) -> None:
-        while view:
-            part = view[: BLOCK_NBYTES - self._filled]
-            self._current = crc32(part, self._current)
-            self._filled += len(part)
-            view = view[len(part) :]
-            if self._filled == BLOCK_NBYTES:
-                self._end_block()
-
-    def finished(self) -> tuple[int, ...]:
-        if self._filled:
-            self._end_block()
-        return tuple(self._sums)
-
-    def _end_block(self) -> None:
-        self._sums.append(self._current)
-        self._current = self._filled = 0

@@ -119,7 +119,14 @@ def match(
     stored = RenamedTree(manifest.tree, key_filter)
     matched = Matched(idle=stored.idle)
     walk = _Walk(
-        manifest, matched, rank, num_ranks, cast=cast, key_filter=key_filter, stored=stored
+        manifest=manifest,
+        matched=matched,
+        rank=rank,
+        num_ranks=num_ranks,
+        cast=cast,
+        key_filter=key_filter,
+        stored=stored,
+        unused=set(stored.moved),
     )
     matched.result = walk.mapping(state, dict(stored.tree.items()), "")
     walk.note_unused()
@@ -127,28 +134,18 @@ def match(
     return matched
 
 
+@dataclass(slots=True, kw_only=True)
 class _Walk:
-    def __init__(
-        self,
-        manifest: Manifest,
-        matched: Matched,
-        rank: int,
-        num_ranks: int,
-        *,
-        cast: bool,
-        key_filter: KeyFilter,
-        stored: RenamedTree,
-    ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        # Within a PerRank, the row of each stored tensor that this rank reads.
-        self.row: int | None = None
-        self.cast = cast
-        self.key_filter = key_filter
-        self.manifest = manifest
-        self.stored = stored
-        self.unused = set(stored.moved)
-        self.matched = matched
+    manifest: Manifest
+    matched: Matched
+    rank: int
+    num_ranks: int
+    cast: bool
+    key_filter: KeyFilter
+    stored: RenamedTree
+    unused: set[str]
+    # Within a PerRank, the row of each stored tensor that this rank reads.
+    row: int | None = None
 
     def node(self, given: Any, node: Json, path: str) -> Any:
         """Return what stands in the result for ``given``."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._format.blocks import BlockIndex
 from vescale_ckpt._format.byte_ranges import Bytes
-from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
 from vescale_ckpt._store.reader import CheckpointReader
 
 from .read_assignment import ReadAssignment
@@ -68,11 +68,9 @@ class SplitBlockCheck:
         words = registers[self._split]
         ranks.reduce(words.view(np.int32), dist.ReduceOp.BXOR)
         registers[self._split] = words
-        for name, sums in self._sums.items():
+        for name, actual in checksums_by_file(self._sums, registers).items():
             first = self._block_index.firsts[name]
-            own, registers = np.split(registers, [sums.num_blocks])
             expected = self._reader.manifest.files[name].checksums
-            actual = checksums(sums.nbytes, sums.block_nbytes, own)
             for block in (self._split - first).tolist():
                 if 0 <= block < len(expected) and expected[block] != actual[block]:
                     raise ranks.common(self._reader.damage(name, block))

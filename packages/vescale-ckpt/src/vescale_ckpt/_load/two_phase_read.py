@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from vescale_ckpt._comm.control_group import ControlGroup
+from vescale_ckpt._comm.transfers import Transfer, exchange
 from vescale_ckpt._format.blocks import BlockIndex, Integers
 from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes
 from vescale_ckpt._io.buffer_pool import Scratch, pages
@@ -32,26 +33,6 @@ _ROUND_NBYTES = 4 << 20
 _ROUND_BLOCKS = 5
 
 ReadBlock = Callable[[int, Bytes], None]
-
-
-class _Transfer(NamedTuple):
-    """Some bytes of one read item that go from one rank to another.
-
-    Attributes:
-        turn: When.
-        peer: The other rank.
-        item: Which of the read items that this rank knows of.
-        start: First byte of the packed item.
-        stop: The byte after the last.
-        block: The block they lie in.
-    """
-
-    turn: int
-    peer: int
-    item: int
-    start: int
-    stop: int
-    block: int
 
 
 class _Asked(NamedTuple):
@@ -115,7 +96,7 @@ class Schedule:
 
     def transfers(
         self, file: str, ranges: ByteRanges, blocks: Iterable[int], item: int, peer: int | None
-    ) -> Iterator[_Transfer]:
+    ) -> Iterator[Transfer]:
         """Yield what goes through the network of a read item in some of its blocks.
 
         Args:
@@ -134,7 +115,7 @@ class Schedule:
                 edge += self._slice_nbytes
                 upper = ranges.bytes_before(edge)
                 if lower < upper:
-                    yield _Transfer(turn + number, other, item, lower, upper, block)
+                    yield Transfer(turn + number, other, item, lower, upper)
                 lower = upper
 
 
@@ -183,6 +164,12 @@ def _read_in_two_phases(
     )
     rounds = _rounds(schedule, incoming, outgoing, ranks)
     window = _Window(schedule, block_index.block_nbytes, read)
+
+    def pack(transfer: Transfer, packed: Bytes) -> None:
+        _, file, ranges = asked[transfer.item]
+        block = schedule.own[transfer.turn // schedule.slices]
+        ranges.gather(window.content(block), schedule.start(file, block), transfer.start, packed)
+
     scratch = Scratch()
     with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
         ahead = pool.submit(window.load, rounds[0], rounds[0])
@@ -191,26 +178,8 @@ def _read_in_two_phases(
             if number + 1 < len(rounds):
                 ahead = pool.submit(window.load, turns, rounds[number + 1])
             sent, expected = _of_round(outgoing, turns), _of_round(incoming, turns)
-            content = scratch.take("outgoing", sum(_by_peer(sent, ranks.size)))
-            received = scratch.take("incoming", sum(_by_peer(expected, ranks.size)))
-            for transfer, packed in _places(sent, content):
-                _, file, ranges = asked[transfer.item]
-                base = schedule.start(file, transfer.block)
-                ranges.gather(window.content(transfer.block), base, transfer.start, packed)
-            ranks.all_to_all(
-                content, _by_peer(sent, ranks.size), received, _by_peer(expected, ranks.size)
-            )
-            for transfer, packed in _places(expected, received):
+            for transfer, packed in exchange(sent, expected, pack, ranks, scratch.take):
                 items[transfer.item].put(transfer.start, packed)
-
-
-def _places(transfers: Iterable[_Transfer], memory: Bytes) -> Iterator[tuple[_Transfer, Bytes]]:
-    """Yield transfers with their share of the memory that travels."""
-    position = 0
-    for transfer in transfers:
-        stop = position + transfer.stop - transfer.start
-        yield transfer, memory[position:stop]
-        position = stop
 
 
 class _Window:
@@ -244,14 +213,14 @@ class _Window:
 
 def _ask(
     items: Sequence[ReadItem], schedule: Schedule, block_index: BlockIndex, ranks: ControlGroup
-) -> tuple[list[_Asked], list[_Transfer]]:
+) -> tuple[list[_Asked], list[Transfer]]:
     """Tell all ranks what of their blocks this one needs.
 
     Returns:
         What other ranks have asked this one for, and what it will get itself.
     """
     wishes: list[list[_Asked]] = [[] for _ in range(ranks.size)]
-    incoming: list[_Transfer] = []
+    incoming: list[Transfer] = []
     for index, item in enumerate(items):
         file, ranges = item.stored.file, item.ranges
         blocks = schedule.blocks_of(file, ranges, own=False)
@@ -300,8 +269,8 @@ def _unpacked(row: Integers, block_index: BlockIndex, peer: int) -> Iterator[_As
 
 def _rounds(
     schedule: Schedule,
-    incoming: Iterable[_Transfer],
-    outgoing: Iterable[_Transfer],
+    incoming: Iterable[Transfer],
+    outgoing: Iterable[Transfer],
     ranks: ControlGroup,
 ) -> list[tuple[int, int]]:
     """Return the first turn of each round and the one after its last."""
@@ -332,14 +301,6 @@ def divide(loads: Integers, limit: int, most: int) -> list[tuple[int, int]]:
     return [*rounds, (first, loads.shape[1])]
 
 
-def _of_round(transfers: Sequence[_Transfer], turns: tuple[int, int]) -> list[_Transfer]:
-    """Return the transfers of some turns in the order in which their bytes travel."""
+def _of_round(transfers: Sequence[Transfer], turns: tuple[int, int]) -> Sequence[Transfer]:
     start, stop = (bisect_left(transfers, (turn,)) for turn in turns)
-    return sorted(transfers[start:stop], key=lambda t: (t.peer, t.turn, t.item))
-
-
-def _by_peer(transfers: Iterable[_Transfer], size: int) -> list[int]:
-    counts = [0] * size
-    for transfer in transfers:
-        counts[transfer.peer] += transfer.stop - transfer.start
-    return counts
+    return transfers[start:stop]

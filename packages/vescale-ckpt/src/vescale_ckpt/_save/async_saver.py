@@ -217,7 +217,7 @@ class HostStaging:
     ) -> dict[Any, torch.Tensor]:
         """Return memory for each tensor, side by side; allocate more if there is too little."""
         nbytes = [_aligned(source.nbytes) for source in sources.values()]
-        lengths, starts = in_pieces(nbytes) if pin_memory else in_one_piece(nbytes)
+        lengths, starts = in_pieces(nbytes) if pin_memory else _in_one_piece(nbytes)
         fits = len(self._pieces) >= len(lengths) and all(
             held.numel() >= length and (held.is_pinned() or not pin_memory)
             for held, length in zip(self._pieces, lengths, strict=False)
@@ -235,7 +235,7 @@ class HostStaging:
         return places
 
 
-def in_one_piece(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def _in_one_piece(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the length of one piece of memory, and where in it everything starts."""
     stops = [*accumulate(lengths)]
     return stops[-1:], [(0, stop - n) for stop, n in zip(stops, lengths, strict=True)]

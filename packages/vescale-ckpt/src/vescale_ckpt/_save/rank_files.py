@@ -15,10 +15,10 @@ from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup
 from vescale_ckpt._format.dtypes import NAMES
 from vescale_ckpt._format.file_layout import StoredTensor, TensorInfo, plan_files, rank_file_stem
 from vescale_ckpt._format.manifest import Manifest, StoredBox, StoredFile
-from vescale_ckpt._io.sequential_writer import BLOCK_NBYTES, Copied, write_files_in_order
+from vescale_ckpt._io.sequential_writer import BLOCK_NBYTES, Create, write_files_in_order
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._state.local_shards import LocalShard
-from vescale_ckpt._store.storage import Create, Storage
+from vescale_ckpt._store.storage import Storage
 from vescale_ckpt.exceptions import CheckpointError
 from vescale_dtensor import Box
 
@@ -93,7 +93,7 @@ def _write(create: Create, stem: str, own: list[_Own]) -> dict[str, Any]:
     def content(name: str) -> Iterator[memoryview]:
         return packed_chunks(named[name].memory)
 
-    files = write_files_in_order(create, Copied(plan=plan, content=content))
+    files = write_files_in_order(create, plan, content)
     return {
         "files": {name: [file.nbytes, list(file.checksums)] for name, file in files.items()},
         "boxes": [

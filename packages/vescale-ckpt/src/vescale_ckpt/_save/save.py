@@ -22,7 +22,7 @@ from vescale_ckpt._comm.control_group import (
     ControlGroup,
     current_control_group,
 )
-from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums
+from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._format.state_encoding import Encoded, encode
@@ -288,8 +288,4 @@ def _write_all(
     registers, differing = np.split(registers, [sum(map(len, written))])
     if differing.any():
         raise ranks.common(replicas.difference(differing, assignment.shared, ranks))
-    result: dict[str, list[int]] = {}
-    for name, own in sums.items():
-        words, registers = np.split(registers, [own.num_blocks])
-        result[name] = checksums(own.nbytes, _BLOCK_NBYTES, words)
-    return result
+    return checksums_by_file(sums, registers)

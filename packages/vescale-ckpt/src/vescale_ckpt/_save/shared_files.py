@@ -34,6 +34,15 @@ class WriteItem(NamedTuple):
     first: int
     last: int
 
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield the packed bytes that go somewhere, and which of the packed box comes first."""
+        start = 0
+        for chunk in packed_chunks(self.source) if self.first < self.last else ():
+            first, last = max(self.first - start, 0), min(self.last - start, len(chunk))
+            if first < last:
+                yield start + first, chunk[first:last]
+            start += len(chunk)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteAssignment:
@@ -123,12 +132,8 @@ def _check_replicas(
     for key, shard in assignment.shared.items():
         sums = replicas.checked[plan.tensors[key].file]
         item = _share(plan.tensors[key], shard, writer_rank, num_ranks)
-        start = 0
-        for chunk in packed_chunks(item.source) if item.first < item.last else ():
-            first, last = max(item.first - start, 0), min(item.last - start, len(chunk))
-            if first < last:
-                sums.add(item.ranges.start + start + first, chunk[first:last])
-            start += len(chunk)
+        for start, chunk in item.chunks():
+            sums.add(item.ranges.start + start, chunk)
 
 
 def _share(stored: StoredTensor, shard: LocalShard, rank: int, num_ranks: int) -> WriteItem:
@@ -195,10 +200,6 @@ def _write_item(writer: FileWriter, item: WriteItem) -> None:
     scattered = ranges.num_ranges > 1 and ranges.nbytes < MIN_RANGE_NBYTES
     # The page cache is better at putting short ranges together than the disk.
     write = writer.write_through_cache if scattered else writer.write
-    start = 0
-    for chunk in packed_chunks(item.source):
-        first, last = max(item.first - start, 0), min(item.last - start, len(chunk))
-        if first < last:
-            for offset, lower, upper in ranges.locate(start + first, last - first):
-                write(offset, chunk[first + lower : first + upper])
-        start += len(chunk)
+    for start, chunk in item.chunks():
+        for offset, lower, upper in ranges.locate(start, len(chunk)):
+            write(offset, chunk[lower:upper])

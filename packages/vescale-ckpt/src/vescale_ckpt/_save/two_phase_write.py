@@ -12,7 +12,7 @@ one stretch of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_ckpt._comm.control_group import ControlGroup
+from vescale_ckpt._comm.transfers import Transfer, exchange, transfers_of
 from vescale_ckpt._format.byte_ranges import ByteRanges, Bytes, byte_ranges_of
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor, nbytes_of
@@ -37,13 +38,8 @@ _MAX_RANKS = 256
 # What a rank writes of an exchange, about as much as it sends and receives.
 _ROUND_NBYTES = 4 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A rank that holds boxes of the tensor, and where their bytes go in the file."""
-
-    rank: int
-    boxes: tuple[ByteRanges, ...]
+# A box, which of its packed bytes comes first, and the bytes.
+_Received = tuple[ByteRanges, int, Bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +61,14 @@ class _Exchanged:
     """A tensor to exchange, seen from one rank.
 
     Attributes:
-        holders: Who holds what.
+        holders: Where the bytes go in the file of the boxes that each rank holds.
         domains: Who writes what.
         own_domain: What this rank writes; perhaps nothing.
         own_boxes: Where the boxes go that this rank sends; none for a copy.
         packed: The bytes of these boxes.
     """
 
-    holders: list[_Holder]
+    holders: dict[int, tuple[ByteRanges, ...]]
     domains: list[_FileDomain]
     own_domain: _FileDomain
     own_boxes: tuple[ByteRanges, ...]
@@ -119,13 +115,27 @@ def write_in_two_phases(
         scratch: Memory to use.
     """
     for batch in _batches(tensors, ranks.rank):
-        counts = [_incoming_counts(tensor, number, ranks.size) for tensor, number in batch]
-        received = _exchange(batch, np.sum(counts, axis=0).tolist(), ranks, scratch)
-        for (tensor, number), pieces in zip(batch, _by_tensor(received, counts), strict=True):
+        boxes: list[list[_Received]] = [[] for _ in batch]
+        outgoing = [
+            transfer
+            for turn, (tensor, number) in enumerate(batch)
+            for domain in tensor.domains
+            for transfer in transfers_of(turn, domain.rank, tensor.own_boxes, *domain.part(number))
+        ]
+        incoming = [
+            transfer
+            for turn, (tensor, number) in enumerate(batch)
+            for rank, held in tensor.holders.items()
+            for transfer in transfers_of(turn, rank, held, *tensor.own_domain.part(number))
+        ]
+        pack = partial(_pack, batch)
+        for transfer, content in exchange(outgoing, incoming, pack, ranks, scratch.take):
+            ranges = batch[transfer.turn][0].holders[transfer.peer][transfer.item]
+            boxes[transfer.turn].append((ranges, transfer.start, content))
+        for (tensor, number), received in zip(batch, boxes, strict=True):
             start, stop = tensor.own_domain.part(number)
             if start < stop:
-                boxes = _by_box(tensor.holders, pieces, start, stop)
-                writer.write_from(start, stop - start, partial(_assemble, boxes))
+                writer.write_from(start, stop - start, partial(_assemble, received))
 
 
 def _batches(
@@ -150,13 +160,13 @@ def _batches(
 
 def _seen_from(rank: int, stored: StoredTensor, part: LocalShard) -> _Exchanged:
     assert part.layout.mesh_ranks is not None
-    holders = [
-        _Holder(holder, tuple(_ranges_in(stored, box) for box in boxes))
+    holders = {
+        holder: tuple(_ranges_in(stored, box) for box in boxes)
         for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
-    ]
+    }
     domains = _file_domains(stored, holders, part.layout.mesh_ranks)
     nothing = _FileDomain(rank, stored.offset, stored.offset)
-    own_boxes = next((holder.boxes for holder in holders if holder.rank == rank), ())
+    own_boxes = holders.get(rank, ())
     return _Exchanged(
         holders=holders,
         domains=domains,
@@ -201,10 +211,12 @@ def _ranges_in(stored: StoredTensor, box: Box) -> ByteRanges:
 
 
 def _file_domains(
-    stored: StoredTensor, holders: list[_Holder], mesh_ranks: tuple[int, ...]
+    stored: StoredTensor,
+    holders: Mapping[int, tuple[ByteRanges, ...]],
+    mesh_ranks: tuple[int, ...],
 ) -> list[_FileDomain]:
     """Divide a tensor's bytes so that ranks write near what they hold, on page boundaries."""
-    starts = {h.rank: h.boxes[0].start for h in holders if h.boxes}
+    starts = {rank: boxes[0].start for rank, boxes in holders.items() if boxes}
     order = sorted(mesh_ranks, key=lambda rank: (starts.get(rank, stored.offset), rank))
     shares = page_shares(stored, len(order))
     return [
@@ -231,74 +243,12 @@ def _packed(source: torch.Tensor) -> memoryview:
     return view
 
 
-def _outgoing(tensor: _Exchanged, number: int, num_ranks: int) -> list[list[memoryview]]:
-    """Return what goes to each rank."""
-    outgoing: list[list[memoryview]] = [[] for _ in range(num_ranks)]
-    for domain in tensor.domains:
-        start, stop = domain.part(number)
-        for ranges, content in zip(tensor.own_boxes, tensor.packed, strict=True):
-            lower, upper = ranges.bytes_before(start), ranges.bytes_before(stop)
-            if lower < upper:
-                outgoing[domain.rank].append(content[lower:upper])
-    return outgoing
+def _pack(batch: Sequence[tuple[_Exchanged, int]], transfer: Transfer, memory: Bytes) -> None:
+    packed = batch[transfer.turn][0].packed[transfer.item]
+    memory[:] = np.frombuffer(packed[transfer.start : transfer.stop], np.uint8)
 
 
-def _incoming_counts(tensor: _Exchanged, number: int, num_ranks: int) -> list[int]:
-    start, stop = tensor.own_domain.part(number)
-    counts = [0] * num_ranks
-    for holder in tensor.holders:
-        counts[holder.rank] = sum(
-            ranges.bytes_before(stop) - ranges.bytes_before(start) for ranges in holder.boxes
-        )
-    return counts
-
-
-def _exchange(
-    batch: list[tuple[_Exchanged, int]], counts: list[int], ranks: ControlGroup, scratch: Scratch
-) -> Bytes:
-    """Send what others write, and return what they have sent, in the order of ranks."""
-    by_tensor = [_outgoing(tensor, number, ranks.size) for tensor, number in batch]
-    by_rank = [list(itertools.chain(*pieces)) for pieces in zip(*by_tensor, strict=True)]
-    lengths = [sum(map(len, pieces)) for pieces in by_rank]
-    outgoing = scratch.take("outgoing", sum(lengths))
-    position = 0
-    for piece in itertools.chain(*by_rank):
-        outgoing[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
-        position += len(piece)
-    incoming = scratch.take("incoming", sum(counts))
-    ranks.all_to_all(outgoing, lengths, incoming, counts)
-    return incoming
-
-
-def _by_tensor(received: Bytes, counts: list[list[int]]) -> Iterator[list[Bytes]]:
-    """Yield, for each part of a batch, what each rank has sent of it."""
-    # Rows are parts, columns are ranks; what one rank sends of all parts lies together.
-    lengths = np.array(counts, np.int64)
-    stops = np.cumsum(lengths.T).reshape(lengths.T.shape).T
-    for row_stops, row in zip(stops, counts, strict=True):
-        yield [received[stop - n : stop] for stop, n in zip(row_stops, row, strict=True)]
-
-
-def _by_box(
-    holders: list[_Holder], pieces: list[Bytes], start: int, stop: int
-) -> list[tuple[ByteRanges, int, Bytes]]:
-    """Divide what ranks have sent of some bytes of the file among their boxes.
-
-    Returns:
-        Each box, which of its packed bytes comes first, and the bytes.
-    """
-    result: list[tuple[ByteRanges, int, Bytes]] = []
-    for holder in holders:
-        position = 0
-        for ranges in holder.boxes:
-            first, last = ranges.bytes_before(start), ranges.bytes_before(stop)
-            packed = pieces[holder.rank][position : position + last - first]
-            result.append((ranges, first, packed))
-            position += last - first
-    return result
-
-
-def _assemble(boxes: list[tuple[ByteRanges, int, Bytes]], start: int, memory: Bytes) -> None:
+def _assemble(boxes: Sequence[_Received], start: int, memory: Bytes) -> None:
     """Put consecutive bytes of the file together, from ``start`` on."""
     for ranges, first, packed in boxes:
         lower, upper = ranges.bytes_before(start), ranges.bytes_before(start + len(memory))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest
-from vescale_ckpt._io.sequential_writer import created_in
+from vescale_ckpt._io.sequential_writer import Create, created_in
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from .atomic_directory import (
@@ -26,7 +26,7 @@ from .atomic_directory import (
     sync_directory,
 )
 from .reader import CheckpointReader
-from .storage import Create, T
+from .storage import T
 from .verify import wrong_headers
 
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]+\.(saving|replaced|removed)")

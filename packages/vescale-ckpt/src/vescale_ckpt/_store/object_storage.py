@@ -8,11 +8,12 @@ from contextlib import suppress
 from vescale_ckpt._format.file_layout import is_rank_file
 from vescale_ckpt._format.manifest import MANIFEST_NAME, Manifest, dump_manifest
 from vescale_ckpt._io.object_store import ObjectStore
+from vescale_ckpt._io.sequential_writer import Create
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from .object_reader import ObjectStoreReader, has_manifest, odd_file, read_manifest_of
 from .reader import CheckpointReader
-from .storage import Create, T
+from .storage import T
 
 
 class StagedObjects:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from vescale_ckpt._format.manifest import Manifest
+from vescale_ckpt._io.sequential_writer import Create
 
 from .reader import CheckpointReader
 
 T = TypeVar("T")
 
-Create = Callable[[str], AbstractContextManager[BinaryIO]]
-
 
 class StagedCheckpoint(Protocol):
     """A checkpoint that is being written; see [Note: committing] and [Note: object stores]."""
 
-    def commit(self, manifest: Manifest) -> None:
-        """Make it the checkpoint, in one step, once all of its files are written."""
-        ...
-
-    def close(self) -> None:
-        """Give up what was not committed."""
-        ...
+    # Makes it the checkpoint, in one step, once all of its files are written.
+    def commit(self, manifest: Manifest) -> None: ...
+    # Gives up what was not committed.
+    def close(self) -> None: ...
 
 
 class Storage(Protocol):
@@ -39,77 +34,32 @@ class Storage(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def where(self) -> Path | str: ...
-
     @property
     def is_link(self) -> bool: ...
 
-    def parent(self) -> Storage:
-        """Return the place that this one lies in."""
-        ...
+    def parent(self) -> Storage: ...
+    def child(self, name: str) -> Storage: ...
 
-    def child(self, name: str) -> Storage:
-        """Return a place within this one."""
-        ...
+    # As a committed checkpoint. The manifest can be read whatever the other files are like. A
+    # defect is None if the checkpoint is whole, see [Note: whole], nothing if none was ever
+    # committed, or what is damaged; all that says nothing about the checkpoint itself is raised.
+    def open(self) -> CheckpointReader: ...
+    def read_manifest(self) -> Manifest: ...
+    def defect(self) -> str | None: ...
 
-    def open(self) -> CheckpointReader:
-        """Open the committed checkpoint that this is."""
-        ...
+    # As a checkpoint to write, by a save that is called ``token``. One rank stages it, then all
+    # ranks write: to the same files in the staging directory, if there is such a thing, or what
+    # ``action`` creates, which may be called again. A rank whose save has failed discards that.
+    def check_replaceable(self) -> None: ...
+    def staging_directory(self, token: str) -> Path | None: ...
+    def stage(self, token: str) -> StagedCheckpoint: ...
+    def write(self, token: str, action: Callable[[Create], T]) -> T: ...
+    def discard(self, name: str) -> None: ...
 
-    def read_manifest(self) -> Manifest:
-        """Return the manifest, whatever the other files are like."""
-        ...
-
-    def defect(self) -> str | None:
-        """Return why this is no whole checkpoint; see [Note: whole].
-
-        Returns:
-            None if it is whole, nothing if none was ever committed here, or what is damaged.
-
-        Raises:
-            OSError: For all that says nothing about the checkpoint itself.
-            CheckpointError: If it is of a newer format.
-        """
-        ...
-
-    def check_replaceable(self) -> None:
-        """Refuse to have something replaced that is no checkpoint."""
-        ...
-
-    def staging_directory(self, token: str) -> Path | None:
-        """Return where all ranks of a save may write to the same files, None if nowhere."""
-        ...
-
-    def stage(self, token: str) -> StagedCheckpoint:
-        """Begin to write a checkpoint. One rank must call this, before the others write.
-
-        Args:
-            token: The name of this save.
-        """
-        ...
-
-    def write(self, token: str, action: Callable[[Create], T]) -> T:
-        """Call ``action`` with what creates files of the staged checkpoint; perhaps again."""
-        ...
-
-    def discard(self, name: str) -> None:
-        """Delete a file of a save that has failed, unless :meth:`StagedCheckpoint.close` does."""
-        ...
-
-    def names(self) -> Iterable[str]:
-        """Return the names of what could be checkpoints in here."""
-        ...
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete checkpoints in here, so that each is whole or none at every moment."""
-        ...
-
-    def remove_leftovers(self, older: Sequence[str]) -> None:
-        """Delete what dead writers have left in here.
-
-        Args:
-            older: The names of the series before its last whole checkpoint.
-        """
-        ...
+    # As what checkpoints lie in. Each is whole or none at every moment. Leftovers are what dead
+    # writers have left; ``older`` are the names before the last whole checkpoint of a series.
+    def names(self) -> Iterable[str]: ...
+    def remove(self, names: Sequence[str]) -> None: ...
+    def remove_leftovers(self, older: Sequence[str]) -> None: ...

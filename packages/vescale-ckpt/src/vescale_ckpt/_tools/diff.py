@@ -12,12 +12,12 @@ from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.state_tree import is_reference, leaves_of
 from vescale_ckpt._interop.streaming_copy import Source
-from vescale_ckpt._io.sequential_writer import Progress
+from vescale_ckpt._io.sequential_writer import Progress, no_progress
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differences(a: Source, b: Source, progress: Progress = lambda d, t: None) -> Iterator[str]:
+def differences(a: Source, b: Source, progress: Progress = no_progress) -> Iterator[str]:
     """Yield a line for each key that is not the same in both, bit for bit."""
     values_a, values_b = _values(a), _values(b)
     for key in sorted(values_a.keys() | values_b.keys()):
