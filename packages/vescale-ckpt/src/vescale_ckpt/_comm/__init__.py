@@ -1,1 +1,1 @@
-"""The ranks that save or load together, and who of them is missing."""
+"""The ranks that save or load together: messages, errors, who is missing, who sends what."""

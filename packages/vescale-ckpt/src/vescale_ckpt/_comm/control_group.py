@@ -1,4 +1,4 @@
-"""The ranks that save or load together, and how an error on one becomes an error on all.
+"""The control group: the ranks that save or load together; an error on one is one on all.
 
 Control messages are small JSON texts over a gloo group of our own: the default group may be
 NCCL's, and traffic of the training step on it must not meet ours.

@@ -1,4 +1,4 @@
-"""Who has come to a collective, for the error when it does not end.
+"""Missing ranks: who has not come to a collective, for the error when it does not end.
 
 [Note: arrivals]
 gloo says that it has waited in vain, not for whom. So a rank that has waited for long notes in the

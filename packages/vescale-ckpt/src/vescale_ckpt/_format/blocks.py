@@ -1,4 +1,4 @@
-"""The blocks of all files of a checkpoint as one sequence."""
+"""The block index: the blocks of all files of a checkpoint as one sequence."""
 
 from __future__ import annotations
 

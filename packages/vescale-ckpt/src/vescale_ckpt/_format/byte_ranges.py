@@ -1,4 +1,4 @@
-"""Where the elements of a box lie in a file that holds the whole tensor, row by row."""
+"""Strided byte ranges: where a box lies in a file that holds the whole tensor, row by row."""
 
 from __future__ import annotations
 

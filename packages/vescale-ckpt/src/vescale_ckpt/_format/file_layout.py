@@ -1,4 +1,4 @@
-"""Which tensor lies where in which file: a pure function of the global table of tensors.
+"""The file layout: which tensor lies where, a pure function of the global table of tensors.
 
 Every rank computes the same answer, so no rank has to be asked where to write.
 """

@@ -1,4 +1,4 @@
-"""A state split into tagged JSON and tensors; see state_tree.py for what stands for what."""
+"""Encode a state as tagged JSON and tensors; see state_tree.py for what stands for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State as data: nested dicts turned into tagged JSON with references to tensors, and back.
+"""The state tree: nested dicts as tagged JSON with references to tensors, and back.
 
 A string that starts with a dollar sign stands for the tensor whose key follows; a lone one for
 the tensor whose key is the dotted path of this place in the state, which keeps manifests

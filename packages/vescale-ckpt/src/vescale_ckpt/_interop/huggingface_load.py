@@ -87,7 +87,7 @@ def load_safetensors(
 
 
 def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
-    filled = {part.identity for part, _ in matched.targets} - {None}
+    filled = {shard.identity for shard, _ in matched.targets} - {None}
     matched.missing = [
         key
         for key in matched.missing

@@ -1,4 +1,4 @@
-"""Memory that is used again and again.
+"""A pool of buffers: memory that is used again and again.
 
 [Note: kept buffers]
 Memory that a process touches for the first time costs a fault for each page, on a virtual machine

@@ -1,4 +1,4 @@
-"""Files opened to be read or written past the page cache."""
+"""Direct I/O: files opened to be read or written past the page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory, open when they are read.
+"""File handles: the files of a checkpoint's directory, open when they are read.
 
 [Note: handles]
 A process may have about a thousand files open, and a checkpoint may consist of as many. So the

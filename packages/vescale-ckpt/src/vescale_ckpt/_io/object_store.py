@@ -1,4 +1,4 @@
-"""Places for checkpoints that are no directories: whatever fsspec has a file system for.
+"""Object stores: whatever fsspec has a file system for.
 
 [Note: object stores]
 An object appears whole or not at all, and is never changed afterwards. So every rank writes a

@@ -1,4 +1,4 @@
-"""Several requests to the disk at a time."""
+"""A thread pool: several requests to the disk at a time."""
 
 from __future__ import annotations
 

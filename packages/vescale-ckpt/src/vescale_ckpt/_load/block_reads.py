@@ -1,4 +1,4 @@
-"""What a rank reads itself: blocks and parts of blocks, straight into tensors where that goes.
+"""Block reads: what a rank reads itself, straight into tensors where that goes.
 
 [Note: straight]
 What is in the page cache is copied from there to where it belongs, a block at a time, so that its

@@ -47,7 +47,7 @@ class Matched:
 
     Attributes:
         result: What to return: the given tensors and objects, and the stored Python values.
-        targets: Pairs of this rank's part of a tensor and the stored tensor's key.
+        targets: Pairs of this rank's shard of a tensor and the stored tensor's key.
         stateful: Objects and the states to give them once the tensors are filled.
         missing: Keys of the given state that the checkpoint lacks.
         unexpected: Keys of the checkpoint that the given state lacks.

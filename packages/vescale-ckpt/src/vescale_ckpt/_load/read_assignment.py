@@ -1,4 +1,4 @@
-"""Which rank reads which block of a checkpoint, so that every block is checked by one rank.
+"""Read assignment: which rank reads which block, so that every block is checked by one.
 
 [Note: readers]
 Every block that somebody needs is read and checked by one of those who need it. Which one

@@ -115,15 +115,15 @@ def read_unaligned(reader: CheckpointReader, item: ReadItem) -> None:
 
 
 def read_items_of(manifest: Manifest, targets: Iterable[tuple[LocalShard, str]]) -> list[ReadItem]:
-    """Return what has to be read to fill this rank's part of ``targets``, in file order."""
+    """Return what has to be read to fill this rank's shard of ``targets``, in file order."""
     items: list[ReadItem] = []
-    for part, key in targets:
+    for shard, key in targets:
         if manifest.aliases.get(key, key) in manifest.boxes:
-            for held in part.boxes:
-                items += _items_from(key, manifest.boxes_of(key), held, part.local)
+            for held in shard.boxes:
+                items += _items_from(key, manifest.boxes_of(key), held, shard.local)
             continue
         stored = manifest.stored(key)
-        for memory, ranges in located(part, stored):
+        for memory, ranges in located(shard, stored):
             items.append(ReadItem(key, stored, ranges, memory))
     # Two sorts by plain numbers and strings are faster than one by pairs.
     items.sort(key=attrgetter("ranges.start"))

@@ -1,4 +1,4 @@
-"""Tensors to fill that share memory: each gets what was saved of it, or the load is refused.
+"""Shared memory: each tensor in it gets what was saved of it, or the load is refused.
 
 [Note: twins]
 Two views of one buffer may both be in a state, and both are stored. If both are read into the

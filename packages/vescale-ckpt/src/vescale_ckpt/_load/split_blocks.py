@@ -1,4 +1,4 @@
-"""Blocks that several ranks read in parts.
+"""Split blocks: those that several ranks read in parts.
 
 [Note: parts]
 Where the shards of two ranks meet within a block, each reads its own part of it. The checksum of

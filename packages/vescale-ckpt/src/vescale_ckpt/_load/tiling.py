@@ -1,4 +1,4 @@
-"""Do the parts of a block that ranks need make up the block, without gap and without overlap?
+"""Tiling: do the parts of a block that ranks need make it up, without gap and overlap?
 
 [Note: tiling]
 Give every place in a file a random number. A rank that needs the bytes from ``a`` to ``b`` adds

@@ -1,4 +1,4 @@
-"""Save while training goes on: copy the state aside, then write the copy from a thread."""
+"""Asynchronous saves: copy the state to host memory, then write the copy from a thread."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def _placed(shard: LocalShard, copy: torch.Tensor | None) -> LocalShard:
 
 
 def _emptied(shard: LocalShard) -> LocalShard:
-    """Return a part that others write, without its memory."""
+    """Return a shard that others write, without its memory."""
     if not shard.local.numel():
         return shard
     return shard._replace(local=shard.local.new_empty(0), layout=replace(shard.layout, boxes=()))

@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to save: one digest each, details only if they differ.
+"""Consistency of a save: ranks compare one digest each, details only if they differ.
 
 [Note: buckets]
 To name what differs nobody sends all that it knows: a thousand ranks with 100,000 tensors would
@@ -88,7 +88,7 @@ def fingerprint(
 
     Args:
         encoded: The state of this rank.
-        shards: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's shard of each of its tensors, in the order of their keys.
         ties: What :func:`ties_of` has returned.
         ranks: All ranks.
         all_bytes: Whether to compare the bytes of large ones here, too.
@@ -113,7 +113,7 @@ def plan_save(
 
     Args:
         encoded: The state of this rank.
-        shards: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's shard of each of its tensors, in the order of their keys.
         ties: What :func:`ties_of` has returned.
         by_rank: What :func:`fingerprint` has returned on every rank.
         ranks: All ranks.
@@ -287,7 +287,7 @@ def ties_of(shards: Mapping[str, LocalShard]) -> dict[str, str]:
     """Return, for tensors that are the same memory seen the same way, the first such key.
 
     Args:
-        shards: This rank's part of each of its tensors, in the order of their keys.
+        shards: This rank's shard of each of its tensors, in the order of their keys.
     """
     by_address: dict[int, str] = {}
     alike: dict[int, list[str]] = {}

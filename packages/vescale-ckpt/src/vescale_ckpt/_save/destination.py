@@ -1,4 +1,4 @@
-"""Where a save goes and what becomes of what is there already."""
+"""The destination of a save, and what becomes of what is there already."""
 
 from __future__ import annotations
 

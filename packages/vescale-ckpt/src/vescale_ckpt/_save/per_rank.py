@@ -1,4 +1,4 @@
-"""Values that every rank has its own of."""
+"""Per-rank values: those that every rank has its own of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def collect(
         nodes: For each key, a list with this rank's value as tagged JSON. It gets the values of
             all ranks, or stays as it is if all have the same.
         tensors: For each key, the keys of the tensors in its value.
-        shards: This rank's part of each tensor.
+        shards: This rank's shard of each tensor.
         ranks: All ranks.
     """
     if not nodes:

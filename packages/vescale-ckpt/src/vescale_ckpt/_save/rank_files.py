@@ -1,4 +1,4 @@
-"""Save with a file of its own for every rank, where files cannot be written by several.
+"""Rank files: every rank writes a file of its own, where files cannot be shared.
 
 Every rank writes the boxes that it owns, as they lie in its memory, one after the other; nothing
 is exchanged. The manifest says which box of which tensor lies where.
@@ -46,7 +46,7 @@ def write_rank_files(
         storage: Where the checkpoint is staged.
         token: The name of this save.
         save_plan: What to write.
-        shards: This rank's part of each tensor.
+        shards: This rank's shard of each tensor.
         ranks: All ranks.
 
     Returns:

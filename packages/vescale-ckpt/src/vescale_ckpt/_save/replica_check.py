@@ -1,4 +1,4 @@
-"""Do ranks have the same bytes of a tensor that each of them holds whole?
+"""Replica check: do ranks have the same bytes of a tensor that each of them holds whole?
 
 [Note: copies]
 Of a tensor that every rank holds, each writes a share, and the checksum of what is written is

@@ -1,4 +1,4 @@
-"""Save: agree, lay out, write, commit."""
+"""Save: plan, lay out, write, commit."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Snapshot:
 
     Attributes:
         encoded: Its Python values, and which tensors it has.
-        shards: This rank's part of each tensor, in the order of their keys.
+        shards: This rank's shard of each tensor, in the order of their keys.
     """
 
     encoded: Encoded

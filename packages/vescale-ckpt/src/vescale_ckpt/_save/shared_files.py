@@ -1,4 +1,4 @@
-"""One rank writes its byte ranges into the files that all ranks share."""
+"""Shared files: every rank writes its byte ranges into files of whole tensors."""
 
 from __future__ import annotations
 

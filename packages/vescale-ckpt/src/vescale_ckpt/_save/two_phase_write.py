@@ -75,9 +75,9 @@ class _Exchanged:
     packed: list[memoryview]
 
 
-def needs_two_phase(part: LocalShard) -> bool:
+def needs_two_phase(shard: LocalShard) -> bool:
     """Return whether a tensor's shards are better exchanged; the same answer on every rank."""
-    return _needs_two_phase(part.layout, part.shape, part.dtype)
+    return _needs_two_phase(shard.layout, shard.shape, shard.dtype)
 
 
 # As many tensors are alike, most of the work has been done before.
@@ -144,8 +144,8 @@ def _batches(
     """Yield parts of file domains, of one tensor or several, that are exchanged together."""
     batch: list[tuple[_Exchanged, int]] = []
     filled = 0
-    for stored, part in tensors:
-        tensor = _seen_from(rank, stored, part)
+    for stored, shard in tensors:
+        tensor = _seen_from(rank, stored, shard)
         longest = max(domain.stop - domain.start for domain in tensor.domains)
         for number in range(-(-longest // _ROUND_NBYTES)):
             nbytes = min(_ROUND_NBYTES, longest - number * _ROUND_NBYTES)
@@ -158,13 +158,13 @@ def _batches(
         yield batch
 
 
-def _seen_from(rank: int, stored: StoredTensor, part: LocalShard) -> _Exchanged:
-    assert part.layout.mesh_ranks is not None
+def _seen_from(rank: int, stored: StoredTensor, shard: LocalShard) -> _Exchanged:
+    assert shard.layout.mesh_ranks is not None
     holders = {
         holder: tuple(_ranges_in(stored, box) for box in boxes)
-        for holder, boxes in _boxes_by_rank(part.layout, part.shape).items()
+        for holder, boxes in _boxes_by_rank(shard.layout, shard.shape).items()
     }
-    domains = _file_domains(stored, holders, part.layout.mesh_ranks)
+    domains = _file_domains(stored, holders, shard.layout.mesh_ranks)
     nothing = _FileDomain(rank, stored.offset, stored.offset)
     own_boxes = holders.get(rank, ())
     return _Exchanged(
@@ -172,7 +172,7 @@ def _seen_from(rank: int, stored: StoredTensor, part: LocalShard) -> _Exchanged:
         domains=domains,
         own_domain=next((domain for domain in domains if domain.rank == rank), nothing),
         own_boxes=own_boxes,
-        packed=[_packed(held.of(part.local)) for held in part.boxes] if own_boxes else [],
+        packed=[_packed(held.of(shard.local)) for held in shard.boxes] if own_boxes else [],
     )
 
 

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint a load wants, and what the stored keys are called here.
+"""The key filter: which part of a checkpoint a load wants, and what keys are called here.
 
 A path is the dotted key of a place in the state.
 """

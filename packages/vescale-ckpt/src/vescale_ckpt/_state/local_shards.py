@@ -1,4 +1,4 @@
-"""This rank's part of a tensor: its memory, and which boxes of the whole lie there.
+"""Local shards: this rank's memory of a tensor, and which boxes of the whole lie there.
 
 [Note: per-rank tensors]
 A tensor of which each rank has its own is stored as one tensor with a leading dim of the number
@@ -91,7 +91,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
-    """Return this rank's part of a tensor, if that can be stored or filled as plain bytes.
+    """Return this rank's shard of a tensor, if that can be stored or filled as plain bytes.
 
     Cheapest under ``torch.no_grad()``.
 
@@ -114,7 +114,7 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
 
 
 def stacked_shard(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> LocalShard:
-    """Return this rank's part of the tensor in which the tensors of all ranks are stacked.
+    """Return this rank's shard of the tensor in which the tensors of all ranks are stacked.
 
     Raises:
         CheckpointError: If it is a DTensor, or has no plain bytes.
@@ -136,7 +136,7 @@ def stacked_shard(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> 
 
 
 def shard_of_row(shard: LocalShard, shape: tuple[int, ...], row: int) -> LocalShard:
-    """Return the part that fills a plain tensor from one row of a stacked one of ``shape``."""
+    """Return the shard that fills a plain tensor from one row of a stacked one of ``shape``."""
     layout = replace(shard.layout, boxes=(_row(shape, row),))
     return LocalShard(shape, shard.dtype, shard.local[None], layout)
 

@@ -1,4 +1,4 @@
-"""Where to read the state of an object whose tensors may not exist yet."""
+"""State templates: where to read the state of an object whose tensors may not exist yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all.
+"""Atomic directories: they appear whole or not at all.
 
 [Note: committing]
 A checkpoint is written into a hidden sibling of its path, ``.NAME.TOKEN.saving``, every file is

@@ -1,4 +1,4 @@
-"""Read checkpoints of storages that are no directories."""
+"""Read checkpoints in object stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbered checkpoints of one place: which is the last good one, which may go.
+"""Retention: which of the numbered checkpoints of a place is the last good one, which may go.
 
 [Note: no pointer]
 Nothing is written down about which checkpoint is the latest: a pointer and the checkpoints could
