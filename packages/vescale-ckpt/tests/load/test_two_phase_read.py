@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -267,7 +267,7 @@ class FileStub(NamedTuple):
     file: str
 
 
-class PieceStub(NamedTuple):
+class ReadItemStub(NamedTuple):
     stored: FileStub
     ranges: ByteRanges
 
@@ -275,6 +275,8 @@ class PieceStub(NamedTuple):
 BLOCK_NBYTES = 1 << 20
 
 
+# A deadline would measure what else the machine does.
+@settings(deadline=None)
 @given(data=st.data(), nbytes=st.integers(BLOCK_NBYTES, 3 * BLOCK_NBYTES))
 def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
     data: st.DataObject, nbytes: int
@@ -293,7 +295,7 @@ def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
     times = np.zeros(nbytes + 1, np.int64)
     for rank, (start, stop) in enumerate(parts):
         if start < stop:
-            item: Any = PieceStub(FileStub("f"), ByteRanges(start, stop - start))
+            item: Any = ReadItemStub(FileStub("f"), ByteRanges(start, stop - start))
             total += tiling(block_index, [item], rank)
             times[start] += 1
             times[stop] -= 1

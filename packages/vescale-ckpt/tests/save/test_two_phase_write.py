@@ -1,4 +1,4 @@
-"""Column shards are exchanged into slabs: same bytes in the file, errors on every rank."""
+"""Column shards are exchanged first: same bytes in the file, errors on every rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_exchanged_shards_make_up_the_tensors(
     vescale_ckpt.load(tmp_path / "ckpt", {"model": target})
 
 
-def message_when_a_slab_cannot_be_written(path: str) -> str:
+def message_when_a_file_domain_cannot_be_written(path: str) -> str:
     mesh = init_device_mesh("cpu", (4,))
     full = torch.ones(1024, 1024)
     state = {str(i): distribute_tensor(full, mesh, (Shard(1),)) for i in range(3)}
@@ -99,10 +99,10 @@ def message_when_a_slab_cannot_be_written(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_cannot_write_its_slab_does_not_hang_the_others(
+def test_a_rank_that_cannot_write_its_file_domain_does_not_hang_the_others(
     world4: World, tmp_path: Path
 ) -> None:
-    messages = world4.run(message_when_a_slab_cannot_be_written, str(tmp_path / "ckpt"))
+    messages = world4.run(message_when_a_file_domain_cannot_be_written, str(tmp_path / "ckpt"))
     assert len(set(messages)) == 1
     assert "No space left on device (on rank 2)" in messages[0]
     assert list(tmp_path.iterdir()) == []

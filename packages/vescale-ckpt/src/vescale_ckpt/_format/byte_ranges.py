@@ -157,7 +157,7 @@ def byte_ranges_of(shape: tuple[int, ...], box: Box, itemsize: int, start: int =
     """Return the byte ranges of ``box`` in a row-major tensor that starts at byte ``start``.
 
     Example:
-        >>> list(runs_of((4, 8), Box((1, 2), (2, 3)), itemsize=4).offsets())
+        >>> list(byte_ranges_of((4, 8), Box((1, 2), (2, 3)), itemsize=4).offsets())
         [40, 72]
     """
     return _byte_ranges_of(shape, box, itemsize).shifted(start)

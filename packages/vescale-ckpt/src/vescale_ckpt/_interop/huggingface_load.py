@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -57,18 +58,11 @@ def load_safetensors(
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_control_group()
-    reader: CheckpointReader | None = None
-    try:
+    with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
-            reader = open_safetensors(Path(os.path.abspath(path)), rename or {})
+            files = open_safetensors(Path(os.path.abspath(path)), rename or {})
+            reader = opened.enter_context(files)
             step.message = this_host()
-    except BaseException:
-        if reader is not None:
-            reader.close()
-        raise
-    assert reader is not None
-    hosts = step.messages
-    with reader, ranks.together(), torch.no_grad():
         with AllOrNone(ranks):
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -82,7 +76,7 @@ def load_safetensors(
             twins = apart(items)
         matched.report(strict=strict)
         with AllOrNone(ranks), ranks.together():
-            fill(reader, items, ranks, hosts)
+            fill(reader, items, ranks, step.messages)
             settle(twins)
 
 

@@ -62,7 +62,9 @@ def fill(
         with ThreadPoolExecutor(1, thread_name_prefix="vescale-ckpt-read") as pool:
             alone = pool.submit(_failure_of_reading, block_reads, unaligned)
             try:
-                read_in_two_phases(whole, readers, block_index, ranks, block_reads.read_to_send)
+                with ranks.together():
+                    read = block_reads.read_to_send
+                    read_in_two_phases(whole, readers, block_index, ranks, read)
             except BaseException:
                 block_reads.stop()
                 raise

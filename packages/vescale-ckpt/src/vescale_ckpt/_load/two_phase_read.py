@@ -128,7 +128,7 @@ def read_in_two_phases(
 ) -> None:
     """Read this rank's shared blocks and fill what others read; see [Note: rounds].
 
-    Every rank must call this. An error is raised on all of them at once.
+    Every rank must call this, in a block of ``ranks.together()``.
 
     Args:
         items: What this rank needs.
@@ -140,17 +140,6 @@ def read_in_two_phases(
     Raises:
         CorruptCheckpointError: If a block is damaged.
     """
-    with ranks.together():
-        _read_in_two_phases(items, readers, block_index, ranks, read)
-
-
-def _read_in_two_phases(
-    items: Sequence[ReadItem],
-    readers: ReadAssignment,
-    block_index: BlockIndex,
-    ranks: ControlGroup,
-    read: ReadBlock,
-) -> None:
     schedule = Schedule(readers, block_index, ranks.rank, ranks.size)
     if not schedule.num_turns:
         return

@@ -175,17 +175,17 @@ def _write_checkpoint(
     save_plan = plan_save(taken.encoded, taken.shards, ties, by_rank, ranks)
     collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.shards, ranks)
     storage, staged = destination.storage, None
-    plan = None if destination.has_rank_files else plan_files(save_plan.table, max_file_nbytes)
+    directory = None if destination.has_rank_files else storage.staging_directory(token)
+    plan = plan_files(save_plan.table if directory else (), max_file_nbytes)
     try:
         with AllOrNone(ranks):
             if ranks.rank == 0:
                 staged = storage.stage(token)
-                if plan is not None:
-                    create_files(_shared_directory(storage, token), plan)
-        if plan is None:
+                if directory is not None:
+                    create_files(directory, plan)
+        if directory is None:
             manifest = write_rank_files(storage, token, save_plan, taken.shards, ranks)
         else:
-            directory = _shared_directory(storage, token)
             manifest = _write_shared(directory, plan, save_plan, taken.shards, ranks, progress)
         with AllOrNone(ranks):
             if staged is not None:
@@ -197,12 +197,6 @@ def _write_checkpoint(
         with AllOrNone(ranks):
             if ranks.rank == 0:
                 _keep_newest(storage, destination.keep_last)
-
-
-def _shared_directory(storage: Storage, token: str) -> Path:
-    directory = storage.staging_directory(token)
-    assert directory is not None
-    return directory
 
 
 def _keep_newest(storage: Storage, keep_last: int) -> None:

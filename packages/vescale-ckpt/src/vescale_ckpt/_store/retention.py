@@ -21,7 +21,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from vescale_ckpt.exceptions import CheckpointError
@@ -31,13 +30,6 @@ from .storage import Storage
 from .verify import complaints_about
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Numbered:
-    number: int
-    prefix: str
-    name: str
 
 
 def list_checkpoints(
@@ -181,17 +173,17 @@ def _prefix_of(name: str) -> str:
 def _numbered(place: Storage, prefix: str | None) -> list[str]:
     """Return the names with numbers, the highest last."""
     entries = [
-        _Numbered(int(found[2]), found[1], name)
+        (int(found[2]), found[1], name)
         for name in place.names()
         if (found := _NUMBERED.fullmatch(name)) and prefix in (None, found[1])
     ]
-    prefixes = sorted({entry.prefix for entry in entries})
+    prefixes = sorted({found for _, found, _ in entries})
     if len(prefixes) > 1:
         raise CheckpointError(
             f"the numbered checkpoints in {place.where} begin with "
             f"{', '.join(map(repr, prefixes))}; say which with prefix"
         )
-    return [entry.name for entry in sorted(entries)]
+    return [name for _, _, name in sorted(entries)]
 
 
 class _Look:
