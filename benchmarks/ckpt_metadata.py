@@ -4,7 +4,7 @@ Run ``python benchmarks/ckpt_metadata.py --tensors 100000 --ranks 1000``. It pri
 object: processor seconds of each step at one rank, the best of several repetitions, and the bytes
 that the rank tells the others. The other ranks are imagined: they say what this one says. No
 tensor is written. A busy machine makes processor time longer, too, so it also prints how long the
-json module takes to read, write and read the commit record; compare with that.
+json module takes to read, write and read the manifest; compare with that.
 """
 
 # ruff: noqa: PLC2701 (the steps have no public names, and torch has no public fake process group)
@@ -28,16 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt._agree import agree, fingerprint, ties_of
-from vescale_ckpt._files import FilePlan, plan_files
-from vescale_ckpt._group import Ranks
-from vescale_ckpt._match import match
-from vescale_ckpt._numbering import Numbering
-from vescale_ckpt._pieces import pieces_of
-from vescale_ckpt._record import Record, StoredFile, dump_record, parse_record
-from vescale_ckpt._save import divide, snapshot
-from vescale_ckpt._shares import choose_readers
-from vescale_ckpt._write import Work, keys_by_file, pieces_of_tensor
+from vescale_ckpt._comm.control_group import ControlGroup
+from vescale_ckpt._format.blocks import BlockIndex
+from vescale_ckpt._format.file_layout import FilePlan, plan_files
+from vescale_ckpt._format.manifest import Manifest, StoredFile, dump_manifest, parse_manifest
+from vescale_ckpt._load.match import match
+from vescale_ckpt._load.read_assignment import assign_reads
+from vescale_ckpt._load.read_items import read_items_of
+from vescale_ckpt._save.consistency import fingerprint, plan_save, ties_of
+from vescale_ckpt._save.save import divide, snapshot
+from vescale_ckpt._save.shared_files import WriteAssignment, keys_by_file, write_items_of
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ _COLUMNS = 16
 
 
 @dataclass(frozen=True)
-class ImaginedRanks(Ranks):
+class ImaginedRanks(ControlGroup):
     """Ranks that all say the same."""
 
     said_nbytes: list[int] = field(default_factory=list[int])
@@ -99,11 +99,11 @@ class Clock:
         return result
 
 
-def locate(plan: FilePlan, work: Work, ranks: Ranks) -> None:
+def locate(plan: FilePlan, assignment: WriteAssignment, ranks: ControlGroup) -> None:
     """Find out where each tensor's bytes go, as writing does."""
-    for keys in keys_by_file(plan, work).values():
+    for keys in keys_by_file(plan, assignment).values():
         for key in keys:
-            for _ in pieces_of_tensor(key, plan, work, ranks):
+            for _ in write_items_of(key, plan, assignment, ranks):
                 pass
 
 
@@ -111,35 +111,35 @@ def locate(plan: FilePlan, work: Work, ranks: Ranks) -> None:
 def measure(state: dict[str, Any], ranks: ImaginedRanks, clock: Clock) -> None:
     """Do what a save and a load do on one rank, but for the tensors' bytes."""
     taken = clock.run("save: walk the state", lambda: snapshot(state, ranks))
-    ties = clock.run("save: find ties", lambda: ties_of(taken.parts))
+    ties = clock.run("save: find ties", lambda: ties_of(taken.shards))
     prints = clock.run(
-        "save: digest", lambda: fingerprint(taken.encoded, taken.parts, ties, ranks)
+        "save: digest", lambda: fingerprint(taken.encoded, taken.shards, ties, ranks)
     )
     by_rank = [prints] * ranks.size
-    agreed = clock.run(
-        "save: agree", lambda: agree(taken.encoded, taken.parts, ties, by_rank, ranks)
+    save_plan = clock.run(
+        "save: agree", lambda: plan_save(taken.encoded, taken.shards, ties, by_rank, ranks)
     )
-    plan = clock.run("save: lay out", lambda: plan_files(agreed.table))
-    work = clock.run("save: divide", lambda: divide(agreed, taken.parts, plan))
-    clock.run("writing: locate", lambda: locate(plan, work, ranks))
+    plan = clock.run("save: lay out", lambda: plan_files(save_plan.table))
+    assignment = clock.run("save: divide", lambda: divide(save_plan, taken.shards, plan))
+    clock.run("writing: locate", lambda: locate(plan, assignment, ranks))
     files = {
         name: StoredFile(nbytes=file.nbytes, checksums=(7,) * -(-file.nbytes // _BLOCK_NBYTES))
         for name, file in plan.files.items()
     }
-    record = Record(
+    manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES,
         files=files,
         tensors=plan.tensors,
-        aliases=agreed.aliases,
-        tree=agreed.tree,
+        aliases=save_plan.aliases,
+        tree=save_plan.tree,
     )
-    text = clock.run("save: write the record (rank 0)", lambda: dump_record(record))
-    read = clock.run("load: read the record", lambda: parse_record(text, "record"))
+    text = clock.run("save: write the manifest (rank 0)", lambda: dump_manifest(manifest))
+    read = clock.run("load: read the manifest", lambda: parse_manifest(text, "manifest"))
     matched = clock.run("load: match", lambda: match(state, read, ranks.rank, strict=True))
-    pieces = clock.run("load: locate", lambda: pieces_of(read, matched.targets))
-    numbering = Numbering(read)
+    items = clock.run("load: locate", lambda: read_items_of(read, matched.targets))
+    block_index = BlockIndex(read)
     clock.run(
-        "load: choose readers", lambda: choose_readers(numbering, pieces, ranks, in_parts=True)
+        "load: choose readers", lambda: assign_reads(block_index, items, ranks, in_parts=True)
     )
     clock.run("json module alone", lambda: json.loads(json.dumps(json.loads(text))))
 

@@ -20,10 +20,9 @@ from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MismatchError, cli
-from vescale_ckpt._files import HEADER_ALIGNMENT
-from vescale_ckpt._record import FORMAT_VERSION, RECORD_NAME
-
-from .memory import peak_nbytes
+from vescale_ckpt._format.file_layout import HEADER_ALIGNMENT
+from vescale_ckpt._format.manifest import FORMAT_VERSION, MANIFEST_NAME
+from vescale_testing.memory import peak_nbytes
 
 FUZZ = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
@@ -126,7 +125,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path: Path, content: bytes) -> 
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """Return a commit record whose checksum is right."""
+    """Return a manifest whose checksum is right."""
     blank = HEAD + json.dumps(body).encode()[1:]
     return blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
 
@@ -154,7 +153,7 @@ def vast(directory: Path, key: str, *, nbytes: int) -> Path:
         "aliases": {},
         "state": tree,
     }
-    (directory / RECORD_NAME).write_bytes(signed(body))
+    (directory / MANIFEST_NAME).write_bytes(signed(body))
     return directory
 
 
@@ -193,7 +192,7 @@ def test_an_optimizer_ignores_state_of_parameters_that_it_does_not_have(tmp_path
 )
 def test_odd_values_per_rank_are_refused(tmp_path: Path, values: Any) -> None:
     vescale_ckpt.save(tmp_path / "ckpt", {"x": torch.tensor(1.0), "own": vescale_ckpt.PerRank(1)})
-    file = tmp_path / "ckpt" / RECORD_NAME
+    file = tmp_path / "ckpt" / MANIFEST_NAME
     body = json.loads(file.read_bytes())
     body["state"]["own"] = {"$per_rank": values}
     file.write_bytes(signed({k: v for k, v in body.items() if k not in ("vescale_ckpt", "crc32")}))
@@ -205,8 +204,8 @@ def test_odd_values_per_rank_are_refused(tmp_path: Path, values: Any) -> None:
 def command_on_mutated(checkpoint: Path, text: bytes, seed: int, command: list[str]) -> None:
     _, body = text.split(b",", 2)[1:]
     blank = HEAD + mutated(body, seed)
-    record = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
-    (checkpoint / RECORD_NAME).write_bytes(record)
+    manifest = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
+    (checkpoint / MANIFEST_NAME).write_bytes(manifest)
     assert cli.main(command) in (0, 1, 2)
 
 
@@ -216,12 +215,12 @@ def command_on_mutated(checkpoint: Path, text: bytes, seed: int, command: list[s
 def test_the_command_line_survives_mutated_records(tmp_path: Path, seed: int, name: str) -> None:
     path = tmp_path / "ckpt-1"
     if path.exists():
-        (path / RECORD_NAME).unlink()
+        (path / MANIFEST_NAME).unlink()
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
     vescale_ckpt.save(path, {"model": {"a": torch.arange(9), "b": torch.ones(2)}, "n": (1, 2.5)})
-    good = (path / RECORD_NAME).read_bytes()
+    good = (path / MANIFEST_NAME).read_bytes()
     commands = {
         "diff": ["diff", str(path), str(path)],
         "hf": ["convert", str(path), str(tmp_path / str(seed)), "--to", "hf"],
@@ -248,14 +247,14 @@ BOXES: dict[str, Any] = {
 def test_boxes_that_make_no_sense_are_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "ckpt"
     vescale_ckpt.save(path, {"w": torch.ones(4)}, layout="per_rank")
-    body = json.loads((path / RECORD_NAME).read_bytes())
+    body = json.loads((path / MANIFEST_NAME).read_bytes())
     (file,) = body["files"]
     rows = BOXES[what]
     if isinstance(rows, list):
         rows = [[file if row[0] == "f" else row[0], *row[1:]] for row in rows]
     body["boxes"]["w"][2] = rows
     kept = {key: item for key, item in body.items() if key not in ("vescale_ckpt", "crc32")}
-    (path / RECORD_NAME).write_bytes(signed(kept))
+    (path / MANIFEST_NAME).write_bytes(signed(kept))
     with pytest.raises(CheckpointError):
         vescale_ckpt.load(path, {"w": torch.zeros(4)})
 
@@ -266,11 +265,11 @@ def test_boxes_that_make_no_sense_are_refused(tmp_path: Path, what: str) -> None
 def test_a_mutated_record_of_boxes_loads_or_is_refused(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "ckpt"
     vescale_ckpt.save(path, {"w": torch.ones(4, 3), "n": torch.tensor(2)}, layout="per_rank")
-    text = (path / RECORD_NAME).read_bytes()
+    text = (path / MANIFEST_NAME).read_bytes()
     _, body = text.split(b",", 2)[1:]
     blank = HEAD + mutated(body, seed)
-    record = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
-    (path / RECORD_NAME).write_bytes(record)
+    manifest = blank.replace(b"00000000", b"%08x" % zlib.crc32(blank), 1)
+    (path / MANIFEST_NAME).write_bytes(manifest)
     with suppress(CheckpointError):
         vescale_ckpt.load(path, {"w": torch.zeros(4, 3), "n": torch.tensor(0)})
-    (path / RECORD_NAME).write_bytes(text)
+    (path / MANIFEST_NAME).write_bytes(text)

@@ -1,4 +1,4 @@
-"""What ranks tell one another, and what a tensor takes in the commit record, stays small."""
+"""What ranks tell one another, and what a tensor takes in the manifest, stays small."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard
 
 import vescale_ckpt
 from vescale_ckpt import MismatchError
-from vescale_ckpt._group import current_ranks
-from vescale_ckpt._record import RECORD_NAME
-from vescale_ckpt._save import snapshot
+from vescale_ckpt._comm.control_group import current_control_group
+from vescale_ckpt._format.manifest import MANIFEST_NAME
+from vescale_ckpt._save.save import snapshot
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -134,7 +134,7 @@ def test_of_many_differences_some_are_named(world2: World, tmp_path: Path) -> No
 def record_nbytes(path: Path, num_tensors: int) -> int:
     state = {f"layers.{1000 + i}.weight": torch.zeros(2, 3) for i in range(num_tensors)}
     vescale_ckpt.save(path, {"model": state})
-    return (path / RECORD_NAME).stat().st_size
+    return (path / MANIFEST_NAME).stat().st_size
 
 
 def test_the_commit_record_holds_little_more_than_the_names(tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_the_commit_record_holds_little_more_than_the_names(tmp_path: Path) -> N
 
 def test_tensors_that_are_alike_share_their_layout() -> None:
     state = {f"layers.{index}": torch.zeros(2, 3) for index in range(100)}
-    taken = snapshot({"model": state, "copy": dict(state)}, current_ranks())
-    assert len({id(part.layout) for part in taken.parts.values()}) == 1
+    taken = snapshot({"model": state, "copy": dict(state)}, current_control_group())
+    assert len({id(part.layout) for part in taken.shards.values()}) == 1

@@ -1,28 +1,44 @@
-"""Save and load distributed training state, across any change of layout, without pickle."""
+"""Save and load distributed training state, across any change of layout, without pickle.
 
-from ._async import AsyncSaver as AsyncSaver
-from ._dcp import import_dcp as import_dcp, load_dcp as load_dcp
-from ._dcp_export import export_dcp as export_dcp
-from ._export import (
+The rooms, in the order in which a state passes through them:
+
+- ``_state``: a state as this rank holds it: shards, keys that are wanted, random generators
+- ``_comm``: the ranks that save or load together, and an error on one that becomes one on all
+- ``_save``: ranks agree on a plan, write shared files or one each, and commit
+- ``_format``: what lies in the files, as pure data: layout, manifest, blocks, checksums
+- ``_io``: bytes to and from disks and object stores
+- ``_store``: committed checkpoints: appear whole, are read and checked, listed and deleted
+- ``_load``: a state is matched with the manifest, ranks divide the blocks, read and exchange them
+- ``_interop``: HuggingFace's files and those of torch.distributed.checkpoint
+- ``_tools``, ``cli``: what people see of a checkpoint
+"""
+
+from ._interop.dcp_export import export_dcp as export_dcp
+from ._interop.dcp_import import import_dcp as import_dcp, load_dcp as load_dcp
+from ._interop.huggingface_export import (
     export_safetensors as export_safetensors,
     import_safetensors as import_safetensors,
 )
-from ._huggingface import load_safetensors as load_safetensors
-from ._load import load as load
-from ._per_rank import PerRank as PerRank
-from ._rng import RngState as RngState
-from ._save import save as save
-from ._series import (
+from ._interop.huggingface_load import load_safetensors as load_safetensors
+from ._load.load import load as load
+from ._save.async_saver import AsyncSaver as AsyncSaver
+from ._save.save import save as save
+from ._state.rng_state import RngState as RngState
+from ._store.retention import (
     latest as latest,
     list_checkpoints as list_checkpoints,
     remove_older as remove_older,
 )
-from ._template import SavedTensor as SavedTensor, StateTemplate as StateTemplate
-from ._tree import Stateful as Stateful
 from .exceptions import (
     CheckpointError as CheckpointError,
     CorruptCheckpointError as CorruptCheckpointError,
     MismatchError as MismatchError,
+)
+from .types import (
+    PerRank as PerRank,
+    SavedTensor as SavedTensor,
+    Stateful as Stateful,
+    StateTemplate as StateTemplate,
 )
 
 __version__ = "0.1.0"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ._convert import convert, open_source
-from ._diff import differences
-from ._inspect import amount, describe
-from ._open import read_record
-from ._series import remove_older
-from ._verify import verify
+from ._interop.convert import convert, open_source
+from ._store.open import open_checkpoint, storage_at
+from ._store.retention import remove_older
+from ._store.verify import complaints_about
+from ._tools.describe import amount, describe
+from ._tools.diff import differences
 
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)
@@ -65,13 +66,14 @@ def _parser() -> argparse.ArgumentParser:
 
     reshard = command(
         "reshard",
-        _reshard,
+        _convert,
         "copy a checkpoint into files of another length; to load it on another number of ranks, "
         "or under another plan, there is no need for that",
     )
     reshard.add_argument("source", type=_place)
     reshard.add_argument("target", type=_place)
     _add_max_file(reshard)
+    reshard.set_defaults(to="vescale", key="model", dtype=None)
 
     gc = command("gc", _gc, "delete all but the last whole checkpoints of a directory or a URL")
     gc.add_argument("directory", type=_place)
@@ -96,13 +98,20 @@ def _add_max_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    for line in describe(read_record(options.path)):
+    for line in describe(storage_at(options.path).read_manifest()):
         print(line)
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    complaints = verify(options.path, num_threads=options.threads, progress=_show("blocks"))
+    try:
+        complaints = complaints_about(
+            partial(open_checkpoint, options.path),
+            num_threads=options.threads,
+            progress=_show("blocks"),
+        )
+    except OSError as error:
+        complaints = [f"cannot read {options.path}: {error}"]
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if not complaints:
@@ -125,19 +134,6 @@ def _convert(options: argparse.Namespace) -> int:
         options.to,
         key=options.key,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
-        max_file_nbytes=options.max_file_nbytes,
-        progress=_show("bytes"),
-    )
-    return 0
-
-
-def _reshard(options: argparse.Namespace) -> int:
-    convert(
-        options.source,
-        options.target,
-        "vescale",
-        key="model",
-        dtype=None,
         max_file_nbytes=options.max_file_nbytes,
         progress=_show("bytes"),
     )

@@ -1,0 +1,1 @@
+"""What lies in the files, as pure data; see FORMAT.md."""

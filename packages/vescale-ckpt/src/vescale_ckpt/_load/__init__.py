@@ -1,0 +1,1 @@
+"""From a committed checkpoint into a state."""

@@ -1,0 +1,176 @@
+"""Load: match, check, fill, hand over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from vescale_ckpt._comm.control_group import (
+    DEFAULT_TIMEOUT,
+    AllOrNone,
+    ControlGroup,
+    current_control_group,
+)
+from vescale_ckpt._comm.hosts import this_host
+from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
+from vescale_ckpt._store.open import open_checkpoint
+from vescale_ckpt._store.reader import CheckpointReader
+from vescale_ckpt.exceptions import CheckpointError
+
+from .fill import check, fill
+from .match import EVERYTHING, match
+from .read_items import read_items_of
+from .shared_memory import apart, settle
+
+_MAX_ATTEMPTS = 5
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    only: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
+    verify_first: bool = False,
+    exchange: bool | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> dict[str, Any]:
+    r"""Read the checkpoint in the directory ``path`` into ``state``.
+
+    Every rank of the default process group must call this. Tensors and DTensors are filled in
+    place, each rank reading the bytes of its own shards, however the checkpoint was sharded when
+    it was saved. What several ranks need is read from the storage once: by way of the page cache
+    if all ranks are on one host, otherwise by one rank, which sends the others their share. A
+    checkpoint that a save replaces meanwhile is read to its end.
+
+    Every block is checked as it is read. If one is damaged, every rank raises an error that names
+    the file and the tensors, and what the tensors of ``state`` hold then is undefined; nothing
+    has been given to objects with ``load_state_dict()`` yet. Load another checkpoint into them,
+    or pass ``verify_first=True`` to have everything read twice and no tensor changed unless all is
+    well.
+
+    Args:
+        path: The checkpoint's directory, or its URL, ``s3://...`` for example, if it lies where
+            fsspec can read.
+        state: What to fill, with the keys of the saved state. Objects with ``state_dict()`` get
+            their state through ``load_state_dict()``; an object that implements
+            :class:`StateTemplate` is asked for the tensors to fill.
+        strict: Whether keys that only the checkpoint or only ``state`` has are an error, and
+            patterns that match nothing in the checkpoint; if not, a warning lists them. To read
+            a part of a checkpoint, the model without its optimizer for example, say so with
+            ``only=["model"]``: what else there is does not matter then.
+        only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
+            lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
+            of ``state`` stays as it is, and objects of which nothing is wanted are not touched.
+        rename: Regular expressions for whole dotted keys of the checkpoint's tensors and
+            values, and what such a key is called in ``state`` (``\1`` stands for the first
+            group). The first that matches counts.
+        cast: Whether to convert tensors whose dtype in ``state`` is another than in the
+            checkpoint. Floats never become integers, nor complex numbers real.
+        verify_first: Whether to check all that is going to be read before the first tensor
+            changes.
+        exchange: Whether a block of the files that several ranks need is read by one of them and
+            sent to the others, rather than read by each; None to do so if they are on several
+            hosts, or at a URL, where no page cache serves them all.
+        timeout: How long ranks wait for one another before they give up on one that hangs.
+
+    Returns:
+        A dict like ``state``: the same tensors and objects, and the stored Python values.
+
+    Raises:
+        CorruptCheckpointError: If anything in the checkpoint is damaged or missing.
+        MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
+        CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
+    """
+    ranks = current_control_group(timeout)
+    ranks.meet()
+    with ranks.together():
+        reader, hosts, key_filter = _open_same(path, ranks, partial(key_filter_of, only, rename))
+    with reader, ranks.together(), torch.no_grad():
+        with AllOrNone(ranks):
+            try:
+                matched = match(
+                    state,
+                    reader.manifest,
+                    ranks.rank,
+                    num_ranks=ranks.size,
+                    strict=strict,
+                    cast=cast,
+                    key_filter=key_filter,
+                )
+            except CheckpointError as error:
+                raise type(error)(f"cannot load {reader.path}:\n{error}") from error
+            items = read_items_of(reader.manifest, matched.targets)
+            twins = apart(items)
+        matched.report(strict=strict)
+        if verify_first:
+            with AllOrNone(ranks), ranks.together():
+                check(reader, items, ranks)
+        with AllOrNone(ranks), ranks.together():
+            fill(reader, items, ranks, hosts, exchange=exchange)
+        with AllOrNone(ranks):
+            settle(twins)
+            for given, filled in matched.stateful:
+                given.load_state_dict(filled)
+        return matched.result
+
+
+def _open_same(
+    path: str | os.PathLike[str], ranks: ControlGroup, chosen: Callable[[], KeyFilter]
+) -> tuple[CheckpointReader, list[str], KeyFilter]:
+    """Open the checkpoint on every rank, the same one even if a save is replacing it.
+
+    Args:
+        path: Where it is.
+        ranks: All ranks.
+        chosen: Returns what of it is wanted, or raises what is wrong with that.
+
+    Returns:
+        What reads it, the host of each rank, and what is wanted.
+    """
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
+        reader: CheckpointReader | None = None
+        key_filter = EVERYTHING
+        try:
+            with AllOrNone(ranks) as step:
+                key_filter = checked(chosen)
+                try:
+                    reader = open_checkpoint(path)
+                    step.message = reader.digest, this_host()
+                except (CheckpointError, OSError):
+                    # Perhaps the directory was replaced under our hands: look once more.
+                    if attempt > 1:
+                        raise
+        except BaseException:
+            _close(reader)
+            raise
+        if reader is not None and None not in step.messages:
+            digests, hosts = zip(*step.messages, strict=True)
+            if len(set(digests)) == 1:
+                return reader, list(hosts), key_filter
+        _close(reader)
+    raise ranks.common(
+        CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    )
+
+
+def checked(chosen: Callable[[], KeyFilter]) -> KeyFilter:
+    """Return what a user has chosen; what is wrong with it every rank has to hear of."""
+    try:
+        return chosen()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _close(reader: CheckpointReader | None) -> None:
+    if reader is not None:
+        reader.close()

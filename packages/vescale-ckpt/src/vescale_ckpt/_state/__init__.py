@@ -1,0 +1,1 @@
+"""A training state as this rank holds it: its shards, and which keys are wanted."""

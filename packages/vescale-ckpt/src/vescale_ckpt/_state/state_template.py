@@ -1,0 +1,109 @@
+"""State templates: where to read the state of an object whose tensors may not exist yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vescale_ckpt.types import SavedTensor, Stateful, StateTemplate
+
+
+def template_of(
+    given: Stateful,
+    saved: Mapping[str, SavedTensor],
+    structure: Callable[[], Any] | None = None,
+) -> Mapping[str, Any]:
+    """Return the nested dict of tensors to fill for ``given``.
+
+    Args:
+        given: The object.
+        saved: The tensors in the checkpoint, by their dotted path within the object.
+        structure: Returns all that is stored of the object, with a :class:`SavedTensor` for each
+            tensor; None if only a part of it is wanted, or some of it has another name here.
+    """
+    if isinstance(given, StateTemplate):
+        return given.state_template(saved)
+    if isinstance(given, torch.optim.Optimizer):
+        return _optimizer_template(given, saved, structure() if structure else None)
+    return given.state_dict()
+
+
+def _optimizer_template(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor], structure: Any
+) -> dict[str, Any]:
+    """Return the optimizer's state, allocated as far as it does not exist yet.
+
+    State of the shape of its parameter is sharded like the parameter; all other state is plain
+    tensors on the CPU, and ``load_state_dict`` moves it to where it belongs. Lists and dicts of
+    the state of a parameter have the lengths that were saved: LBFGS has a history.
+    What is larger than a matrix of all elements is no state, whatever the checkpoint says.
+    """
+    current = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    template = _Template(max(1, sum(p.numel() for p in parameters)) ** 2)
+    state: dict[Any, Any] = {index: dict(item) for index, item in current["state"].items()}
+    stored = structure.get("state") if isinstance(structure, Mapping) else None
+    if isinstance(stored, Mapping):
+        for number, items in stored.items():
+            if isinstance(items, Mapping) and (place := _index(number, parameters)) is not None:
+                own = state.setdefault(place, {})
+                for name, item in items.items():
+                    own[name] = template.like(item, own.get(name), parameters[place])
+        return {**current, "state": state}
+    for path, tensor in saved.items():
+        match path.split(".", 2):
+            case ["state", number, name] if (place := _index(number, parameters)) is not None:
+                own = state.setdefault(place, {})
+                own[name] = template.like(tensor, own.get(name), parameters[place])
+            case _:
+                pass
+    return {**current, "state": state}
+
+
+def _index(number: Any, parameters: Sequence[torch.Tensor]) -> int | None:
+    """Return which parameter a key of the state stands for."""
+    text = str(number)
+    if not text.isdecimal() or len(text) > 9 or int(text) >= len(parameters):
+        return None
+    return int(text)
+
+
+class _Template:
+    """Makes places for what is stored of the state of a parameter.
+
+    Args:
+        max_numel: How many elements a tensor may have.
+    """
+
+    def __init__(self, max_numel: int) -> None:
+        self._max_numel = max_numel
+
+    def like(self, stored: Any, current: Any, parameter: torch.Tensor) -> Any:
+        """Return something of the structure of ``stored``, with the tensors that exist already."""
+        if isinstance(stored, SavedTensor):
+            if isinstance(current, torch.Tensor) or math.prod(stored.shape) > self._max_numel:
+                return current
+            return _allocate(stored, parameter)
+        if isinstance(stored, Mapping):
+            own: Mapping[Any, Any] = current if isinstance(current, Mapping) else {}
+            merged = dict(own)
+            for key, item in stored.items():
+                merged[key] = self.like(item, own.get(key), parameter)
+            return merged
+        if isinstance(stored, list | tuple):
+            held = list(current) if isinstance(current, list | tuple) else []
+            held += [None] * (len(stored) - len(held))
+            items = [
+                self.like(item, own, parameter) for item, own in zip(stored, held, strict=False)
+            ]
+            return tuple(items) if isinstance(stored, tuple) else items
+        return stored
+
+
+def _allocate(saved: SavedTensor, parameter: torch.Tensor) -> torch.Tensor:
+    if saved.shape == tuple(parameter.shape) and parameter.dim():
+        return torch.empty_like(parameter.detach(), dtype=saved.dtype)
+    return torch.empty(saved.shape, dtype=saved.dtype)

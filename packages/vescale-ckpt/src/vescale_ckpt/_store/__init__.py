@@ -1,0 +1,1 @@
+"""Committed checkpoints: appear whole, are read and checked, are listed and deleted."""

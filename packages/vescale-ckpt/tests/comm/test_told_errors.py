@@ -1,0 +1,202 @@
+"""An error on one rank is that error on all ranks, at once, wherever it happens."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import vescale_ckpt
+from vescale_ckpt import AsyncSaver, CheckpointError, PerRank
+from vescale_dtensor import distribute_tensor
+from vescale_testing import World
+
+# Long enough for every test to fail if ranks wait for it.
+TIMEOUT = timedelta(seconds=30)
+PROMPTLY_SECONDS = 20.0
+
+Action = Callable[[str], Any]
+
+
+class _InjectedError(Exception):
+    """What goes wrong on one rank."""
+
+
+def tensor(placement: Placement, number: float = 1.0) -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.full((1000, 600), float(number))
+    return distribute_tensor(full, mesh, (placement,))
+
+
+def state(number: float) -> dict[str, Any]:
+    return {
+        "model": {
+            "columns": tensor(Shard(1), number),
+            "rows": tensor(Shard(0), number),
+            "copies": tensor(Replicate(), number),
+        },
+        "rank": PerRank({"x": dist.get_rank(), "t": torch.full((3,), float(dist.get_rank()))}),
+        "plain": torch.full((700, 500), float(number)),
+        "step": int(number),
+    }
+
+
+def save(path: str) -> None:
+    vescale_ckpt.save(path, state(2), timeout=TIMEOUT)
+
+
+def save_and_keep(path: str) -> None:
+    vescale_ckpt.save(path, state(2), timeout=TIMEOUT, keep_last=1)
+
+
+def save_per_rank(path: str) -> None:
+    vescale_ckpt.save(path, state(2), timeout=TIMEOUT, layout="per_rank")
+
+
+def save_aside(path: str) -> None:
+    with AsyncSaver(timeout=TIMEOUT) as saver:
+        saver.save(path, state(2))
+
+
+def load_exchanging(path: str) -> None:
+    transposed = {**state(0), "model": {"rows": tensor(Shard(1)), "copies": tensor(Replicate())}}
+    vescale_ckpt.load(path, transposed, exchange=True, timeout=TIMEOUT, strict=True, only=ONLY)
+
+
+def load_through_the_cache(path: str) -> None:
+    vescale_ckpt.load(path, state(0), exchange=False, verify_first=True, timeout=TIMEOUT)
+
+
+def load_hugging_face(path: str) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("w", tensor(Shard(1)))
+    vescale_ckpt.load_safetensors(Path(path).parent / "model.safetensors", module)
+
+
+ONLY = [r"model\.(rows|copies)", "step", "plain", "rank"]
+ACTIONS: list[Action] = [
+    save, save_and_keep, save_per_rank, save_aside, load_exchanging, load_through_the_cache,
+    load_hugging_face,
+]  # fmt: skip
+# Before these have begun, and after they have ended, there is no save and no load.
+ENTRIES = (
+    "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
+    "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait", "AsyncSaver.__exit__",
+    "Handle.close", "Handles.close", "CheckpointReader.close",
+    "CheckpointReader.__exit__", "keep_buffer",
+)  # fmt: skip
+
+
+class Place(NamedTuple):
+    """A function of the package."""
+
+    file: str
+    name: str
+
+
+# What finds out who is there and what went wrong has nobody to tell of its own failures.
+MACHINERY = (
+    "control_group.py",
+    "missing_ranks.py",
+    "_torch_private.py",
+    "thread_pool.py",
+    "exceptions.py",
+)
+
+
+@contextmanager
+def traced(on_call: Callable[[Place], None]) -> Iterator[None]:
+    """Call a function whenever one of the package is called, in any thread."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        name = file.rpartition("/")[2]
+        if event == "call" and "/vescale_ckpt/" in file and name not in MACHINERY:
+            on_call(Place(name, frame.f_code.co_qualname))
+
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(None)  # pyright: ignore[reportArgumentType]: undoes it
+
+
+def places_of(number: int, path: str) -> list[Place]:
+    """Return what functions an action calls on rank 1, in the order of their first calls."""
+    found: dict[Place, None] = {}
+    with traced(lambda place: found.setdefault(place)):
+        ACTIONS[number](path)
+    return [place for place in found if place.name not in ENTRIES]
+
+
+def outcome_of(number: int, path: str, place: Place, call: int) -> tuple[str, float]:
+    """Do something while a function fails on rank 1; return the error and how long it took."""
+    calls = [0]
+
+    def fail(called: Place) -> None:
+        if called == place:
+            calls[0] += 1
+            if calls[0] == call:
+                raise _InjectedError(f"in {place.name}")
+
+    start = time.monotonic()
+    message = "no error"
+    try:
+        if dist.get_rank() == 1:
+            with traced(fail):
+                ACTIONS[number](path)
+        else:
+            ACTIONS[number](path)
+    except (CheckpointError, _InjectedError) as error:
+        message = str(error)
+    return message, time.monotonic() - start
+
+
+def try_all(world: World, directory: Path, number: int, stride: int) -> None:
+    path = str(directory / "step-1")
+    save_file({"w": torch.ones(1000, 600)}, directory / "model.safetensors")
+    world.run(save, path)
+    places = world.run(places_of, number, path)[1]
+    assert len(places) > 20
+    for place in places[number % stride :: stride]:
+        for call in (1, 2):
+            answers = world.run(outcome_of, number, path, place, call)
+            messages = [message for message, _ in answers]
+            context = f"{ACTIONS[number].__name__}, call {call} of {place}: {messages}"
+            assert max(seconds for _, seconds in answers) < PROMPTLY_SECONDS, context
+            assert len(set(messages)) == 1, context
+            assert messages[0] == "no error" or "_InjectedError: in " in messages[0], context
+    world.run(save, path)
+    world.run(load_through_the_cache, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(ACTIONS)), ids=lambda n: ACTIONS[n].__name__)
+def test_an_error_in_any_function_is_raised_on_every_rank(
+    world2: World, tmp_path: Path, number: int
+) -> None:
+    try_all(world2, tmp_path, number, stride=24)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(len(ACTIONS)), ids=lambda n: ACTIONS[n].__name__)
+def test_an_error_in_each_function_is_raised_on_every_rank(
+    world2: World, tmp_path: Path, number: int
+) -> None:
+    try_all(world2, tmp_path, number, stride=1)
