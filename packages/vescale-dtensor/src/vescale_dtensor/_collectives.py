@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._peers import Peers, Splits, gather, joined, parts_of, peers_of, shapes_of, stack, swap
+from ._placements import ReduceOp
 from ._reduction import (
-    ReduceOp,
     ReduceOrder,
     Reduction,
     all_reduce_parts,

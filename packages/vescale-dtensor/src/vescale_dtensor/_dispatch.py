@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._caches import forget_with_world
 from ._calls import Call, Unsupported, is_view, written_values
 from ._dtensor import DTensor
 from ._fallback import gathered
@@ -38,7 +39,7 @@ from ._plan import (
     plan_choice,
     told,
 )
-from ._ranks import forget_with_world, is_emulated
+from ._ranks import is_emulated
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._signature import Signature, choose
 from ._spec import layout_of_spec

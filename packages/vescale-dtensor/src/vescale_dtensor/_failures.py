@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._ranks import forget_with_world, is_emulated
+from ._caches import forget_with_world
+from ._ranks import is_emulated
 from ._torch_private import default_store
 
 _COUNT = "vescale/failures"

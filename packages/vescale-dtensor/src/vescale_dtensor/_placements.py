@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from torch.distributed.tensor import Partial, Placement, Replicate
+
+# How two values become one.
+ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 
 class RaggedShard(Placement):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._caches import forget_with_world, forget_world
 from ._torch_private import FakeStore, make_wrapper, pytree, seeing_lazy_bits
 
 
@@ -105,30 +106,6 @@ class EmulatedWorld:
 
 
 _current: EmulatedWorld | None = None
-_forgetful: list[Callable[[], object]] = []
-
-
-_world_of_caches: dist.ProcessGroup | None = None
-
-
-def forget_with_world(forget: Callable[[], object]) -> None:
-    """Call ``forget`` when an emulated world ends, or the first mesh of another job is used.
-
-    What is cached belongs to the meshes of a world, and would keep its process groups alive.
-    """
-    _forgetful.append(forget)
-
-
-def notice_world() -> dist.ProcessGroup | None:
-    """Return the job's process group, having forgotten the one before it."""
-    global _world_of_caches
-    world = dist.group.WORLD
-    if world is not _world_of_caches and world is not None:
-        if _world_of_caches is not None:
-            for forget in _forgetful:
-                forget()
-        _world_of_caches = world
-    return world
 
 
 @contextmanager
@@ -169,8 +146,7 @@ def emulate(world_size: int, *, rank: int = 0) -> Iterator[EmulatedWorld]:
         yield _current
     finally:
         _current = None
-        for forget in _forgetful:
-            forget()
+        forget_world()
         dist.destroy_process_group()
 
 

@@ -20,8 +20,8 @@ from typing import Literal, cast
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from ._layout import Chunks, Cut, cuts_of, dims_of, local_shape
-from ._placements import InterleavedShard, RaggedShard
-from ._routes import Mask, Move, MoveKind, ReduceOp, Step
+from ._placements import InterleavedShard, RaggedShard, ReduceOp
+from ._routes import Mask, Move, MoveKind, Step
 from ._shares import Coordinate, Cuts, Shares, difference
 from ._torch_private import StridedShard
 

@@ -29,8 +29,8 @@ from ._peers import (
     swap,
     tell_peers,
 )
+from ._placements import ReduceOp
 
-ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 ReduceOrder = Literal["rank", "library"]
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from ._layout import Box, Cut, LocalBox, LocalLayout, local_layout
-from ._reduction import ReduceOp as ReduceOp
+from ._placements import ReduceOp
 from ._shares import Coordinate, peers_of_coordinate
 
 MoveKind = Literal["local", "all_gather", "all_to_all"]

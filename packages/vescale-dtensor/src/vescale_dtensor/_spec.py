@@ -17,8 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from ._caches import forget_with_world, notice_world
 from ._layout import local_shape
-from ._ranks import forget_with_world, notice_world
 from ._torch_private import DTensorSpec, TensorMeta
 
 Placements = tuple[Placement, ...]

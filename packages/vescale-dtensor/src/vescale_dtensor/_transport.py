@@ -17,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._caches import forget_with_world, notice_world
 from ._failures import named_failures
-from ._ranks import (
-    RankTensor,
-    forget_with_world,
-    is_emulated,
-    notice_world,
-    peers_of_ranks,
-)
+from ._ranks import RankTensor, is_emulated, peers_of_ranks
 from ._torch_private import disable_current_modes
 from ._traced import all_gather, all_to_all, is_traced
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from vescale_dtensor._caches import forget_with_world
 from vescale_dtensor._calls import Call, Function, Local
 from vescale_dtensor._dtensor import DTensor, as_dtensor, layout_of, moved, wrap
 from vescale_dtensor._layout import local_boxes
 from vescale_dtensor._placements import is_sharded
 from vescale_dtensor._plan import distributed, plan_choice
-from vescale_dtensor._ranks import forget_with_world, per_rank
+from vescale_dtensor._ranks import per_rank
 from vescale_dtensor._signature import Signature, choose, on_dim, single_dim
 from vescale_dtensor._spec import Layout, without_partial
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from vescale_dtensor._caches import forget_with_world
 from vescale_dtensor._calls import Call, Local
 from vescale_dtensor._dtensor import DTensor, as_dtensor, layout_of, wrap
 from vescale_dtensor._layout import local_shape
 from vescale_dtensor._placements import RaggedShard, is_sharded
-from vescale_dtensor._ranks import forget_with_world, per_rank
+from vescale_dtensor._ranks import per_rank
 from vescale_dtensor._redistribute_plan import redistribution_numel
 from vescale_dtensor._signature import Dims, Signature, on_dim, single_dim
 from vescale_dtensor._spec import Layout, Placements, layout
