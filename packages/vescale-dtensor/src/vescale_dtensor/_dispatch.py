@@ -2,10 +2,11 @@
 
 [Note: classes of operators] Every operator is in one of four classes.
 
-1. A rule: a signature or a view, see _signature.py and _views.py. Inputs move as little as
+1. A rule: a signature or a view, see signature.py and view_plan.py. Inputs move as little as
    possible, every rank computes its part.
 2. A decomposition into operators that have rules.
-3. The fallback: inputs are gathered and the result is whole on every rank, see _fallback.py.
+3. The fallback: inputs are gathered and the result is whole on every rank, see
+   replicate_fallback.py.
 4. Refused, with the reason.
 
 When all inputs are whole on every rank, the operator itself runs on them: no rule is needed.
@@ -22,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ._caches import forget_with_world
-from ._calls import Call, Unsupported, is_view, written_values
-from ._dtensor import DTensor
-from ._fallback import gathered
-from ._foreach import is_foreach, plan_foreach
-from ._inplace_view import resizes
-from ._linked import follow
-from ._plan import (
+from ._comm.emulation import is_emulated
+from ._layout.layout import layout_of_spec
+from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
+from ._rules.foreach import is_foreach, plan_foreach
+from ._sharding.gathered_views import follow
+from ._sharding.inplace_view import resizes
+from ._sharding.local_plan import (
     Direct,
     Plan,
     distributed,
@@ -39,10 +40,11 @@ from ._plan import (
     plan_choice,
     told,
 )
-from ._ranks import is_emulated
-from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
-from ._signature import Signature, choose
-from ._spec import layout_of_spec
+from ._sharding.op_call import Call, Unsupported, is_view, written_values
+from ._sharding.replicate_fallback import gathered
+from ._sharding.signature import Signature, choose
+from ._sharding.view_plan import View, plan_view
+from ._tensor.dtensor import DTensor
 from ._torch_private import (
     DISTRIBUTED,
     OpOverload,
@@ -51,7 +53,6 @@ from ._torch_private import (
     seeing_lazy_bits,
     share_storage,
 )
-from ._views import View, plan_view
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 1 << 16

@@ -53,7 +53,7 @@ share_storage: Any = torch._functionalize_unsafe_set  # pyright: ignore[reportPr
 if TYPE_CHECKING or torch.__version__ >= "2.13":
     DTensorBase = torch_dtensor.DTensor
 else:  # remove with torch 2.12
-    from ._stand_in import DTensorStandIn as DTensorBase
+    from ._dtensor_base import DTensorStandIn as DTensorBase
 DISTRIBUTED: tuple[type[torch_dtensor.DTensor], ...] = (torch_dtensor.DTensor, DTensorBase)
 
 # The C++ constructor behind torch's DTensor. Its Python __init__ adds 2 us and does nothing.
