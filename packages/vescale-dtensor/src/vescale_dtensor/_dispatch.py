@@ -30,17 +30,17 @@ from ._rules.foreach import is_foreach, plan_foreach
 from ._sharding.gathered_views import follow
 from ._sharding.inplace_view import resizes
 from ._sharding.local_plan import (
-    Direct,
+    LocalCall,
     Plan,
     distributed,
     finisher,
     in_order,
     is_in_order,
     plan_again,
-    plan_choice,
+    plan_of_spec,
     told,
 )
-from ._sharding.op_call import Call, Unsupported, is_view, written_values
+from ._sharding.op_call import OpCall, Unsupported, is_view, written_values
 from ._sharding.replicate_fallback import gathered
 from ._sharding.signature import Signature, choose
 from ._sharding.view_plan import View, plan_view
@@ -97,7 +97,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             _plans.clear()
         if plan is _whole:
             result = _whole(func, args, kwargs)
-            _plans[tuple(key)] = plan_again(Call(func, args, kwargs), result) or _whole
+            _plans[tuple(key)] = plan_again(OpCall(func, args, kwargs), result) or _whole
             return _followed(func, args, kwargs, result)
         if not (func._schema.is_mutable or is_view(func)):
             result = plan(func, args, kwargs)
@@ -106,7 +106,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             _plans[tuple(key)] = plan
             return _followed(func, args, kwargs, result) if links else result
         _plans[tuple(key)] = plan
-    if isinstance(plan, Direct) and not kwargs:
+    if isinstance(plan, LocalCall) and not kwargs:
         result = plan.function(*locals_)
         if plan.layout is None:
             result = plan.finish(args, kwargs, result)
@@ -213,7 +213,7 @@ def _chosen_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     if is_foreach(func):
         return plan_foreach(call)
     if len(call.meshes) > 1:
@@ -242,14 +242,14 @@ def _chosen_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return gathered
 
 
-def _ruled_plan(call: Call, found: Signature | View | None) -> Plan | None:
+def _ruled_plan(call: OpCall, found: Signature | View | None) -> Plan | None:
     if isinstance(found, View):
         return plan_view(call, found)
-    choice = None if found is None else choose(call, found)
-    return None if found is None or choice is None else plan_choice(call, found, choice)
+    op_spec = None if found is None else choose(call, found)
+    return None if found is None or op_spec is None else plan_of_spec(call, found, op_spec)
 
 
-def _writes_plain(call: Call) -> bool:
+def _writes_plain(call: OpCall) -> bool:
     return any(not isinstance(call.tensors[i], DISTRIBUTED) for i in call.written)
 
 
@@ -260,7 +260,7 @@ def _composed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator whose inputs are whole on every rank; so are its results."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     locals_ = [distributed(tensor, call)._local_tensor for tensor in call.tensors]
     local_args, local_kwargs = call.with_tensors(locals_)
     result = func(*local_args, **local_kwargs)

@@ -26,7 +26,7 @@ from vescale_dtensor._comm.emulation import RankTensor, per_rank
 from vescale_dtensor._layout.layout import layout
 from vescale_dtensor._rules import HANDLERS, REFUSED, rule_of
 from vescale_dtensor._sharding.local_plan import _function
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import _apply, _options
 from vescale_dtensor._sharding.view_plan import View, _own_function
 from vescale_dtensor._tensor.dtensor import wrap
@@ -170,7 +170,7 @@ def _claims_at(called: AtenCall, seed: tuple[Placement, ...], mesh: DeviceMesh) 
 
         return wrap(per_rank(part, mesh), made)
 
-    call = Call(called.func, *pytree.tree_map_only(Tensor, place, (called.args, called.kwargs)))
+    call = OpCall(called.func, *pytree.tree_map_only(Tensor, place, (called.args, called.kwargs)))
     rule = rule_of(called.func)
     assert rule is not None
     try:
@@ -183,17 +183,17 @@ def _claims_at(called: AtenCall, seed: tuple[Placement, ...], mesh: DeviceMesh) 
         choices = [_apply(call, ruled, [option]) for option in _options(call, ruled, 0)]
     except NotImplementedError:
         return
-    for choice in choices:
-        if choice is None:
+    for op_spec in choices:
+        if op_spec is None:
             continue
         yield Claim(
-            tuple(made.placements[0] for made in choice.inputs),
-            tuple(made.placements[0] for made in choice.outputs),
-            _function(call, ruled, choice),
+            tuple(made.placements[0] for made in op_spec.inputs),
+            tuple(made.placements[0] for made in op_spec.outputs),
+            _function(call, ruled, op_spec),
         )
 
 
-def _view_claims(call: Call, view: View, seed: tuple[Placement, ...]) -> Iterator[Claim]:
+def _view_claims(call: OpCall, view: View, seed: tuple[Placement, ...]) -> Iterator[Claim]:
     placed = view.place(call.layouts[0].placements)
     if placed is None:
         return

@@ -16,7 +16,7 @@ from vescale_dtensor import DTensor, distribute_tensor, emulate, strict
 from vescale_dtensor._debug.comm_counter import CommCounter
 from vescale_dtensor._rules import rule_of
 from vescale_dtensor._rules.attention import aligned_rows
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Signature, choose
 
 from .rule_oracle import check, check_placed
@@ -190,18 +190,18 @@ def test_kernels_for_cuda_are_run_on_heads(name: str) -> None:
             else each
             for each in args
         ]
-        call = Call(func, tuple(given), {})
+        call = OpCall(func, tuple(given), {})
         rule = rule_of(func)
         assert rule is not None
         signature = rule(call)
         assert isinstance(signature, Signature)
-        choice = choose(call, signature)
-        assert choice is not None
-        assert [made.placements for made in choice.inputs] == [(Shard(1),)] * 3
-        assert choice.outputs[0].placements == (Shard(1),)
-        assert choice.outputs[1].placements == (Shard(1),)
-        assert all(made.placements == (R,) for made in choice.outputs[2:])
-        dropped = Call(func, (*given[:3], 0.5) if name == "flash" else (*given, 0.5), {})
+        op_spec = choose(call, signature)
+        assert op_spec is not None
+        assert [made.placements for made in op_spec.inputs] == [(Shard(1),)] * 3
+        assert op_spec.outputs[0].placements == (Shard(1),)
+        assert op_spec.outputs[1].placements == (Shard(1),)
+        assert all(made.placements == (R,) for made in op_spec.outputs[2:])
+        dropped = OpCall(func, (*given[:3], 0.5) if name == "flash" else (*given, 0.5), {})
         assert rule(dropped) is None
 
 

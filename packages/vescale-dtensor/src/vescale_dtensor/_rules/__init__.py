@@ -9,7 +9,7 @@ from vescale_dtensor._sharding.inplace_view import (
     REFUSED as REFUSED_INPLACE_VIEWS,
 )
 from vescale_dtensor._sharding.local_plan import Plan
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._torch_private import OpOverload
@@ -45,7 +45,7 @@ from . import (
 )
 from .conj_neg import HANDLERS as LAZY_BITS
 
-Rule = Callable[[Call], Signature | View | None]
+Rule = Callable[[OpCall], Signature | View | None]
 
 _FAMILIES = (
     dimwise,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
 from vescale_dtensor._torch_private import OpOverload, pytree
 
@@ -44,7 +44,7 @@ _ALIGNED = frozenset({
 })  # fmt: skip
 
 
-def _forward(call: Call) -> Signature | None:
+def _forward(call: OpCall) -> Signature | None:
     if _is_unusual(call):
         return None
     inputs = _input_letters(call)
@@ -53,7 +53,7 @@ def _forward(call: Call) -> Signature | None:
     return _signature(call, inputs, outputs)
 
 
-def _backward(call: Call) -> Signature | None:
+def _backward(call: OpCall) -> Signature | None:
     if _is_unusual(call):
         return None
     inputs = _input_letters(call)
@@ -67,7 +67,7 @@ def _backward(call: Call) -> Signature | None:
 
 
 def _signature(
-    call: Call,
+    call: OpCall,
     inputs: Sequence[Dims],
     outputs: Sequence[Dims | None],
     reduce: Mapping[str, str] | None = None,
@@ -81,7 +81,7 @@ def _signature(
     )
 
 
-def _is_unusual(call: Call) -> bool:
+def _is_unusual(call: OpCall) -> bool:
     """Whether ranks would have to share random numbers, or the shapes are not (b, h, s, d)."""
     if call.named("dropout_p", 0.0) or call.named("return_debug_mask"):
         return True
@@ -90,7 +90,7 @@ def _is_unusual(call: Call) -> bool:
     return any(len(shape) != 4 or shape[0] != shapes[0][0] for shape in shapes)
 
 
-def _input_letters(call: Call) -> list[Dims]:
+def _input_letters(call: OpCall) -> list[Dims]:
     """Return the letters of every tensor argument, found by its name in the schema."""
     letters: list[Dims] = []
     for argument in call.func._schema.arguments:
@@ -112,24 +112,24 @@ def _heads(ndim: int) -> Dims:
     return (_BATCH, _HEADS, *(None,) * (ndim - 2))
 
 
-def _key_heads(call: Call) -> Dims:
+def _key_heads(call: OpCall) -> Dims:
     """Return the letters of keys: with heads of their own that do not divide, these are whole."""
     spread = _is_grouped(call) and not _divides(call)
     return (_BATCH, None, None, None) if spread else _heads(4)
 
 
-def _mask_letters(call: Call, shape: Sequence[int]) -> Dims:
+def _mask_letters(call: OpCall, shape: Sequence[int]) -> Dims:
     query, key = call.named("query").shape, call.named("key").shape
     names = (_BATCH, _HEADS, None, None)
     letters = aligned(tuple(shape), (query[0], query[1], query[2], key[2]))
     return tuple(None if letter is None else names[letter] for letter in letters)
 
 
-def _is_grouped(call: Call) -> bool:
+def _is_grouped(call: OpCall) -> bool:
     return len({call.named(name).shape[1] for name in ("query", "key", "value")}) > 1
 
 
-def _divides(call: Call) -> bool:
+def _divides(call: OpCall) -> bool:
     """Whether every rank has all keys of its queries when keys are cut as queries are."""
     made = [call.layouts[call.tensor_index(name) or 0] for name in ("query", "key", "value")]
     axes = {
@@ -144,7 +144,7 @@ def _divides(call: Call) -> bool:
     return plain and all(each.shape[1] % num_parts == 0 for each in made)
 
 
-def _accepts(call: Call) -> Callable[[Sequence[Layout]], bool] | None:
+def _accepts(call: OpCall) -> Callable[[Sequence[Layout]], bool] | None:
     """Return what refuses cuts under which queries and their keys would be on different ranks."""
     if not _is_grouped(call) or not _divides(call):
         return None
@@ -165,14 +165,14 @@ def _on_heads(placement: Placement) -> bool:
     return is_sharded(placement) and single_dim(placement) == 1
 
 
-def _own_function(call: Call) -> Callable[[Local], Function]:
+def _own_function(call: OpCall) -> Callable[[RankView], Function]:
     """Return a rank's own call: no kernel without heads, and keys for the heads it has."""
     index = call.tensor_index("query") or 0
     num_groups = call.named("key").shape[1]
     shares = num_groups and call.named("query").shape[1] // num_groups
     spread = _is_grouped(call) and not _divides(call)
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         if not math.prod(local.inputs[index].local_shape(local.coordinate)):
             return _nothing(call, [made.local_shape(local.coordinate) for made in local.outputs])
         run = _with_aligned_bias(call) if call.func in _ALIGNED else call.func
@@ -185,7 +185,7 @@ def _own_function(call: Call) -> Callable[[Local], Function]:
     return function
 
 
-def _nothing(call: Call, shapes: Sequence[tuple[int, ...]]) -> Function:
+def _nothing(call: OpCall, shapes: Sequence[tuple[int, ...]]) -> Function:
     """Return what makes zeros: a gradient of keys that no query of the rank had a part in."""
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ def _nothing(call: Call, shapes: Sequence[tuple[int, ...]]) -> Function:
     return nothing
 
 
-def _with_aligned_bias(call: Call) -> Function:
+def _with_aligned_bias(call: OpCall) -> Function:
     place = [argument.name for argument in call.func._schema.arguments].index("attn_bias")
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def aligned_rows(bias: Tensor) -> Tensor:
     return bias.new_empty((*outer, padded))[..., :length].copy_(bias)
 
 
-def _with_own_keys(call: Call, kernel: Function, groups: Sequence[int]) -> Function:
+def _with_own_keys(call: OpCall, kernel: Function, groups: Sequence[int]) -> Function:
     """Return a call that gives every query head the one of all key heads that it belongs to."""
     names = [argument.name for argument in call.func._schema.arguments]
     places = [names.index("key"), names.index("value")]
@@ -247,7 +247,7 @@ def _with_own_keys(call: Call, kernel: Function, groups: Sequence[int]) -> Funct
     return run
 
 
-def _softmax_of_hidden(call: Call) -> Signature:
+def _softmax_of_hidden(call: OpCall) -> Signature:
     """``_safe_softmax``: rows that a mask hides altogether give zeros."""
     return along(call, (call.named("dim"),))
 

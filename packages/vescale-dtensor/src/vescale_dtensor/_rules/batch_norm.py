@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate
 from vescale_dtensor._comm.emulation import part_of
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
@@ -44,7 +44,7 @@ _VECTORS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_
 
 def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result and what backward needs; running statistics are written."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     values = _along_single_dims(as_distributed(call, "input"))
     training = call.named("training", False)
     if training and cut_dims(layout_of(values)) - {1}:
@@ -56,7 +56,7 @@ def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return results
 
 
-def _synchronized(call: Call, given: DTensor) -> tuple[tuple[Any, ...], list[Any]]:
+def _synchronized(call: OpCall, given: DTensor) -> tuple[tuple[Any, ...], list[Any]]:
     """Normalize with the moments of all samples, some of which other ranks have."""
     values = widened(given)
     dims = _samples(values.ndim)
@@ -81,7 +81,7 @@ def _synchronized(call: Call, given: DTensor) -> tuple[tuple[Any, ...], list[Any
 
 
 def _on_own_samples(
-    call: Call, values: DTensor, *, training: bool
+    call: OpCall, values: DTensor, *, training: bool
 ) -> tuple[tuple[Any, ...], list[Any]]:
     """Normalize samples with statistics that need no other rank's samples."""
     made = layout_of(values)
@@ -117,7 +117,7 @@ def _on_own_samples(
 
 def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of input, weight and bias that are asked for."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     values = _along_single_dims(as_distributed(call, "input"))
     mask = call.named("output_mask")
     if call.named("train") and cut_dims(layout_of(values)) - {1}:
@@ -138,7 +138,7 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tuple(next(found) if wanted else None for wanted in mask)
 
 
-def _backward_on_own_samples(call: Call, values: DTensor, mask: Sequence[bool]) -> list[DTensor]:
+def _backward_on_own_samples(call: OpCall, values: DTensor, mask: Sequence[bool]) -> list[DTensor]:
     """Return what ``mask`` asks for: CUDA's kernel has no gradient of a weight that is missing."""
     made = layout_of(values)
     given = as_distributed(call, "grad_out")
@@ -186,7 +186,7 @@ def _per_channel(made: Layout) -> Placements:
     )
 
 
-def _vectors(call: Call, made: Layout) -> tuple[list[str], list[DTensor]]:
+def _vectors(call: OpCall, made: Layout) -> tuple[list[str], list[DTensor]]:
     """Return the names of the arguments that have one value per channel, and these."""
     names = [name for name in _VECTORS if call.named(name) is not None]
     found = [as_distributed(call, name) for name in names]
@@ -219,7 +219,7 @@ def _spread(per_channel: Any, ndim: int) -> Any:
 
 
 def _cudnn(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     names = ("input", "weight", "bias", "running_mean", "running_var", "training",
              "exponential_average_factor", "epsilon")  # fmt: skip
     results = aten.native_batch_norm.default(*(call.named(name) for name in names))
@@ -231,7 +231,7 @@ def _cudnn(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _cudnn_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean",
              "save_var")  # fmt: skip
     given = (call.named(name) for name in names)

@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Dims, Repeated, Signature, single_dim
 from vescale_dtensor._torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def _cat(call: Call) -> Signature:
+def _cat(call: OpCall) -> Signature:
     ndim = len(call.outputs[0].shape)
     dim = call.named("dim") % max(ndim, 1)
     joined = _joined_letter(call, dim, ndim)
@@ -39,7 +39,7 @@ def _is_legacy(shape: torch.Size, ndim: int) -> bool:
     return tuple(shape) == (0,) and ndim != 1
 
 
-def _joined_letter(call: Call, dim: int, ndim: int) -> str | None:
+def _joined_letter(call: OpCall, dim: int, ndim: int) -> str | None:
     """Return a letter for the dim if the tensors are equally long and cut alike there."""
     if len({tuple(made.shape) for made in call.layouts}) > 1 or ndim == 0:
         return None
@@ -50,7 +50,7 @@ def _joined_letter(call: Call, dim: int, ndim: int) -> str | None:
     return "joined" if cuts and all(set(cut) <= {None, Shard(dim)} for cut in cuts) else None
 
 
-def _all_together(call: Call) -> tuple[frozenset[int], ...]:
+def _all_together(call: OpCall) -> tuple[frozenset[int], ...]:
     """Return the set of all tensors: pending sums may be put together before they are added."""
     dtypes = {made.dtype for made in call.layouts}
     if len(dtypes) > 1:
@@ -58,7 +58,7 @@ def _all_together(call: Call) -> tuple[frozenset[int], ...]:
     return (frozenset(range(len(call.layouts))),)
 
 
-def _stack(call: Call) -> Signature:
+def _stack(call: OpCall) -> Signature:
     ndim = len(call.outputs[0].shape)
     dim = call.named("dim") % ndim
     letters = tuple(range(ndim - 1))
@@ -66,7 +66,7 @@ def _stack(call: Call) -> Signature:
     return Signature((letters,) * len(call.layouts), (result,), linear=_all_together(call))
 
 
-def _repeat(call: Call) -> Signature:
+def _repeat(call: OpCall) -> Signature:
     letters = tuple(range(len(call.layouts[0].shape)))
     counts: list[int] = list(call.named("repeats"))
     added = len(counts) - len(letters)

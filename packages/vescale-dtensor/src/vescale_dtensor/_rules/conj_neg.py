@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial
 from vescale_dtensor._layout.layout import without_partial
 from vescale_dtensor._sharding.gathered_views import Link
 from vescale_dtensor._sharding.local_plan import Plan, distributed
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved, wrap
 from vescale_dtensor._torch_private import OpOverload
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 def with_values(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return a view whose local tensor has no lazy bits. Moves nothing."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     base = distributed(call.tensors[0], call)
     made = layout_of(base)
     # A sum of negated parts is the negated sum; a maximum or a product of them is not.

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
 from vescale_dtensor._torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def _letters(call: Call, values: Layout, weight: Layout) -> tuple[Dims, Dims, Dims]:
+def _letters(call: OpCall, values: Layout, weight: Layout) -> tuple[Dims, Dims, Dims]:
     """Return the letters of the input, the weight and the result of a convolution."""
     window = (None,) * (len(values.shape) - 2)
     groups, transposed = call.named("groups"), call.named("transposed")
@@ -32,7 +32,7 @@ def _letters(call: Call, values: Layout, weight: Layout) -> tuple[Dims, Dims, Di
     return sides, (None, None, *window), sides
 
 
-def _forward(call: Call) -> Signature:
+def _forward(call: OpCall) -> Signature:
     values, weight, result = _letters(call, call.layouts[0], call.layouts[1])
     has_bias = len(call.layouts) > 2
     with_bias = {2} if has_bias else set[int]()
@@ -47,13 +47,13 @@ def _forward(call: Call) -> Signature:
     )
 
 
-def _own_groups(local: Local) -> dict[str, Any]:
+def _own_groups(local: RankView) -> dict[str, Any]:
     # A kernel wants one group at least, whatever it is given.
     shape = local.outputs[0].local_shape(local.coordinate)
     return {"groups": max(shape[1], 1)}
 
 
-def _own_forward(func: OpOverload, local: Local) -> Function:
+def _own_forward(func: OpOverload, local: RankView) -> Function:
     if all(prod(made.local_shape(local.coordinate)) for made in local.inputs[:2]):
         return func
     shape = local.outputs[0].local_shape(local.coordinate)
@@ -67,7 +67,7 @@ def _own_forward(func: OpOverload, local: Local) -> Function:
     return lambda *args, groups=1, **kwargs: nothing(*args, **kwargs)
 
 
-def _backward(call: Call) -> Signature:
+def _backward(call: OpCall) -> Signature:
     # Tensors: the gradient of the result, the input, the weight.
     values, weight, result = _letters(call, call.layouts[1], call.layouts[2])
     of_all = (values, weight, (result[1],))
@@ -77,7 +77,7 @@ def _backward(call: Call) -> Signature:
     has_groups = "group" in result
     sizes = call.named("bias_sizes")
 
-    def arguments(local: Local) -> dict[str, Any]:
+    def arguments(local: RankView) -> dict[str, Any]:
         shape = local.inputs[0].local_shape(local.coordinate)
         own: dict[str, Any] = {"groups": max(shape[1], 1)} if has_groups else {}
         return own | ({"bias_sizes": [shape[1]]} if sizes else {})
@@ -93,7 +93,7 @@ def _backward(call: Call) -> Signature:
     )
 
 
-def _own_backward(func: OpOverload, local: Local, *, has_groups: bool) -> Function:
+def _own_backward(func: OpOverload, local: RankView, *, has_groups: bool) -> Function:
     in_axes = [
         axis
         for axis, placement in enumerate(local.inputs[1].placements)

@@ -23,8 +23,8 @@ from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Layout, without_partial
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.local_plan import distributed, plan_choice
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.local_plan import distributed, plan_of_spec
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature, choose, on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, moved, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
@@ -45,7 +45,7 @@ def widened(tensor: Any) -> Any:
     return tensor.to(torch.float32) if tensor is not None and tensor.dtype in HALF else tensor
 
 
-def statistics_dtype(call: Call, place: int) -> torch.dtype:
+def statistics_dtype(call: OpCall, place: int) -> torch.dtype:
     """Return the dtype of a normalization's moments, which are its results from ``place`` on.
 
     Kernels of CPUs do not keep them as meta tensors say, but as the parameters are.
@@ -71,19 +71,19 @@ def by_signature(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
 ) -> Any:
     """Run an operator by a signature that is good for these arguments only."""
-    call = Call(func, args, kwargs)
-    choice = choose(call, signature)
-    assert choice is not None
-    return plan_choice(call, signature, choice)(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
+    op_spec = choose(call, signature)
+    assert op_spec is not None
+    return plan_of_spec(call, signature, op_spec)(func, args, kwargs)
 
 
-def as_distributed(call: Call, name: str) -> DTensor | None:
+def as_distributed(call: OpCall, name: str) -> DTensor | None:
     """Return the tensor argument ``name`` with nothing pending, as if whole if it is plain."""
     found = call.named(name)
     return None if found is None else settled(distributed(found, call))
 
 
-def dims_of_call(call: Call, ndim: int) -> frozenset[int]:
+def dims_of_call(call: OpCall, ndim: int) -> frozenset[int]:
     """Return the dims that the argument ``dim`` means; all if it is missing or empty."""
     given = call.named("dim")
     dims = (given,) if isinstance(given, int) else given
@@ -126,14 +126,14 @@ def on_parts(
     return [wrap(local, made) for local, made in zip(results, outputs, strict=True)]
 
 
-def unless_empty(call: Call, *, main: int = 0) -> Callable[[Local], Function]:
+def unless_empty(call: OpCall, *, main: int = 0) -> Callable[[RankView], Function]:
     """Return a ``Signature.function``: zeros where a rank holds nothing of tensor ``main``.
 
     Kernels refuse some empty tensors. Results that are empty too need no value, and those that
     are sums over the dim of which the rank has nothing are zero.
     """
 
-    def at(local: Local) -> Function:
+    def at(local: RankView) -> Function:
         made, coordinate = local.inputs[main], local.coordinate
         needed = any(prod(result.local_shape(coordinate)) for result in local.outputs)
         others_have_some = prod(made.shape) and not prod(made.local_shape(coordinate))
@@ -142,7 +142,7 @@ def unless_empty(call: Call, *, main: int = 0) -> Callable[[Local], Function]:
     return at
 
 
-def zeros_of(call: Call, local: Local) -> Function:
+def zeros_of(call: OpCall, local: RankView) -> Function:
     """Return a function that gives the rank's results filled with zeros."""
     structure, coordinate, outputs = call.result, local.coordinate, local.outputs
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
 from vescale_dtensor._torch_private import OpOverload
 
@@ -18,7 +18,7 @@ from .decompositions import cut_dims, positions, unless_empty
 aten = torch.ops.aten
 
 
-def along(call: Call, dims: Iterable[int]) -> Signature:
+def along(call: OpCall, dims: Iterable[int]) -> Signature:
     """Return the signature of an operator whose tensors all have the same number of dims."""
     made = call.layouts[0]
     ndim = len(made.shape)
@@ -33,37 +33,37 @@ def along(call: Call, dims: Iterable[int]) -> Signature:
     )
 
 
-def _has_fractions(call: Call) -> bool:
+def _has_fractions(call: OpCall) -> bool:
     dtypes = {call.layouts[0].dtype, *(tensor.dtype for tensor in call.outputs)}
     return len(dtypes) == 1 and all(d.is_floating_point or d.is_complex for d in dtypes)
 
 
-def along_named(name: str) -> Callable[[Call], Signature]:
+def along_named(name: str) -> Callable[[OpCall], Signature]:
     """Return the rule of operators along the dims that an argument names."""
 
-    def rule(call: Call) -> Signature:
+    def rule(call: OpCall) -> Signature:
         given = call.named(name)
         return along(call, (given,) if isinstance(given, int) else given)
 
     return rule
 
 
-def _roll(call: Call) -> Signature:
+def _roll(call: OpCall) -> Signature:
     dims = call.named("dims")
     return along(call, dims or range(len(call.layouts[0].shape)))
 
 
-def _renorm(call: Call) -> Signature:
+def _renorm(call: OpCall) -> Signature:
     # The norm is over all dims but one.
     kept = call.named("dim") % len(call.layouts[0].shape)
     return along(call, (d for d in range(len(call.layouts[0].shape)) if d != kept))
 
 
-def _triangle(call: Call) -> Signature:
+def _triangle(call: OpCall) -> Signature:
     ndim = len(call.layouts[0].shape)
     letters = tuple(range(ndim))
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         made = local.inputs[0]
         cut = {single_dim(p) for p in made.placements if is_sharded(p)}
         if not cut & {ndim - 2, ndim - 1}:
@@ -86,17 +86,17 @@ def _triangle(call: Call) -> Signature:
     return Signature((letters,), (letters,), linear=(frozenset({0}),), function=function)
 
 
-def _fft(call: Call) -> Signature:
+def _fft(call: OpCall) -> Signature:
     return along(call, call.named("dim"))
 
 
-def _cross(call: Call) -> Signature | None:
+def _cross(call: OpCall) -> Signature | None:
     if call.layouts[0].shape != call.layouts[1].shape:
         return None
     return along(call, (call.named("dim"),))
 
 
-def _weight_norm(call: Call) -> Signature:
+def _weight_norm(call: OpCall) -> Signature:
     """Return the signature of norms over all dims but one, forward and backward."""
     ndim = len(call.layouts[0].shape)
     kept = call.named("dim") % ndim
@@ -105,7 +105,7 @@ def _weight_norm(call: Call) -> Signature:
     return Signature((dims,) * len(call.layouts), (dims,) * len(call.outputs), function=function)
 
 
-def _searched(call: Call) -> Signature:
+def _searched(call: OpCall) -> Signature:
     """Return the signature of looking up values among sorted ones of the same row."""
     index = call.tensor_index("sorted_sequence")
     if index is None:
@@ -118,8 +118,8 @@ def _searched(call: Call) -> Signature:
     return Signature(inputs, (letters,))
 
 
-def _trace(call: Call) -> Signature:
-    def function(local: Local) -> Function:
+def _trace(call: OpCall) -> Signature:
+    def function(local: RankView) -> Function:
         made, coordinate = local.inputs[0], local.coordinate
         if not cut_dims(made):
             return call.func

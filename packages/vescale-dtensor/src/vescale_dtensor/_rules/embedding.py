@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function
+from vescale_dtensor._sharding.op_call import Function, OpCall
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -16,7 +16,7 @@ from .sharded_lookup import Part, masked, when_cut
 aten = torch.ops.aten
 
 
-def _embedding(call: Call) -> Signature | None:
+def _embedding(call: OpCall) -> Signature | None:
     if call.named("sparse"):
         return None
     ids = tuple(range(len(call.layouts[1].shape)))
@@ -36,7 +36,7 @@ def _embedding(call: Call) -> Signature | None:
     )
 
 
-def _embedding_dense_backward(call: Call) -> Signature:
+def _embedding_dense_backward(call: OpCall) -> Signature:
     ids: tuple[Any, ...] = tuple(range(len(call.layouts[1].shape)))
     if call.named("scale_grad_by_freq"):
         ids = (None,) * len(ids)  # how often an id occurs is counted over all of them

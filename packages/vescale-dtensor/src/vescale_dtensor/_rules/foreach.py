@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, layout, replicated, without_partial
-from vescale_dtensor._sharding.local_plan import Direct, Plan, distributed, plain_local
-from vescale_dtensor._sharding.op_call import Call, layout_of, written_names
+from vescale_dtensor._sharding.local_plan import LocalCall, Plan, distributed, plain_local
+from vescale_dtensor._sharding.op_call import OpCall, layout_of, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import DTensor, moved, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
@@ -36,7 +36,7 @@ def is_foreach(func: OpOverload) -> bool:
     return name in ("copy", "zero") or any(torch.Tag.pointwise in o.tags for o in overloads)
 
 
-def plan_foreach(call: Call) -> Plan:
+def plan_foreach(call: OpCall) -> Plan:
     """Return the plan of a foreach operator."""
     lists = [arg for arg in call.args if _is_tensor_list(arg)]
     writes = bool(written_names(call.func))
@@ -56,10 +56,10 @@ def plan_foreach(call: Call) -> Plan:
         ]
 
     if _is_laid_out(call, lists, targets):
-        return Direct(call.func, finish, None)
+        return LocalCall(call.func, finish, None)
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        again = Call(func, args, kwargs)
+        again = OpCall(func, args, kwargs)
         local_args = [_localized(arg, targets, again) for arg in args]
         local_kwargs = {name: _localized(value, targets, again) for name, value in kwargs.items()}
         return finish(args, kwargs, func(*local_args, **local_kwargs))
@@ -67,7 +67,7 @@ def plan_foreach(call: Call) -> Plan:
     return run
 
 
-def _is_laid_out(call: Call, lists: list[Any], targets: list[Layout | None]) -> bool:
+def _is_laid_out(call: OpCall, lists: list[Any], targets: list[Layout | None]) -> bool:
     """Whether local tensors can stand in for all: of the lists, and scalars whole everywhere."""
     listed = [
         type(tensor) is DTensor and layout_of(tensor, call.mesh) is target
@@ -82,7 +82,7 @@ def _is_laid_out(call: Call, lists: list[Any], targets: list[Layout | None]) -> 
     return all(listed) and all(others) and len(listed) + len(others) == len(call.tensors)
 
 
-def _target(position: tuple[Any, ...], call: Call, writes: bool) -> Layout | None:
+def _target(position: tuple[Any, ...], call: OpCall, writes: bool) -> Layout | None:
     """Return where the tensors of one position meet, None if nowhere or if all are plain."""
     layouts = [layout_of(t, call.mesh) for t in position if isinstance(t, DISTRIBUTED)]
     if not layouts:
@@ -101,7 +101,7 @@ def _target(position: tuple[Any, ...], call: Call, writes: bool) -> Layout | Non
     return target if all(made.mesh == target.mesh for made in layouts) else None
 
 
-def _localized(arg: Any, targets: list[Layout | None], call: Call) -> Any:
+def _localized(arg: Any, targets: list[Layout | None], call: OpCall) -> Any:
     if _is_tensor_list(arg):
         return [_local(t, target, call) for t, target in zip(arg, targets, strict=True)]
     if isinstance(arg, DISTRIBUTED):
@@ -109,7 +109,7 @@ def _localized(arg: Any, targets: list[Layout | None], call: Call) -> Any:
     return arg
 
 
-def _local(tensor: Tensor, target: Layout | None, call: Call) -> Tensor:
+def _local(tensor: Tensor, target: Layout | None, call: OpCall) -> Tensor:
     if target is None:
         return tensor
     laid_out = tuple(tensor.shape) == tuple(target.shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function
+from vescale_dtensor._sharding.op_call import Function, OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -30,7 +30,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _gather(call: Call) -> Signature | None:
+def _gather(call: OpCall) -> Signature | None:
     found = _letters(call)
     if found is None:
         return None
@@ -53,7 +53,7 @@ def _gather(call: Call) -> Signature | None:
     )
 
 
-def scatter(reduction: Callable[[Call], str | None]) -> Callable[[Call], Signature | None]:
+def scatter(reduction: Callable[[OpCall], str | None]) -> Callable[[OpCall], Signature | None]:
     """Return the rule of a scatter.
 
     Args:
@@ -61,7 +61,7 @@ def scatter(reduction: Callable[[Call], str | None]) -> Callable[[Call], Signatu
             one stays, None if ranks could not put their parts together.
     """
 
-    def rule(call: Call) -> Signature | None:
+    def rule(call: OpCall) -> Signature | None:
         found = _letters(call)
         if found is None:
             return None
@@ -85,7 +85,7 @@ def scatter(reduction: Callable[[Call], str | None]) -> Callable[[Call], Signatu
     return rule
 
 
-def _scatter_part(call: Call, part: Part) -> Function:
+def _scatter_part(call: OpCall, part: Part) -> Function:
     def run(base: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
         size = base.shape[dim]
         positions, _ = part.positions(index, elsewhere=size)
@@ -100,7 +100,7 @@ def _scatter_part(call: Call, part: Part) -> Function:
     return run
 
 
-def _letters(call: Call) -> tuple[int, Dims, Dims] | None:
+def _letters(call: OpCall) -> tuple[int, Dims, Dims] | None:
     """Return ``dim``, the letters of ``self`` and those of the other tensors."""
     shape = tuple(call.layouts[0].shape)
     others = [tuple(made.shape) for made in call.layouts[1:]]
@@ -117,11 +117,11 @@ def _letters(call: Call) -> tuple[int, Dims, Dims] | None:
     return dim, tuple(own), tuple(each)
 
 
-def _of_reduce(call: Call) -> str | None:
+def _of_reduce(call: OpCall) -> str | None:
     return call.named("reduce")
 
 
-def _including_self(call: Call) -> str | None:
+def _including_self(call: OpCall) -> str | None:
     return call.named("reduce") if call.named("include_self", True) else None
 
 

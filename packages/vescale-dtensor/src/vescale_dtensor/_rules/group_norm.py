@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Local
+from vescale_dtensor._sharding.op_call import OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -18,7 +18,7 @@ from .variance import moments
 aten = torch.ops.aten
 
 
-def _forward(call: Call) -> Signature | None:
+def _forward(call: OpCall) -> Signature | None:
     if cut_dims(call.layouts[0]) - {0}:
         return None
     first, *rest = ((None,) * len(made.shape) for made in call.layouts)
@@ -27,7 +27,7 @@ def _forward(call: Call) -> Signature | None:
     return Signature(inputs, outputs, arguments=_local_samples)
 
 
-def _backward(call: Call) -> Signature | None:
+def _backward(call: OpCall) -> Signature | None:
     if cut_dims(call.layouts[1]) - {0}:
         return None
     weight = call.tensor_index("weight")
@@ -48,24 +48,24 @@ def _backward(call: Call) -> Signature | None:
     )  # fmt: skip
 
 
-def _local_samples(local: Local) -> dict[str, Any]:
+def _local_samples(local: RankView) -> dict[str, Any]:
     return {"N": local.inputs[0].local_shape(local.coordinate)[0]}
 
 
-def _in_groups(call: Call, tensor: Any) -> Any:
+def _in_groups(call: OpCall, tensor: Any) -> Any:
     """Return a tensor of samples and channels as (N, group, C / group, HxW)."""
     names = ("N", "C", "HxW", "group")
     samples, channels, area, groups = (call.named(name) for name in names)
     return tensor.reshape(samples, groups, channels // groups, area)
 
 
-def _per_channel(call: Call, tensor: Any) -> Any:
+def _per_channel(call: OpCall, tensor: Any) -> Any:
     groups = call.named("group")
     return tensor.reshape(1, groups, call.named("C") // groups, 1)
 
 
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     given = as_distributed(call, "input")
     weight, bias = as_distributed(call, "weight"), as_distributed(call, "bias")
     assert given is not None
@@ -87,7 +87,7 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     names = ("grad_out", "input", "mean", "rstd", "weight")
     grad, given, mean, rstd, weight = (as_distributed(call, name) for name in names)
     assert grad is not None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function
+from vescale_dtensor._sharding.op_call import Function, OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _OWN, _EACH = "own", "each"
 
 
-def _index_select(call: Call) -> Signature | None:
+def _index_select(call: OpCall) -> Signature | None:
     if not call.layouts[0].shape or len(call.layouts[1].shape) != 1:
         return None
     dim, base, result = _along(call)
@@ -47,19 +47,19 @@ def _index_select(call: Call) -> Signature | None:
     )
 
 
-def _index_add(call: Call) -> Signature | None:
+def _index_add(call: OpCall) -> Signature | None:
     return _index_write(call, added=True, linear=True)
 
 
-def _index_copy(call: Call) -> Signature | None:
+def _index_copy(call: OpCall) -> Signature | None:
     return _index_write(call, added=False, linear=True)
 
 
-def _index_reduce(call: Call) -> Signature | None:
+def _index_reduce(call: OpCall) -> Signature | None:
     return _index_write(call, added=False, linear=False)
 
 
-def _index_write(call: Call, *, added: bool, linear: bool) -> Signature | None:
+def _index_write(call: OpCall, *, added: bool, linear: bool) -> Signature | None:
     """Return the signature of what writes rows of ``source`` to rows of ``self``."""
     if not call.layouts[0].shape or not call.layouts[2].shape:
         return None
@@ -85,7 +85,7 @@ def _index_write(call: Call, *, added: bool, linear: bool) -> Signature | None:
     )
 
 
-def _index_fill(call: Call) -> Signature | None:
+def _index_fill(call: OpCall) -> Signature | None:
     if not call.layouts[0].shape:
         return None
     dim, base, _ = _along(call)
@@ -102,7 +102,7 @@ def _index_fill(call: Call) -> Signature | None:
     return Signature((base, index, *values), (base,), function=when_cut(call.func, dim, of_part))
 
 
-def _along(call: Call) -> tuple[int, Dims, Dims]:
+def _along(call: OpCall) -> tuple[int, Dims, Dims]:
     """Return ``dim``, the letters of ``self`` and those of what has a row per index."""
     letters = tuple(range(len(call.layouts[0].shape)))
     dim = call.named("dim") % len(letters)
@@ -135,7 +135,7 @@ class _Indexed:
         only: The dim that is indexed, if it is only one.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OpCall) -> None:
         shape = tuple(call.layouts[0].shape)
         given: Sequence[Any] = call.named("indices")
         dims = [dim for dim, index in enumerate(given) if index is not None]
@@ -167,13 +167,13 @@ class _Indexed:
         return tuple(None if isinstance(letter, tuple) else letter for letter in dims)
 
 
-def _counts(call: Call) -> bool:
+def _counts(call: OpCall) -> bool:
     """Whether there are indices, none of them a mask, which has as many as it is true."""
     given = [index for index in call.named("indices") if index is not None]
     return bool(given) and not any(i.dtype in (torch.bool, torch.uint8) for i in given)
 
 
-def _index(call: Call) -> Signature | None:
+def _index(call: OpCall) -> Signature | None:
     if not _counts(call):
         return None
     indexed = _Indexed(call)
@@ -200,7 +200,7 @@ def _index(call: Call) -> Signature | None:
     )
 
 
-def _index_put(call: Call) -> Signature | None:
+def _index_put(call: OpCall) -> Signature | None:
     if not _counts(call):
         return None
     indexed = _Indexed(call)
@@ -224,7 +224,7 @@ def _index_put(call: Call) -> Signature | None:
     )
 
 
-def _put_function(call: Call, indexed: _Indexed) -> Any:
+def _put_function(call: OpCall, indexed: _Indexed) -> Any:
     dim = indexed.only
     if dim is None:
         return None

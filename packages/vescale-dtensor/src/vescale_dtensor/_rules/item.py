@@ -8,7 +8,7 @@ import torch
 
 from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._sharding.local_plan import Plan, distributed
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._tensor.dtensor import layout_of, moved
 from vescale_dtensor._torch_private import OpOverload
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the value of the whole tensors. Every rank of their meshes must call this."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     whole = [distributed(tensor, call) for tensor in call.tensors]
     locals_ = [moved(t, replicated(layout_of(t).mesh))._local_tensor for t in whole]
     local_args, local_kwargs = call.with_tensors(locals_)
@@ -26,7 +26,7 @@ def value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _is_set_to(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether tensors share their elements, which copies of them would not."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     first, second = (distributed(tensor, call) for tensor in call.tensors)
     same = layout_of(first) is layout_of(second)
     return same and func(first._local_tensor, second._local_tensor)

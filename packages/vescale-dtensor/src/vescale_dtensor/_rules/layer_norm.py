@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -21,7 +21,7 @@ from .variance import moments
 aten = torch.ops.aten
 
 
-def _forward(call: Call) -> Signature | None:
+def _forward(call: OpCall) -> Signature | None:
     rows = _rows(call)
     if is_cut(call.layouts[0], range(rows, len(call.layouts[0].shape))):
         return None
@@ -30,7 +30,7 @@ def _forward(call: Call) -> Signature | None:
     return Signature(inputs, [_lettered(rows, tensor.shape) for tensor in call.outputs])
 
 
-def _backward(call: Call) -> Signature | None:
+def _backward(call: OpCall) -> Signature | None:
     rows = _rows(call)
     if is_cut(call.layouts[1], range(rows, len(call.layouts[1].shape))):
         return None
@@ -48,7 +48,7 @@ def _backward(call: Call) -> Signature | None:
     return Signature(inputs, outputs, reduce=letters, linear=(frozenset({0}),))
 
 
-def _rows(call: Call) -> int:
+def _rows(call: OpCall) -> int:
     """Return the number of dims that are not normalized."""
     return call.named("input").ndim - len(call.named("normalized_shape"))
 
@@ -58,7 +58,7 @@ def _lettered(rows: int, shape: Sequence[int]) -> Dims:
 
 
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     values = widened(as_distributed(call, "input"))
     assert values is not None
     dims = list(range(_rows(call), values.ndim))
@@ -84,7 +84,7 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     names = ("grad_out", "input", "mean", "rstd", "weight")
     grad, values, mean, rstd, weight = (as_distributed(call, name) for name in names)
     assert grad is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._sharding.local_plan import distributed
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._tensor.dtensor import moved
 from vescale_dtensor._torch_private import OpOverload
@@ -19,7 +19,7 @@ from .decompositions import unless_empty
 aten = torch.ops.aten
 
 
-def _batched(call: Call) -> Signature:
+def _batched(call: OpCall) -> Signature:
     """Return the signature of an operator on matrices, with pivots or without."""
     pivots = [call.tensor_index(name) for name in ("pivots", "LU_pivots")]
     cores = [1 if index in pivots else 2 for index in range(len(call.layouts))]
@@ -45,13 +45,13 @@ def _aligned(shape: tuple[int, ...], core: int, batch: torch.Size) -> Dims:
     return (*letters, *(None for _ in range(core)))
 
 
-def _eig(call: Call) -> Signature:
+def _eig(call: OpCall) -> Signature:
     values, vectors = call.result
     call.result = (values, _column_major(vectors))
     return _batched(call)
 
 
-def _svd(call: Call) -> Signature:
+def _svd(call: OpCall) -> Signature:
     left, values, right = call.result
     if call.tensors[0].device.type == "cpu":
         call.result = (left, values, _column_major(right))
@@ -63,7 +63,7 @@ def _column_major(matrices: Tensor) -> Tensor:
     return matrices.mT.contiguous().mT
 
 
-def _solve(call: Call) -> Signature | None:
+def _solve(call: OpCall) -> Signature | None:
     matrix, right = call.layouts
     if len(right.shape) == 1:
         return None
@@ -84,7 +84,7 @@ def _solve(call: Call) -> Signature | None:
 
 def _check_errors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise on all ranks if a matrix of any rank was singular, or the like."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     errors = distributed(call.tensors[0], call)
     whole = moved(errors, replicated(call.mesh))._local_tensor
     func(whole, *args[1:], **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Call, Function, Local, with_arguments
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView, with_arguments
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def _elementwise(call: Call) -> Signature:
+def _elementwise(call: OpCall) -> Signature:
     """Return the signature of a loss: its elements, their sum or their mean."""
     shape = torch.broadcast_shapes(*(made.shape for made in call.layouts))
     inputs = tuple(aligned(tuple(made.shape), tuple(shape)) for made in call.layouts)
@@ -43,10 +43,10 @@ def _elementwise(call: Call) -> Signature:
     )
 
 
-def _sum_over(call: Call, count: int) -> Callable[[Local], Function]:
+def _sum_over(call: OpCall, count: int) -> Callable[[RankView], Function]:
     """Return a rank's own part of a mean of ``count`` losses, or of their sum."""
 
-    def at(local: Local) -> Function:
+    def at(local: RankView) -> Function:
         if not any(_is_cut(made) for made in local.inputs):
             return call.func
         added = with_arguments(call, {"reduction": SUM})
@@ -57,7 +57,7 @@ def _sum_over(call: Call, count: int) -> Callable[[Local], Function]:
     return at
 
 
-def _elementwise_backward(call: Call) -> Signature:
+def _elementwise_backward(call: OpCall) -> Signature:
     """Return the signature of the gradient of :func:`_elementwise`.
 
     The gradient of a mean is that of a sum with a smaller cotangent.
@@ -67,7 +67,7 @@ def _elementwise_backward(call: Call) -> Signature:
     letters = tuple(range(len(shape)))
     count = prod(shape)
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         if call.named("reduction") != MEAN or not any(_is_cut(made) for made in local.inputs):
             return call.func
         added = with_arguments(call, {"reduction": SUM})
@@ -76,7 +76,7 @@ def _elementwise_backward(call: Call) -> Signature:
     return Signature(inputs, (letters,), linear=(frozenset({0}),), function=function)
 
 
-def _rows(call: Call) -> Signature:
+def _rows(call: OpCall) -> Signature:
     """Return the signature of losses of which every row of classes has one, and gradients."""
     scores = call.named("self")
     main = call.tensor_index("self") or 0
@@ -92,7 +92,7 @@ def _rows(call: Call) -> Signature:
     )
     outputs = tuple(_batched(batch, tensor.shape) for tensor in call.outputs)
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         if not _is_cut(local.inputs[main]):
             return call.func
         if not prod(local.inputs[main].local_shape(local.coordinate)):
@@ -121,7 +121,7 @@ def _divided(result: Any, count: int) -> Any:
     return result / count
 
 
-def _log_sigmoid(call: Call) -> Signature:
+def _log_sigmoid(call: OpCall) -> Signature:
     """Return the signature of a function whose second result may be empty on a device."""
 
     def run(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def _log_sigmoid(call: Call) -> Signature:
     return Signature((letters,), (letters, letters), function=lambda _: run)
 
 
-def _log_sigmoid_backward(call: Call) -> Signature | None:
+def _log_sigmoid_backward(call: OpCall) -> Signature | None:
     letters = tuple(range(len(call.layouts[0].shape)))
     if any(len(made.shape) != len(letters) for made in call.layouts):
         return None

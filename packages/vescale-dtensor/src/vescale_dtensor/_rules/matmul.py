@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -27,7 +27,7 @@ _GROUPED_ALIGNMENT = 16
 
 def product(
     left: str, right: str, result: str, *, contracted: str = "k"
-) -> Callable[[Call], Signature]:
+) -> Callable[[OpCall], Signature]:
     """Return the rule of a product of two tensors, in the notation of einsum."""
     signature = Signature(
         (tuple(left), tuple(right)),
@@ -40,10 +40,10 @@ def product(
 
 def added_product(
     left: str, right: str, result: str, *, contracted: str = "k"
-) -> Callable[[Call], Signature]:
+) -> Callable[[OpCall], Signature]:
     """Return the rule of a tensor plus a product; the tensor is broadcast."""
 
-    def rule(call: Call) -> Signature:
+    def rule(call: OpCall) -> Signature:
         return Signature(
             (_broadcast(call, 0, result), tuple(left), tuple(right)),
             (tuple(result),),
@@ -56,7 +56,7 @@ def added_product(
     return rule
 
 
-def _whole_beta(call: Call) -> Callable[[Local], Function] | None:
+def _whole_beta(call: OpCall) -> Callable[[RankView], Function] | None:
     """Return what makes a rank's own call of an operator on integers, None if it is of others.
 
     Kernels cut the fraction of ``beta`` off, but refuse one where there is nothing to multiply,
@@ -73,13 +73,13 @@ def _whole_beta(call: Call) -> Callable[[Local], Function] | None:
     return lambda local: add
 
 
-def _broadcast(call: Call, index: int, result: str) -> Dims:
+def _broadcast(call: OpCall, index: int, result: str) -> Dims:
     """Return the letters of a tensor that is broadcast to the first result."""
     letters = aligned(tuple(call.layouts[index].shape), tuple(call.outputs[0].shape))
     return tuple(None if letter is None else result[letter] for letter in letters)
 
 
-def _linear(call: Call) -> Signature:
+def _linear(call: OpCall) -> Signature:
     """``linear`` of tensors of any rank; autograd takes it apart before it comes here."""
     leading = tuple(range(len(call.layouts[0].shape) - 1))
     biased = len(call.layouts) == 3
@@ -96,12 +96,12 @@ def _linear(call: Call) -> Signature:
     )
 
 
-def _with_activation(call: Call) -> Signature:
+def _with_activation(call: OpCall) -> Signature:
     """``addmm`` with an activation, which sums that are pending cannot have gone through."""
     return Signature((_broadcast(call, 0, "mn"), ("m", None), (None, "n")), (("m", "n"),))
 
 
-def _grouped(call: Call) -> Signature | None:
+def _grouped(call: OpCall) -> Signature | None:
     """``_grouped_mm``: groups are rows, columns or matrices; ``offs`` says where they end."""
     if call.named("bias") is not None:
         return None
@@ -129,12 +129,12 @@ def _grouped(call: Call) -> Signature | None:
     )
 
 
-def _batched_matrix(call: Call) -> Signature:
+def _batched_matrix(call: OpCall) -> Signature:
     batch = tuple(range(len(call.layouts[0].shape) - 2))
     return Signature(((*batch, None, None),), ((*batch, None, None),))
 
 
-def _distances(call: Call) -> Signature:
+def _distances(call: OpCall) -> Signature:
     """Distances of all rows of one tensor from all rows of another."""
     shape = tuple(call.outputs[0].shape)
     batches = [aligned(tuple(made.shape[:-2]), shape[:-2]) for made in call.layouts]
@@ -142,7 +142,7 @@ def _distances(call: Call) -> Signature:
     return Signature(((*batches[0], "m", None), (*batches[1], "n", None)), ((*batch, "m", "n"),))
 
 
-def _cdist(call: Call) -> Signature:
+def _cdist(call: OpCall) -> Signature:
     found = _distances(call)
     # Left open, the way to compute depends on the numbers of rows, which ranks have parts of.
     mode = call.named("compute_mode") or 0
@@ -151,7 +151,7 @@ def _cdist(call: Call) -> Signature:
     return Signature(found.inputs, found.outputs, arguments=lambda local: {"compute_mode": mode})
 
 
-def _cdist_backward(call: Call) -> Signature | None:
+def _cdist_backward(call: OpCall) -> Signature | None:
     grad, left, right, _ = (made.shape for made in call.layouts)
     batch = tuple(range(len(grad) - 2))
     if not left[:-2] == right[:-2] == grad[:-2]:
@@ -165,7 +165,7 @@ def _cdist_backward(call: Call) -> Signature | None:
     )
 
 
-def _addmv(call: Call) -> Signature:
+def _addmv(call: OpCall) -> Signature:
     found = added_product("mk", "k", "m")(call)
     if call.layouts[0].shape == call.outputs[0].shape:
         return found

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor._layout.layout import layout
 from vescale_dtensor._layout.placements import RaggedShard, is_sharded
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
 from vescale_dtensor._torch_private import OpOverload
@@ -45,8 +45,8 @@ def identity(kind: str, dtype: torch.dtype) -> float | int | bool:
     return limits.min if kind == "max" else limits.max
 
 
-def _extreme_part(kind: str) -> Callable[[Call, Local], Function]:
-    def part(call: Call, local: Local) -> Function:
+def _extreme_part(kind: str) -> Callable[[OpCall, RankView], Function]:
+    def part(call: OpCall, local: RankView) -> Function:
         # Kernels refuse the maximum of nothing.
         if prod(local.inputs[0].local_shape(local.coordinate)):
             return call.func
@@ -57,11 +57,11 @@ def _extreme_part(kind: str) -> Callable[[Call, Local], Function]:
     return part
 
 
-def _rule(kind: str) -> Callable[[Call], Signature]:
+def _rule(kind: str) -> Callable[[OpCall], Signature]:
     return reduction(kind, part=_extreme_part(kind), commutes=kind)
 
 
-def _with_indices(call: Call) -> Signature | None:
+def _with_indices(call: OpCall) -> Signature | None:
     """Return the signature of operators that return values and indices along one dim."""
     letters, kept, reduced = reduced_letters(call)
     if call.func in DECOMPOSED and cut_dims(call.layouts[0]) & reduced:
@@ -70,14 +70,14 @@ def _with_indices(call: Call) -> Signature | None:
     return Signature((whole,), (kept,) * len(call.outputs), function=unless_empty(call))
 
 
-def _aminmax(call: Call) -> Signature | None:
+def _aminmax(call: OpCall) -> Signature | None:
     if cut_dims(call.layouts[0]) & reduced_letters(call)[2]:
         return None
     return _with_indices(call)
 
 
 def _decomposed_aminmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     values = as_distributed(call, "self")
     assert values is not None
     dims, keepdim = sorted(dims_of_call(call, values.ndim)), call.named("keepdim")
@@ -87,24 +87,24 @@ def _decomposed_aminmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def _largest_with_index(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    return _value_and_index(Call(func, args, kwargs), "max")
+    return _value_and_index(OpCall(func, args, kwargs), "max")
 
 
 def _smallest_with_index(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    return _value_and_index(Call(func, args, kwargs), "min")
+    return _value_and_index(OpCall(func, args, kwargs), "min")
 
 
 def _argmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _value_and_index(Call(func, args, kwargs), "max")[1]
+    return _value_and_index(OpCall(func, args, kwargs), "max")[1]
 
 
 def _argmin(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _value_and_index(Call(func, args, kwargs), "min")[1]
+    return _value_and_index(OpCall(func, args, kwargs), "min")[1]
 
 
-def _value_and_index(call: Call, kind: str) -> tuple[Any, Any]:
+def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
     values = as_distributed(call, "self")
     assert values is not None
     values = moved(values, tuple(map(_in_one_dim, values.placements)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._layout.layout import Layout, layout, replicated
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, wrap
@@ -26,14 +26,14 @@ _NEW = (
 )  # fmt: skip
 
 
-def _new(call: Call) -> Signature | None:
+def _new(call: OpCall) -> Signature | None:
     """The same shape: the same placements."""
     made = call.layouts[0]
     if tuple(call.outputs[0].shape) != tuple(made.shape) or _is_for_a_copy(call.func, made):
         return None
     letters = tuple(range(len(made.shape)))
 
-    def arguments(local: Local) -> dict[str, Any]:
+    def arguments(local: RankView) -> dict[str, Any]:
         shape = local.outputs[0].local_shape(local.coordinate)
         if call.func is not aten.new_empty_strided.default:
             return {"size": shape}
@@ -82,16 +82,16 @@ def _new_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return wrap(made, layout(mesh, replicated(mesh), made.shape, made.stride(), made.dtype))
 
 
-def _copying(rule: Callable[[Call], View | None]) -> Callable[[Call], View | None]:
+def _copying(rule: Callable[[OpCall], View | None]) -> Callable[[OpCall], View | None]:
     """Return the rule of what copies the view that ``rule`` is about."""
 
-    def copied(call: Call) -> View | None:
+    def copied(call: OpCall) -> View | None:
         view = rule(call)
         if view is None or view.function is None:
             return view
         make = view.function
 
-        def function(local: Local) -> Function:
+        def function(local: RankView) -> Function:
             show = make(local)
 
             def run(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated, without_partial
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import distributed
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
 from vescale_dtensor._torch_private import OpOverload
@@ -94,7 +94,7 @@ def _check_targets(target: Tensor, fine: Tensor, num_classes: int) -> None:
         )
 
 
-def _picks(call: Call) -> _Picks:
+def _picks(call: OpCall) -> _Picks:
     index = call.tensor_index("self")
     assert index is not None
     made = call.layouts[index]
@@ -119,7 +119,7 @@ def _picks(call: Call) -> _Picks:
     )
 
 
-def _targets_and_weight(call: Call, picks: _Picks) -> list[DTensor]:
+def _targets_and_weight(call: OpCall, picks: _Picks) -> list[DTensor]:
     target = moved(distributed(call.named("target"), call), picks.targets)
     weight = call.named("weight")
     if weight is None:
@@ -128,7 +128,7 @@ def _targets_and_weight(call: Call, picks: _Picks) -> list[DTensor]:
 
 
 def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     picks = _picks(call)
     scores = moved(distributed(call.named("self"), call), picks.scores.placements)
     inputs = [scores, *_targets_and_weight(call, picks)]
@@ -172,7 +172,7 @@ def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return total.to(dtype, copy=True), weight.to(dtype, copy=True)
 
 
-def _zero(call: Call, dtype: torch.dtype) -> DTensor:
+def _zero(call: OpCall, dtype: torch.dtype) -> DTensor:
     made = layout(call.mesh, replicated(call.mesh), (), (), dtype)
     device = call.tensors[0].device
     return on_parts(lambda _: (torch.zeros((), dtype=dtype, device=device),), [], [made])[0]
@@ -183,7 +183,7 @@ def _pick(local: Tensor, class_dim: int, index: Tensor) -> Tensor:
 
 
 def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     picks = _picks(call)
     reduction = call.named("reduction")
     grad = as_distributed(call, "grad_output")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -17,14 +17,14 @@ from .pointwise import pointwise
 aten = torch.ops.aten
 
 
-def _add_number(call: Call) -> Signature:
+def _add_number(call: OpCall) -> Signature:
     """Add a number to a pending sum: the first rank alone does it."""
     made = call.layouts[0]
     if not made.is_partial or made.dtype == torch.bool:
         return pointwise(call)
     letters = tuple(range(len(made.shape)))
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         pending = [
             axis for axis, p in enumerate(local.inputs[0].placements) if isinstance(p, Partial)
         ]
@@ -42,7 +42,7 @@ def _unchanged(values: Tensor, *_: Any, **__: Any) -> Tensor:
     return values
 
 
-def _fill(call: Call) -> Signature:
+def _fill(call: OpCall) -> Signature:
     """Fill with zeros what is pending: every rank does."""
     if call.named("value") != 0 or call.layouts[0].dtype == torch.bool:
         return pointwise(call)

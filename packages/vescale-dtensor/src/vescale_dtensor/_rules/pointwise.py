@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._sharding.op_call import Call, Local, argument_table
+from vescale_dtensor._sharding.op_call import OpCall, RankView, argument_table
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -65,7 +65,7 @@ def is_pointwise(func: OpOverload) -> bool:
     return func in ELEMENTWISE or torch.Tag.pointwise in func.tags
 
 
-def pointwise(call: Call) -> Signature:
+def pointwise(call: OpCall) -> Signature:
     """Return the signature: every dim of the result is a letter, sizes of 1 broadcast."""
     shape = tuple(call.outputs[0].shape) if call.outputs else tuple(call.layouts[0].shape)
     inputs = tuple(aligned(tuple(made.shape), shape) for made in call.layouts)
@@ -75,18 +75,18 @@ def pointwise(call: Call) -> Signature:
     )
 
 
-def like(call: Call) -> Signature:
+def like(call: OpCall) -> Signature:
     """Return the signature of operators that read no more than a shape."""
     letters = tuple(range(len(call.layouts[0].shape)))
     return Signature((letters,), (letters,), reads=False, arguments=_own_memory_format(call))
 
 
-def _own_memory_format(call: Call) -> Callable[[Local], dict[str, Any]] | None:
+def _own_memory_format(call: OpCall) -> Callable[[RankView], dict[str, Any]] | None:
     """Return the format of a rank's part: one of which dims were flattened has no channels."""
     if call.named("memory_format") not in (torch.channels_last, torch.channels_last_3d):
         return None
 
-    def arguments(local: Local) -> dict[str, Any]:
+    def arguments(local: RankView) -> dict[str, Any]:
         made = local.inputs[0]
         if len(made.local_shape(local.coordinate)) == len(made.shape):
             return {}
@@ -103,7 +103,7 @@ def aligned(shape: tuple[int, ...], result: tuple[int, ...]) -> Dims:
     )
 
 
-def _linear_sets(call: Call) -> tuple[frozenset[int], ...]:
+def _linear_sets(call: OpCall) -> tuple[frozenset[int], ...]:
     if call.func is aten._to_copy.default:
         before, after = call.layouts[0].dtype, call.outputs[0].dtype
         exact = before == after or (before.is_floating_point and after.is_floating_point)

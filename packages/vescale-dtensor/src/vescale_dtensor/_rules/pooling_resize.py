@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -18,7 +18,7 @@ from .decompositions import unless_empty, zeros_of
 aten = torch.ops.aten
 
 
-def planes(core: int, *, linear: bool = False, sized: str = "") -> Callable[[Call], Signature]:
+def planes(core: int, *, linear: bool = False, sized: str = "") -> Callable[[OpCall], Signature]:
     """Return the rule of operators on the last dims of tensors with the same leading dims.
 
     Args:
@@ -27,7 +27,7 @@ def planes(core: int, *, linear: bool = False, sized: str = "") -> Callable[[Cal
         sized: The argument that is the shape of the result, leading dims included.
     """
 
-    def rule(call: Call) -> Signature:
+    def rule(call: OpCall) -> Signature:
         return Signature(
             [_leading(len(made.shape), core) for made in call.layouts],
             [_leading(tensor.ndim, core) for tensor in call.outputs],
@@ -43,11 +43,11 @@ def _leading(ndim: int, core: int) -> Dims:
     return (*range(ndim - core), *(None for _ in range(min(core, ndim))))
 
 
-def _own_shape(local: Local) -> list[int]:
+def _own_shape(local: RankView) -> list[int]:
     return list(local.outputs[0].local_shape(local.coordinate))
 
 
-def _samples(call: Call) -> Signature:
+def _samples(call: OpCall) -> Signature:
     """Return the signature of operators that mix channels: (N, ...) with N on its own."""
     is_batch = _is_batch(call)
     return Signature(
@@ -58,7 +58,7 @@ def _samples(call: Call) -> Signature:
     )
 
 
-def _is_batch(call: Call) -> bool:
+def _is_batch(call: OpCall) -> bool:
     """Whether there is a dim of samples: im2col and col2im take single ones as well."""
     ndim = len(call.layouts[0].shape)
     return ndim > (2 if call.func is aten.col2im.default else 3)
@@ -68,7 +68,7 @@ def _sample(ndim: int, is_batch: bool) -> Dims:
     return ("sample", *(None for _ in range(ndim - 1))) if is_batch else (None,) * ndim
 
 
-def _padded(call: Call) -> Signature:
+def _padded(call: OpCall) -> Signature:
     ndim = len(call.layouts[0].shape)
     pad = call.named("pad")
     # Counted from the last dim, two numbers a dim.
@@ -81,7 +81,7 @@ def _padded(call: Call) -> Signature:
     )  # fmt: skip
 
 
-def _grid(call: Call) -> Signature:
+def _grid(call: OpCall) -> Signature:
     samples, places = _grid_letters(call.layouts[0].shape)
     result = (*samples[:2], *places[1:-1])
     return Signature(
@@ -89,7 +89,7 @@ def _grid(call: Call) -> Signature:
     )
 
 
-def _grid_backward(call: Call) -> Signature:
+def _grid_backward(call: OpCall) -> Signature:
     samples, places = _grid_letters(call.layouts[1].shape)
     result = (*samples[:2], *places[1:-1])
     outputs = [
@@ -113,8 +113,8 @@ def _grid_letters(shape: torch.Size) -> tuple[Dims, Dims]:
     return ("sample", "channel", *(None for _ in places)), ("sample", *places, None)
 
 
-def _unless_any_empty(call: Call) -> Callable[[Local], Function]:
-    def at(local: Local) -> Function:
+def _unless_any_empty(call: OpCall) -> Callable[[RankView], Function]:
+    def at(local: RankView) -> Function:
         if all(prod(made.local_shape(local.coordinate)) for made in local.inputs):
             return call.func
         return zeros_of(call, local)

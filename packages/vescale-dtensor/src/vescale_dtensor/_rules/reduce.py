@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -22,9 +22,9 @@ from .decompositions import HALF, dims_of_call, is_cut
 
 aten = torch.ops.aten
 
-Rule = Callable[[Call], Signature]
+Rule = Callable[[OpCall], Signature]
 # Makes a rank's own call from the global one, where a dim that is reduced is cut.
-Part = Callable[[Call, Local], Function]
+Part = Callable[[OpCall, RankView], Function]
 
 
 def reduction(kind: str, *, part: Part | None = None, commutes: str = "") -> Rule:
@@ -36,10 +36,10 @@ def reduction(kind: str, *, part: Part | None = None, commutes: str = "") -> Rul
         commutes: The pending reduction of its argument that the operator commutes with.
     """
 
-    def rule(call: Call) -> Signature:
+    def rule(call: OpCall) -> Signature:
         letters, kept, reduced = reduced_letters(call)
 
-        def function(local: Local) -> Function:
+        def function(local: RankView) -> Function:
             if part is None or not is_cut(local.inputs[0], reduced):
                 return call.func
             return part(call, local)
@@ -56,7 +56,7 @@ def reduction(kind: str, *, part: Part | None = None, commutes: str = "") -> Rul
     return rule
 
 
-def reduced_letters(call: Call) -> tuple[Dims, Dims, frozenset[int]]:
+def reduced_letters(call: OpCall) -> tuple[Dims, Dims, frozenset[int]]:
     """Return the letters of the argument, of the result, and those that are reduced."""
     ndim = len(call.layouts[0].shape)
     letters = tuple(range(ndim))
@@ -68,7 +68,7 @@ def reduced_letters(call: Call) -> tuple[Dims, Dims, frozenset[int]]:
     return letters, kept, reduced
 
 
-def _keeps_values(call: Call) -> bool:
+def _keeps_values(call: OpCall) -> bool:
     """Whether the result has the dtype of the argument: else pending parts are not its own."""
     before, after = call.layouts[0].dtype, call.outputs[0].dtype
     return before == after and before != torch.bool
@@ -78,7 +78,7 @@ def _keeps_values(call: Call) -> bool:
 _EMPTY_MEANS_NONE = frozenset({aten.any.dims, aten.all.dims})
 
 
-def _mean_part(call: Call, local: Local) -> Function:
+def _mean_part(call: OpCall, local: RankView) -> Function:
     made, reduced = local.inputs[0], reduced_letters(call)[2]
     count = prod(made.shape[dim] for dim in reduced)
     dtype = call.outputs[0].dtype

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._sharding.op_call import Function, Local
+from vescale_dtensor._sharding.op_call import Function, RankView
 from vescale_dtensor._sharding.signature import on_dim, single_dim
 
 
@@ -59,7 +59,7 @@ class Part:
         return torch.where(index < 0, index + self.size, index)
 
 
-def part_of_dim(local: Local, dim: int, *, index: int = 0) -> Part | None:
+def part_of_dim(local: RankView, dim: int, *, index: int = 0) -> Part | None:
     """Return what the rank has of ``dim`` of an input, None if it has all."""
     made: Layout = local.inputs[index]
     cuts = [is_sharded(p) and single_dim(p) == dim for p in made.placements]
@@ -117,10 +117,10 @@ def nothing(dtype: torch.dtype) -> Any:
 
 def when_cut(
     operator: Function, dim: int, run: Callable[[Part], Function]
-) -> Callable[[Local], Function]:
+) -> Callable[[RankView], Function]:
     """Return the ``function`` of a signature: ``run`` if the first input's ``dim`` is cut."""
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         part = part_of_dim(local, dim)
         return operator if part is None else run(part)
 

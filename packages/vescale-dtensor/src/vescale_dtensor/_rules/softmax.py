@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -16,26 +16,26 @@ from .dimwise import along
 aten = torch.ops.aten
 
 
-def _forward(call: Call) -> Signature | None:
+def _forward(call: OpCall) -> Signature | None:
     dim = call.named("dim")
     if is_cut(call.layouts[0], _dims(call)):
         return None
     return along(call, (dim,))
 
 
-def _backward(call: Call) -> Signature | None:
+def _backward(call: OpCall) -> Signature | None:
     # Tensors: the gradient and the result of the forward.
     if is_cut(call.layouts[1], _dims(call)):
         return None
     return along(call, (call.named("dim"),))
 
 
-def _dims(call: Call) -> tuple[int]:
+def _dims(call: OpCall) -> tuple[int]:
     return (call.named("dim") % max(len(call.layouts[0].shape), 1),)
 
 
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     given = as_distributed(call, "self")
     assert given is not None
     # Not call.outputs: this runs at every call, and torch takes milliseconds without data.
@@ -53,7 +53,7 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     grad, output = as_distributed(call, "grad_output"), as_distributed(call, "output")
     grad, output, dims = widened(grad), widened(output), [call.named("dim")]
     if func is aten._softmax_backward_data.default:

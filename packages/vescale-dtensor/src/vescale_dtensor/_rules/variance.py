@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._sharding.op_call import Call
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._torch_private import OpOverload
 
@@ -30,7 +30,7 @@ from .reduce import reduced_letters
 aten = torch.ops.aten
 
 
-def whole_reduction(call: Call) -> Signature | None:
+def whole_reduction(call: OpCall) -> Signature | None:
     """Return the signature of a reduction whose dims are whole, None if one is cut."""
     letters, kept, reduced = reduced_letters(call)
     if cut_dims(call.layouts[0]) & reduced:
@@ -50,7 +50,7 @@ def moments(values: Any, dims: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     values = as_distributed(call, "self")
     assert values is not None
     dims = sorted(dims_of_call(call, values.ndim))
@@ -69,7 +69,7 @@ def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _logsumexp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     given = as_distributed(call, "self")
     assert given is not None
     dims = sorted(dims_of_call(call, given.ndim))
@@ -88,7 +88,7 @@ def _logsumexp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def norm_over_dims(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the p-norm over some dims. Every rank of the tensor's mesh must call this."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     signature = whole_reduction(call)
     if signature is not None:
         return by_signature(func, args, kwargs, signature)

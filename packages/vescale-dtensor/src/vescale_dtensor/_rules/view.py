@@ -16,7 +16,7 @@ from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Placements
 from vescale_dtensor._layout.placements import RaggedShard, is_sharded
 from vescale_dtensor._layout.reshape import as_shard, reshaped
-from vescale_dtensor._sharding.op_call import Call, Function, Local
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, single_dim
 from vescale_dtensor._sharding.view_plan import View, lettered
 from vescale_dtensor._torch_private import OpOverload
@@ -24,11 +24,11 @@ from vescale_dtensor._torch_private import OpOverload
 aten = torch.ops.aten
 
 
-def _same(call: Call) -> View:
+def _same(call: OpCall) -> View:
     return View(lambda placements: [placements])
 
 
-def _transpose(call: Call) -> View:
+def _transpose(call: OpCall) -> View:
     dims = list(_letters(call))
     if dims:
         first, second = call.args[1] % len(dims), call.args[2] % len(dims)
@@ -36,23 +36,23 @@ def _transpose(call: Call) -> View:
     return View(lettered(_letters(call), [tuple(dims)]))
 
 
-def _t(call: Call) -> View:
+def _t(call: OpCall) -> View:
     return View(lettered(_letters(call), [tuple(reversed(_letters(call)))]))
 
 
-def _permute(call: Call) -> View:
+def _permute(call: OpCall) -> View:
     letters = _letters(call)
     order = [dim % len(letters) for dim in call.args[1]] if letters else []
     return View(lettered(letters, [tuple(letters[dim] for dim in order)]))
 
 
-def _unsqueeze(call: Call) -> View:
+def _unsqueeze(call: OpCall) -> View:
     letters = _letters(call)
     dim = call.args[1] % (len(letters) + 1)
     return View(lettered(letters, [(*letters[:dim], "new", *letters[dim:])]))
 
 
-def _squeeze(call: Call) -> View:
+def _squeeze(call: OpCall) -> View:
     letters = _letters(call)
     given = call.args[1] if len(call.args) > 1 else list(letters)
     given = [given] if isinstance(given, int) else list(given)
@@ -64,7 +64,7 @@ def _squeeze(call: Call) -> View:
     return View(place, function=lambda _: lambda base, *dims: base.squeeze(ones))
 
 
-def _expand(call: Call) -> View:
+def _expand(call: OpCall) -> View:
     letters = _letters(call)
     shape = tuple(call.outputs[0].shape)
     added = len(shape) - len(letters)
@@ -80,30 +80,30 @@ def _expand(call: Call) -> View:
     )
 
 
-def _unfold(call: Call) -> View:
+def _unfold(call: OpCall) -> View:
     letters = _letters(call)
     dim = call.args[1] % max(len(letters), 1)
     base = tuple(None if d == dim else d for d in letters)
     return View(lettered(base, [(*base, "window") if letters else ("window",)]))
 
 
-def _diagonal(call: Call) -> View:
+def _diagonal(call: OpCall) -> View:
     letters = _letters(call)
     dims = {call.named("dim1") % len(letters), call.named("dim2") % len(letters)}
     base = tuple(None if d in dims else d for d in letters)
     return View(lettered(base, [(*(d for d in letters if d not in dims), "diagonal")]))
 
 
-def _as_real(call: Call) -> View:
+def _as_real(call: OpCall) -> View:
     return View(lettered(_letters(call), [(*_letters(call), "parts")]))
 
 
-def _as_complex(call: Call) -> View:
+def _as_complex(call: OpCall) -> View:
     letters = _letters(call)
     return View(lettered((*letters[:-1], None), [letters[:-1]]))
 
 
-def _reshape(call: Call) -> View:
+def _reshape(call: OpCall) -> View:
     shape, target = tuple(call.layouts[0].shape), tuple(call.outputs[0].shape)
     mesh_shape = tuple(call.mesh.shape)
 
@@ -114,14 +114,14 @@ def _reshape(call: Call) -> View:
     return View(place, arguments=lambda local: {"size": _local_shape(local)})
 
 
-def _slice(call: Call) -> View:
+def _slice(call: OpCall) -> View:
     dim = call.named("dim") % max(len(call.layouts[0].shape), 1)
     size = call.layouts[0].shape[dim]
     start, stop, _ = slice(call.named("start"), call.named("end")).indices(size)
     return _pieces(call, dim, [range(start, max(start, stop), call.named("step"))])
 
 
-def _split(call: Call) -> View:
+def _split(call: OpCall) -> View:
     dim = call.named("dim") % max(len(call.layouts[0].shape), 1)
     ranges: list[range] = []
     start = 0
@@ -131,7 +131,7 @@ def _split(call: Call) -> View:
     return _pieces(call, dim, ranges)
 
 
-def _pieces(call: Call, dim: int, ranges: Sequence[range]) -> View:
+def _pieces(call: OpCall, dim: int, ranges: Sequence[range]) -> View:
     """Return the view that has one result per range of indices of ``dim``."""
     shape = tuple(call.layouts[0].shape)
     mesh_shape = tuple(call.mesh.shape)
@@ -153,7 +153,7 @@ def _pieces(call: Call, dim: int, ranges: Sequence[range]) -> View:
             results.append(_replaced(placements, axes[0], as_shard(dim, units)))
         return results
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         if not _axes_of(local.inputs[0].placements, dim):
             return call.func
         if whole:  # whichever indices a rank has
@@ -171,20 +171,20 @@ def _pieces(call: Call, dim: int, ranges: Sequence[range]) -> View:
     return View(place, function=function)
 
 
-def _select(call: Call) -> View:
+def _select(call: OpCall) -> View:
     letters = _letters(call)
     dim = call.args[1] % len(letters)
     index = call.args[2] % max(call.layouts[0].shape[dim], 1)
     return _selected(call, dim, [index])
 
 
-def _unbind(call: Call) -> View:
+def _unbind(call: OpCall) -> View:
     letters = _letters(call)
     dim = call.named("dim") % len(letters)
     return _selected(call, dim, list(range(call.layouts[0].shape[dim])))
 
 
-def _selected(call: Call, dim: int, indices: Sequence[int]) -> View:
+def _selected(call: OpCall, dim: int, indices: Sequence[int]) -> View:
     """Return the view that has one result per index of ``dim``, which results lack.
 
     If the dim is cut, one rank has all of a result and the others nothing: a ragged cut of the
@@ -217,7 +217,7 @@ def _selected(call: Call, dim: int, indices: Sequence[int]) -> View:
             results.append(_replaced(kept[0], axis, RaggedShard((0,), granularity, units)))
         return results
 
-    def function(local: Local) -> Function:
+    def function(local: RankView) -> Function:
         lower, upper = _own_run(shape, local, dim)
 
         def select(base: Tensor, *others: Any, **named: Any) -> Any:
@@ -238,11 +238,11 @@ def _nothing(base: Tensor, dim: int) -> Tensor:
     return base.new_empty((0, *shape[1:]))
 
 
-def _letters(call: Call) -> Dims:
+def _letters(call: OpCall) -> Dims:
     return tuple(range(len(call.layouts[0].shape)))
 
 
-def _local_shape(local: Local) -> tuple[int, ...]:
+def _local_shape(local: RankView) -> tuple[int, ...]:
     return local.outputs[0].local_shape(local.coordinate)
 
 
@@ -278,7 +278,7 @@ def _first_dim(placement: Placement) -> Placement:
     return RaggedShard((0,), placement.granularity, placement.local_units)
 
 
-def _own_run(shape: Sequence[int], local: Local, dim: int) -> tuple[int, int]:
+def _own_run(shape: Sequence[int], local: RankView, dim: int) -> tuple[int, int]:
     made = local.inputs[0]
     axes = _axes_of(made.placements, dim)
     if not axes:

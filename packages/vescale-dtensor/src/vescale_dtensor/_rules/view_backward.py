@@ -21,7 +21,7 @@ from vescale_dtensor._layout.boxes import local_shape
 from vescale_dtensor._layout.layout import Layout, Placements, layout
 from vescale_dtensor._layout.placements import RaggedShard, is_sharded
 from vescale_dtensor._redistribute.plan import redistribution_numel
-from vescale_dtensor._sharding.op_call import Call, Local
+from vescale_dtensor._sharding.op_call import OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, wrap
 from vescale_dtensor._torch_private import OpOverload
@@ -41,21 +41,21 @@ _SCATTER = {
 }
 
 
-def _dropping(call: Call, sizes: tuple[int, ...], dims: set[int], *appended: None) -> Signature:
+def _dropping(call: OpCall, sizes: tuple[int, ...], dims: set[int], *appended: None) -> Signature:
     """Return the signature of a gradient: letters are dims of the result but those viewed."""
     base = tuple(None if dim in dims else dim for dim in range(len(sizes)))
     grad = (*(letter for letter in base if letter is not None), *appended)
     return _backward(call, grad, base)
 
 
-def _backward(call: Call, grad: Dims, base: Dims) -> Signature:
-    def arguments(local: Local) -> dict[str, Any]:
+def _backward(call: OpCall, grad: Dims, base: Dims) -> Signature:
+    def arguments(local: RankView) -> dict[str, Any]:
         return {"input_sizes": local.outputs[0].local_shape(local.coordinate)}
 
     return Signature((grad,), (base,), linear=(frozenset({0}),), arguments=arguments)
 
 
-def _slice_backward(call: Call) -> Signature | None:
+def _slice_backward(call: OpCall) -> Signature | None:
     sizes, dim = _sizes_and_dim(call)
     if _is_cut(call.layouts[0], dim):
         return None
@@ -63,7 +63,7 @@ def _slice_backward(call: Call) -> Signature | None:
     return _backward(call, base, base)
 
 
-def _select_backward(call: Call) -> Signature | None:
+def _select_backward(call: OpCall) -> Signature | None:
     # A row of a tensor whose rows are cut is ragged: all of it on one rank.
     if any(isinstance(p, RaggedShard) for p in call.layouts[0].placements):
         return None
@@ -71,19 +71,19 @@ def _select_backward(call: Call) -> Signature | None:
     return _dropping(call, sizes, {dim})
 
 
-def _diagonal_backward(call: Call) -> Signature:
+def _diagonal_backward(call: OpCall) -> Signature:
     sizes = tuple(call.named("input_sizes"))
     dims = {call.named(name) % len(sizes) for name in ("dim1", "dim2")}
     return _dropping(call, sizes, dims, None)
 
 
-def _unfold_backward(call: Call) -> Signature:
+def _unfold_backward(call: OpCall) -> Signature:
     sizes, dim = tuple(call.named("input_sizes")), call.named("dim")
     base = tuple(None if d == dim % max(len(sizes), 1) else d for d in range(len(sizes)))
     return _backward(call, (*base, None) if sizes else (None,), base)
 
 
-def _slice_scatter(call: Call) -> Signature | None:
+def _slice_scatter(call: OpCall) -> Signature | None:
     letters = range(len(call.layouts[0].shape))
     dim = call.named("dim") % len(letters)
     if any(_is_cut(made, dim) for made in call.layouts):
@@ -92,7 +92,7 @@ def _slice_scatter(call: Call) -> Signature | None:
     return Signature((base, base), (base,), linear=(frozenset({0, 1}),))
 
 
-def _select_scatter(call: Call) -> Signature | None:
+def _select_scatter(call: OpCall) -> Signature | None:
     letters = range(len(call.layouts[0].shape))
     dim = call.named("dim") % len(letters)
     if _is_cut(call.layouts[0], dim):
@@ -102,7 +102,7 @@ def _select_scatter(call: Call) -> Signature | None:
     return Signature((base, row), (base,), linear=(frozenset({0, 1}),))
 
 
-def _diagonal_scatter(call: Call) -> Signature:
+def _diagonal_scatter(call: OpCall) -> Signature:
     letters = range(len(call.layouts[0].shape))
     dims = {call.named(name) % len(letters) for name in ("dim1", "dim2")}
     base = tuple(None if d in dims else d for d in letters)
@@ -110,7 +110,7 @@ def _diagonal_scatter(call: Call) -> Signature:
     return Signature((base, source), (base,), linear=(frozenset({0, 1}),))
 
 
-def _sizes_and_dim(call: Call) -> tuple[tuple[int, ...], int]:
+def _sizes_and_dim(call: OpCall) -> tuple[tuple[int, ...], int]:
     sizes = tuple(call.named("input_sizes"))
     return sizes, call.named("dim") % max(len(sizes), 1)
 
@@ -121,7 +121,7 @@ def _is_cut(made: Layout, dim: int) -> bool:
 
 def _write_gradient(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Make zeros and write the gradient to the view of them."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     grad = as_dtensor(args[0])
     sizes = tuple(call.named("input_sizes"))
     options = tuple(call.named(each.name) for each in func._schema.arguments[2:])
@@ -138,7 +138,7 @@ def _write_gradient(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _write_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Copy the tensor and write to a view of the copy."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     whole = args[0].clone(memory_format=torch.contiguous_format)
     options = tuple(call.named(each.name) for each in func._schema.arguments[2:])
     _SCATTER[func](whole, *options).copy_(args[1])
@@ -153,7 +153,7 @@ def _gradient_layout(
     replicas = (Replicate(),) * grad.mesh.ndim
     base = layout(grad.mesh, replicas, sizes, None, grad.dtype)
     # Rules look at layouts only: any local tensor will do.
-    call = Call(view, (wrap(torch.empty(0, dtype=grad.dtype), base), *options), {})
+    call = OpCall(view, (wrap(torch.empty(0, dtype=grad.dtype), base), *options), {})
     place: Callable[[Placements], Any] = VIEW_RULES[view](call).place
     best: tuple[int, Placements] | None = None
     axes = range(grad.mesh.ndim)

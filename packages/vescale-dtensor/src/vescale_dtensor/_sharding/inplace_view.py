@@ -17,7 +17,7 @@ from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, no_dispatch
 
 from .gathered_views import Link
 from .local_plan import Plan, distributed, returned_names, whole
-from .op_call import Call, Unsupported
+from .op_call import OpCall, Unsupported
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def become(tensor: DTensor, other: DTensor) -> None:
     tensor._spec, tensor._local_tensor = other._spec, other._local_tensor
 
 
-def resizes(call: Call) -> bool:
+def resizes(call: OpCall) -> bool:
     """Whether the operator may give other shapes to tensors that it writes."""
     if not call.written:
         return False
@@ -94,7 +94,7 @@ def _changed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _set(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Let a tensor share the elements of another."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     tensor, source = args
     plain = not all(isinstance(each, DISTRIBUTED) for each in args)
     if plain or tensor._link is not None:

@@ -19,15 +19,15 @@ from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, moved, wrap
 from vescale_dtensor._tensor.strides import as_laid_out, lies_as
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
-from .op_call import Call, Function, Local, given, layout_of, with_arguments
-from .signature import Choice, Signature
+from .op_call import Function, OpCall, RankView, given, layout_of, with_arguments
+from .signature import OpSpec, Signature
 
 # Takes the arguments of a call, DTensors included, and returns its result.
 Plan = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Direct:
-    """A plan that moves nothing: local tensors stand in for distributed ones.
+class LocalCall:
+    """A call on local tensors: nothing moves, they take the places of distributed ones.
 
     Attributes:
         function: Takes the call's arguments with local tensors.
@@ -52,16 +52,16 @@ class Direct:
         return self.finish(args, kwargs, self.function(*local_args, **local_kwargs))
 
 
-def plan_choice(call: Call, signature: Signature, choice: Choice) -> Plan:
-    """Return the plan of a choice."""
-    function = _function(call, signature, choice)
+def plan_of_spec(call: OpCall, signature: Signature, op_spec: OpSpec) -> Plan:
+    """Return the plan that moves inputs to where ``op_spec`` has them."""
+    function = _function(call, signature, op_spec)
     if call.func.name().startswith(_OTHER_ORDER):
-        function = _in_memory_order(function, choice.outputs)
-    finish = finisher(call.func, call.mesh, choice.outputs)
-    unmoved = all(a is b for a, b in zip(call.layouts, choice.inputs, strict=True))
-    if unmoved and locals_stand_in(call):
-        return Direct(function, finish, _only(call.func, choice.outputs))
-    move = _mover(call, choice.inputs)
+        function = _in_memory_order(function, op_spec.outputs)
+    finish = finisher(call.func, call.mesh, op_spec.outputs)
+    unmoved = all(a is b for a, b in zip(call.layouts, op_spec.inputs, strict=True))
+    if unmoved and takes_locals(call):
+        return LocalCall(function, finish, _only(call.func, op_spec.outputs))
+    move = _mover(call, op_spec.inputs)
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local_args, local_kwargs = move(args, kwargs)
@@ -126,20 +126,20 @@ def told(result: Any) -> Any:
     return pytree.tree_map_only(DTensor, tell, result)
 
 
-def plan_again(call: Call, result: Any) -> Plan | None:
+def plan_again(call: OpCall, result: Any) -> Plan | None:
     """Return the plan of a call on whole tensors whose ``result`` is known; None if it varies."""
-    if _VARYING & set(call.func.tags) or not locals_stand_in(call):
+    if _VARYING & set(call.func.tags) or not takes_locals(call):
         return None
     leaves = pytree.tree_leaves(result)
     outputs = tuple(layout_of(leaf, call.mesh) for leaf in leaves if isinstance(leaf, Tensor))
     finish = finisher(call.func, call.mesh, outputs)
-    return Direct(call.func, finish, _only(call.func, outputs))
+    return LocalCall(call.func, finish, _only(call.func, outputs))
 
 
 _VARYING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def locals_stand_in(call: Call) -> bool:
+def takes_locals(call: OpCall) -> bool:
     """Whether the operator can be given local tensors, and plain ones as they are.
 
     A plain tensor that is written is one tensor for all emulated ranks, so it cannot.
@@ -152,7 +152,7 @@ def locals_stand_in(call: Call) -> bool:
 
 
 def _mover(
-    call: Call, inputs: tuple[Layout, ...]
+    call: OpCall, inputs: tuple[Layout, ...]
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, dict[str, Any]]]:
     """Return what makes a call's local arguments, moving tensors to where they are needed."""
     found = [next((i for i, a in enumerate(call.args) if a is t), None) for t in call.tensors]
@@ -160,7 +160,7 @@ def _mover(
     if len(set(positions)) < len(found):
 
         def move_nested(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            again = Call(call.func, args, kwargs)
+            again = OpCall(call.func, args, kwargs)
             pairs = zip(again.tensors, inputs, strict=True)
             return again.with_tensors([local_under(t, target) for t, target in pairs])
 
@@ -187,7 +187,7 @@ def local_under(tensor: Tensor, target: Layout) -> Tensor:
     return moved(plain_local(tensor, target.mesh), target.placements)._local_tensor
 
 
-def distributed(tensor: Tensor, call: Call) -> DTensor:
+def distributed(tensor: Tensor, call: OpCall) -> DTensor:
     """Return ``tensor``, or a plain one as if it was whole on every rank."""
     if isinstance(tensor, DISTRIBUTED):
         return as_dtensor(tensor)
@@ -280,12 +280,12 @@ def local_function(mesh: DeviceMesh, at: Callable[[tuple[int, ...]], Function]) 
     return lambda *args, **kwargs: per_rank(run, mesh, args, kwargs)
 
 
-def _function(call: Call, signature: Signature, choice: Choice) -> Function:
+def _function(call: OpCall, signature: Signature, op_spec: OpSpec) -> Function:
     if signature.arguments is None and signature.function is None:
         return call.func
 
     def at(coordinate: tuple[int, ...]) -> Function:
-        local = Local(coordinate, choice.inputs, choice.outputs)
+        local = RankView(coordinate, op_spec.inputs, op_spec.outputs)
         function = signature.function(local) if signature.function else call.func
         if signature.arguments is None:
             return function

@@ -19,7 +19,7 @@ class Unsupported(NotImplementedError):
     """No device could say what this operator does to a distributed tensor."""
 
 
-class Call:
+class OpCall:
     """An operator and its arguments.
 
     Attributes:
@@ -46,7 +46,7 @@ class Call:
 
     def release(self) -> None:
         """Let go of the tensors, but not of what is known of them: a plan outlives its call."""
-        self.tensors = [_ghost(made) for made in self.layouts]
+        self.tensors = [_meta(made) for made in self.layouts]
         self.args, self.kwargs = self.with_tensors(self.tensors)
         self._leaves = pytree.tree_leaves((self.args, self.kwargs))
 
@@ -85,7 +85,7 @@ class Call:
         Raises:
             NotImplementedError: If torch cannot tell without data.
         """
-        args, kwargs = self.with_tensors([_ghost(made) for made in self.layouts])
+        args, kwargs = self.with_tensors([_meta(made) for made in self.layouts])
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         try:
@@ -100,7 +100,7 @@ class Call:
         return [leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, Tensor)]
 
 
-def _ghost(made: Layout) -> Tensor:
+def _meta(made: Layout) -> Tensor:
     """Return a tensor without data, as on one device."""
     return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
 
@@ -162,7 +162,7 @@ def is_view(func: OpOverload) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class RankView:
     """What a rank's own call may depend on.
 
     Attributes:
@@ -180,7 +180,7 @@ Function = Callable[..., Any]
 
 
 def with_arguments(
-    call: Call, values: dict[str, Any], function: Function | None = None
+    call: OpCall, values: dict[str, Any], function: Function | None = None
 ) -> Function:
     """Return the operator with some arguments fixed, taking all arguments of ``call``."""
     table = argument_table(call.func)

@@ -23,7 +23,7 @@ from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 from .gathered_views import Link
 from .inplace_view import follow_shape
 from .local_plan import distributed, finisher, whole
-from .op_call import Call, Unsupported, is_view
+from .op_call import OpCall, Unsupported, is_view
 
 
 class GatherWarning(UserWarning):
@@ -48,7 +48,7 @@ def strict() -> Iterator[None]:
 
 def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on whole tensors; its results are whole on every rank."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     _report(call)
     moved_there = [
         moved(distributed(tensor, call), replicated(made.mesh))
@@ -72,7 +72,7 @@ def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return finisher(func, call.mesh)(args, kwargs, result)
 
 
-def _views(call: Call, shared: bool, result: Any) -> Any:
+def _views(call: OpCall, shared: bool, result: Any) -> Any:
     """Wrap local views of a base; if that had to be gathered, they follow it."""
     base = call.tensors[0]
     assert isinstance(base, DTensor)
@@ -118,7 +118,7 @@ def _write_back(tensor: Tensor, whole: Tensor) -> None:
     tensor._local_tensor.copy_(local)
 
 
-def _report(call: Call) -> None:
+def _report(call: OpCall) -> None:
     nbytes = sum(
         made.dtype.itemsize
         * redistribution_numel(

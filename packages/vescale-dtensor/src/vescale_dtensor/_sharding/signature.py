@@ -26,7 +26,7 @@ from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard, is
 from vescale_dtensor._redistribute.plan import redistribution_numel
 from vescale_dtensor._torch_private import StridedShard
 
-from .op_call import Call, Function, Local
+from .op_call import Function, OpCall, RankView
 
 Letter = Any
 Dims = tuple[Letter, ...]
@@ -57,8 +57,8 @@ class Signature:
     outputs: Sequence[Dims | None]
     reduce: Mapping[Letter, str] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
-    arguments: Callable[[Local], dict[str, Any]] | None = None
-    function: Callable[[Local], Function] | None = None
+    arguments: Callable[[RankView], dict[str, Any]] | None = None
+    function: Callable[[RankView], Function] | None = None
     partial_kinds: frozenset[str] = frozenset({"sum", "avg"})
     reads: bool = True
     added: frozenset[int] = frozenset()
@@ -79,23 +79,23 @@ class Repeated:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a call's tensors are to be."""
+class OpSpec:
+    """The placements of a call's inputs and outputs, as in torch's strategies of operators."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """A letter is cut over the mesh axis, in the way of ``pattern``."""
+class _Sharded:
+    """A letter is sharded over the mesh axis, in the way of ``pattern``."""
 
     letter: Letter
     pattern: Placement
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _Partial:
     """The tensors of one linear set are partial over the mesh axis."""
 
     tensors: frozenset[int]
@@ -110,29 +110,29 @@ class _Flattened:
     numbers: bool
 
 
-_Option = _Cut | _Pending | _Flattened | None
+_Option = _Sharded | _Partial | _Flattened | None
 
 
-def choose(call: Call, signature: Signature) -> Choice | None:
+def choose(call: OpCall, signature: Signature) -> OpSpec | None:
     """Return the placements under which the call moves fewest bytes, None if there are none.
 
     Tensors that the call writes into stay where they are.
     """
     axes = range(call.mesh.ndim)
-    best: tuple[tuple[bool, float], Choice] | None = None
+    best: tuple[tuple[bool, float], OpSpec] | None = None
     for options in product(*(list(_options(call, signature, axis)) for axis in axes)):
-        choice = _apply(call, signature, options)
-        if choice is None:
+        op_spec = _apply(call, signature, options)
+        if op_spec is None:
             continue
-        cost = _cost(call, choice)
+        cost = _cost(call, op_spec)
         if best is None or cost < best[0]:
-            best = cost, choice
+            best = cost, op_spec
             if cost == (False, 0.0):
                 break
     return None if best is None else best[1]
 
 
-def _options(call: Call, signature: Signature, axis: int) -> Iterator[_Option]:
+def _options(call: OpCall, signature: Signature, axis: int) -> Iterator[_Option]:
     """Yield what the call may do on one mesh axis: what is there already first."""
     seen: set[_Option] = set()
     for made, dims in zip(call.layouts, signature.inputs, strict=True):
@@ -146,12 +146,12 @@ def _options(call: Call, signature: Signature, axis: int) -> Iterator[_Option]:
         elif dim is None or dim >= len(dims) or dims[dim] is None:
             continue
         else:
-            option = _Cut(dims[dim], on_dim(placement, 0))
+            option = _Sharded(dims[dim], on_dim(placement, 0))
         if option not in seen:
             seen.add(option)
             yield option
     for letter in _other_letters(call, signature, axis):
-        option = _Cut(letter, Shard(0))
+        option = _Sharded(letter, Shard(0))
         if option not in seen:
             seen.add(option)
             yield option
@@ -162,14 +162,14 @@ def _options(call: Call, signature: Signature, axis: int) -> Iterator[_Option]:
             if isinstance(placement := call.layouts[i].placements[axis], Partial)
         }
         for kind in sorted(kinds & signature.partial_kinds):
-            option = _Pending(tensors, kind)
+            option = _Partial(tensors, kind)
             if option not in seen:
                 seen.add(option)
                 yield option
     yield None
 
 
-def _is_flat(call: Call, signature: Signature, dims: Dims) -> bool:
+def _is_flat(call: OpCall, signature: Signature, dims: Dims) -> bool:
     """Whether all tensors have the letters ``dims``, and it does not matter what dims are.
 
     Arguments may be numbers, too.
@@ -182,7 +182,7 @@ def _is_flat(call: Call, signature: Signature, dims: Dims) -> bool:
     return arguments and all(each == dims for each in signature.outputs)
 
 
-def _other_letters(call: Call, signature: Signature, axis: int) -> Iterator[Letter]:
+def _other_letters(call: OpCall, signature: Signature, axis: int) -> Iterator[Letter]:
     """Yield letters to cut instead, for tensors that are cut where they have to be whole.
 
     To cut elsewhere is an all-to-all, which moves less than a gather, and leaves every rank
@@ -202,7 +202,7 @@ def _other_letters(call: Call, signature: Signature, axis: int) -> Iterator[Lett
                 yield letter
 
 
-def _apply(call: Call, signature: Signature, options: Sequence[_Option]) -> Choice | None:
+def _apply(call: OpCall, signature: Signature, options: Sequence[_Option]) -> OpSpec | None:
     inputs: list[Layout] = []
     for index, (made, dims) in enumerate(zip(call.layouts, signature.inputs, strict=True)):
         placements = tuple(_input_placement(signature, index, dims, option) for option in options)
@@ -220,16 +220,16 @@ def _apply(call: Call, signature: Signature, options: Sequence[_Option]) -> Choi
         if placements is None:
             return None
         outputs.append(layout(call.mesh, placements, tensor.shape, tensor.stride(), tensor.dtype))
-    return Choice(tuple(inputs), tuple(outputs))
+    return OpSpec(tuple(inputs), tuple(outputs))
 
 
 def _input_placement(signature: Signature, index: int, dims: Dims, option: _Option) -> Placement:
     match option:
-        case _Cut(letter, pattern) if letter in dims:
+        case _Sharded(letter, pattern) if letter in dims:
             return on_dim(pattern, dims.index(letter))
-        case _Cut(letter, _) if index in signature.added and letter in signature.reduce:
+        case _Sharded(letter, _) if index in signature.added and letter in signature.reduce:
             return Partial(signature.reduce[letter])
-        case _Pending(tensors, kind) if index in tensors:
+        case _Partial(tensors, kind) if index in tensors:
             return Partial(kind)
         case _Flattened(placement, numbers) if numbers != bool(dims):
             return placement
@@ -245,7 +245,7 @@ def _output_placements(
     placements: list[Placement] = []
     for option in options:
         match option:
-            case _Cut(letter, pattern):
+            case _Sharded(letter, pattern):
                 repeated = _repeated(dims, letter)
                 if letter in dims:
                     placements.append(on_dim(pattern, dims.index(letter)))
@@ -255,7 +255,7 @@ def _output_placements(
                     placements.append(InterleavedShard(*repeated))
                 else:
                     return None
-            case _Pending(_, kind):
+            case _Partial(_, kind):
                 placements.append(Partial(kind))
             case _Flattened(placement, _):
                 placements.append(placement)
@@ -276,7 +276,7 @@ def _repeated(dims: Dims, letter: Letter) -> tuple[int, int] | None:
 
 def _is_plain(letter: Letter, options: Sequence[_Option]) -> bool:
     """Whether one axis cuts the letter, as ``Shard`` does."""
-    cuts = [option for option in options if isinstance(option, _Cut) and option.letter == letter]
+    cuts = [o for o in options if isinstance(o, _Sharded) and o.letter == letter]
     return len(cuts) == 1 and type(cuts[0].pattern) is Shard
 
 
@@ -286,26 +286,26 @@ def _one_kind(placements: Sequence[Placement]) -> bool:
     return len(kinds) <= 1 or kinds == {"sum", "avg"}
 
 
-def _cost(call: Call, choice: Choice) -> tuple[bool, float]:
+def _cost(call: OpCall, op_spec: OpSpec) -> tuple[bool, float]:
     """Return whether anything moves now, and the bytes that move, now and later.
 
     What moves nothing now goes first, whatever a pending sum may cost later: it can be added to
     others, be reduced once for many microbatches, and end as a reduce-scatter. So layers that
-    are cut to need no communication have none, for any number of tokens. Among choices that do
+    are cut to need no communication have none, for any number of tokens. Among those that do
     move something, a pending sum counts as twice its bytes, which is what reducing it to all
     ranks costs; work that every rank repeats is weighed as a twentieth of the bytes it touches.
     """
     moved = 0.0
-    for made, wanted in zip(call.layouts, choice.inputs, strict=True):
+    for made, wanted in zip(call.layouts, op_spec.inputs, strict=True):
         if made is not wanted:
             mesh_shape = tuple(made.mesh.shape)
             moved += made.dtype.itemsize * redistribution_numel(
                 tuple(made.shape), mesh_shape, made.placements, wanted.placements
             )
-    if not moved and not any(made.is_partial for made in choice.outputs):
+    if not moved and not any(made.is_partial for made in op_spec.outputs):
         return False, 0.0
     total = moved
-    for made in choice.outputs:
+    for made in op_spec.outputs:
         nbytes = _numel(made) * made.dtype.itemsize
         num_parts = 1
         for axis, placement in enumerate(made.placements):

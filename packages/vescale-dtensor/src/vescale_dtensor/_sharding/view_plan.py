@@ -22,8 +22,8 @@ from vescale_dtensor._tensor.dtensor import DTensor, moved, wrap
 from vescale_dtensor._torch_private import OpOverload, pytree
 
 from .gathered_views import Link
-from .local_plan import Direct, Plan, distributed, local_function
-from .op_call import Call, Function, Local, is_view, with_arguments
+from .local_plan import LocalCall, Plan, distributed, local_function
+from .op_call import Function, OpCall, RankView, is_view, with_arguments
 from .signature import Dims, on_dim, single_dim
 
 
@@ -39,8 +39,8 @@ class View:
     """
 
     place: Callable[[Placements], Sequence[Placements] | None]
-    arguments: Callable[[Local], dict[str, Any]] | None = None
-    function: Callable[[Local], Function] | None = None
+    arguments: Callable[[RankView], dict[str, Any]] | None = None
+    function: Callable[[RankView], Function] | None = None
 
 
 def lettered(
@@ -72,7 +72,7 @@ def lettered(
     return place
 
 
-def plan_view(call: Call, view: View) -> Plan:
+def plan_view(call: OpCall, view: View) -> Plan:
     """Return the plan of a view operator."""
     base = call.layouts[0]
     placements = _placements_to_view(base, view)
@@ -86,10 +86,10 @@ def plan_view(call: Call, view: View) -> Plan:
     target = base.placed(placements)
     function = _own_function(call, view, target, outputs)
     if target is base and isinstance(call.tensors[0], DTensor):
-        return Direct(function, _finisher(call, outputs, offsets), None)
+        return LocalCall(function, _finisher(call, outputs, offsets), None)
 
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        again = Call(func, args, kwargs)
+        again = OpCall(func, args, kwargs)
         source = distributed(again.tensors[0], again)
         local = moved(source, placements)._local_tensor
 
@@ -125,12 +125,12 @@ def _placements_to_view(base: Layout, view: View) -> Placements:
     raise AssertionError("a view of a whole tensor can always be made")
 
 
-def _own_function(call: Call, view: View, base: Layout, outputs: tuple[Layout, ...]) -> Function:
+def _own_function(call: OpCall, view: View, base: Layout, outputs: tuple[Layout, ...]) -> Function:
     if view.arguments is None and view.function is None:
         return call.func
 
     def at(coordinate: tuple[int, ...]) -> Function:
-        local = Local(coordinate, (base,), outputs)
+        local = RankView(coordinate, (base,), outputs)
         function = view.function(local) if view.function else call.func
         if view.arguments is None:
             return function
@@ -140,7 +140,7 @@ def _own_function(call: Call, view: View, base: Layout, outputs: tuple[Layout, .
 
 
 def _finisher(
-    call: Call, outputs: tuple[Layout, ...], offsets: tuple[int, ...]
+    call: OpCall, outputs: tuple[Layout, ...], offsets: tuple[int, ...]
 ) -> Callable[..., Any]:
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         return _wrapped(result, outputs, offsets, args[0])
