@@ -71,21 +71,21 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return dispatch(func, args, kwargs)
     key: list[Any] = [func]
     locals_: list[Any] = []
-    links: list[DTensor] = []
+    aliases: list[DTensor] = []
     try:
         for arg in args:
             if type(arg) is DTensor:
-                if arg._link is not None:
+                if arg._alias_of is not None:
                     arg._settled()
-                    links.append(arg)
+                    aliases.append(arg)
                 key.append(arg._spec.layout)  # pyright: ignore[reportAttributeAccessIssue]: ours
                 locals_.append(arg._local_tensor)
             else:
-                _describe(arg, key, locals_, links)
+                _describe(arg, key, locals_, aliases)
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
-                _describe(value, key, [], links)
+                _describe(value, key, [], aliases)
         plan = _plans.get(tuple(key))
     except (_Uncachable, TypeError):
         # A TypeError if sizes of a plain tensor are symbols, which have no hash.
@@ -104,7 +104,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if not is_in_order(result):
                 plan, result = in_order(plan), told(result)
             _plans[tuple(key)] = plan
-            return _followed(func, args, kwargs, result) if links else result
+            return _followed(func, args, kwargs, result) if aliases else result
         _plans[tuple(key)] = plan
     if isinstance(plan, LocalCall) and not kwargs:
         result = plan.function(*locals_)
@@ -114,19 +114,19 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             result = new_dtensor(DTensor, result, plan.layout.spec, requires_grad=False)
     else:
         result = plan(func, args, kwargs)
-    return _followed(func, args, kwargs, result) if links or "out" in kwargs else result
+    return _followed(func, args, kwargs, result) if aliases or "out" in kwargs else result
 
 
 def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Let views of gathered views follow them, and writes reach what they are views of."""
-    if is_view(func) and isinstance(args[0], DTensor) and args[0]._link is not None:
+    if is_view(func) and isinstance(args[0], DTensor) and args[0]._alias_of is not None:
         follow(args[0], result)
     if func._schema.is_mutable:
         for written in written_values(func, args, kwargs):
             if not isinstance(written, DTensor):
                 continue
-            if written._link is not None:
-                written._link.write_back(written)
+            if written._alias_of is not None:
+                written._alias_of.write_back(written)
             if "out" in kwargs and written._base is not None:
                 # matmul asks whether the out= it reshaped and had written is the caller's still.
                 share_storage(written, written._base)
@@ -153,13 +153,13 @@ _BY_VALUE = (
 )  # fmt: skip
 
 
-def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]) -> None:
+def _describe(arg: Any, key: list[Any], locals_: list[Any], aliases: list[DTensor]) -> None:
     """Append what identifies ``arg`` to ``key``, and its local counterpart to ``locals_``."""
     kind = type(arg)
     if kind is DTensor:
-        if arg._link is not None:
+        if arg._alias_of is not None:
             arg._settled()
-            links.append(arg)
+            aliases.append(arg)
         key.append(layout_of_spec(arg._spec))
         locals_.append(arg._local_tensor)
         return
@@ -171,7 +171,7 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]
         key.append(len(arg))
         inner: list[Any] = []
         for each in arg:
-            _describe(each, key, inner, links)
+            _describe(each, key, inner, aliases)
         locals_.append(inner)
         return
     locals_.append(arg)

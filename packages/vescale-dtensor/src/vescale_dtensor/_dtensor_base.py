@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 
-class DTensorStandIn(Tensor):
+class DTensorBase(Tensor):
     """What :class:`vescale_dtensor.DTensor` uses of torch's DTensor."""
 
     __slots__ = ["_local_tensor", "_spec"]

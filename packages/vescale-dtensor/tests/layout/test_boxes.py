@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import Box, InterleavedShard, RaggedShard, local_boxes, local_shape
-from vescale_dtensor._layout.boxes import Chunks, Cut, local_layout
+from vescale_dtensor._layout.boxes import Chunks, DimCut, local_shard
 from vescale_dtensor._torch_private import StridedShard
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
@@ -100,9 +100,9 @@ def test_flattened_dims_cannot_be_cut_apart_again() -> None:
 
 def test_chunks_over_two_axes_are_those_over_one_of_as_many_ranks() -> None:
     for rank in range(6):
-        cut = Cut((0, 1), Chunks((0, 1)))
-        found = local_layout((5, 7), (2, 3), (rank // 3, rank % 3), (cut,))
-        assert found == local_layout((5, 7), (6,), (rank,), (Cut((0,), Chunks((0, 1))),))
+        cut = DimCut((0, 1), Chunks((0, 1)))
+        found = local_shard((5, 7), (2, 3), (rank // 3, rank % 3), (cut,))
+        assert found == local_shard((5, 7), (6,), (rank,), (DimCut((0,), Chunks((0, 1))),))
 
 
 def test_a_ragged_scalar_is_on_one_rank_only() -> None:

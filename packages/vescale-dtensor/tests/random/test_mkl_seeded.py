@@ -1,4 +1,4 @@
-"""Methods that seed MCG31m1. Which do depends on the CPU, so the kernel here is a stand-in."""
+"""Methods that seed MCG31m1. Which do depends on the CPU, so the kernel here is a fake."""
 
 import itertools
 

@@ -228,11 +228,11 @@ def distributed(tensor: Tensor, mesh: DeviceMesh, placements: Placements | None)
     # Added up from the first rank to the last no intermediate sum is rounded.
     weights = {2: (0.5, 0.5), 4: (0.25, 0.25, 0.5, 0.0)}
 
-    def addend(coordinate: tuple[int, ...], local: Tensor) -> Tensor:
+    def partial_sum(coordinate: tuple[int, ...], local: Tensor) -> Tensor:
         for axis in pending:
             weight = weights[mesh.size(axis)][coordinate[axis]]
             local = local * weight if weight else torch.full_like(local, -0.0)
         return local
 
-    local = per_rank(addend, mesh, result.to_local())
+    local = per_rank(partial_sum, mesh, result.to_local())
     return DTensor.from_local(local, mesh, placements, shape=tensor.shape)

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from vescale_dtensor._comm.transport import Communication, listening
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._tensor.dtensor import DTensor, Move, layout_of, moves_told
+from vescale_dtensor._tensor.dtensor import (
+    DTensor,
+    Redistribution,
+    layout_of,
+    redistributions_told,
+)
 from vescale_dtensor._torch_private import OpOverload, pytree
 
 _OWN = str(Path(__file__).parents[1])
@@ -44,7 +49,7 @@ class Operation:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     local_shapes: tuple[tuple[int, ...], ...]
-    moves: tuple[Move, ...]
+    moves: tuple[Redistribution, ...]
     collectives: tuple[Communication, ...]
 
     @property
@@ -118,11 +123,11 @@ def explain(model: nn.Module | None = None) -> Iterator[Explanation]:
 
     def explained(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         collectives: list[Communication] = []
-        moves: list[Move] = []
+        moves: list[Redistribution] = []
         # A decomposition calls other operators; they are parts of this one.
         DTensor.rules = staticmethod(run)
         try:
-            with listening(collectives.append), moves_told(moves.append):
+            with listening(collectives.append), redistributions_told(moves.append):
                 result = run(func, args, kwargs)
         finally:
             DTensor.rules = staticmethod(explained)

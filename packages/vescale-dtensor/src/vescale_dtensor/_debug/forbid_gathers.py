@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._tensor.dtensor import Move, moves_told
+from vescale_dtensor._tensor.dtensor import Redistribution, redistributions_told
 
 
 class GatherForbiddenError(RuntimeError):
@@ -32,12 +32,12 @@ def forbid_gathers(mesh: DeviceMesh, *, hint: str = "") -> Iterator[None]:
         GatherForbiddenError: Before anything is sent.
     """
 
-    def refuse(move: Move) -> None:
-        if move.source.mesh != mesh:
+    def refuse(made: Redistribution) -> None:
+        if made.source.mesh != mesh:
             return
-        pairs = zip(move.source.placements, move.target.placements, strict=True)
+        pairs = zip(made.source.placements, made.target.placements, strict=True)
         if any(is_sharded(before) and before != after for before, after in pairs):
-            raise GatherForbiddenError(f"{move} would gather a cut tensor{hint and '; '}{hint}")
+            raise GatherForbiddenError(f"{made} would gather a cut tensor{hint and '; '}{hint}")
 
-    with moves_told(refuse):
+    with redistributions_told(refuse):
         yield

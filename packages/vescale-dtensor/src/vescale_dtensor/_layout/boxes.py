@@ -96,7 +96,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimCut:
     """One cut of a tensor, over one mesh axis or several that act as one.
 
     Attributes:
@@ -177,7 +177,7 @@ def _local_shape(
 
 def cuts_of(
     mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> tuple[Cut, ...]:
+) -> tuple[DimCut, ...]:
     """Return the placements that cut, outermost first."""
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
@@ -185,26 +185,29 @@ def cuts_of(
             f"got {tuple(placements)} and {tuple(coordinate)}"
         )
     return tuple(
-        Cut((axis,), placement)
+        DimCut((axis,), placement)
         for axis, placement in enumerate(placements)
         if not isinstance(placement, Replicate | Partial)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class LocalLayout:
+class LocalShard:
     """A rank's local tensor: its shape, and the boxes that it is made of."""
 
     shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
 
 
-def local_layout(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
-) -> LocalLayout:
+def local_shard(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    cuts: Sequence[DimCut],
+) -> LocalShard:
     """Return what a rank holds after cuts over axes in any order; not of a scalar."""
     strips = _held_strips(shape, mesh_shape, coordinate, cuts)
-    return LocalLayout(tuple(strip.numel for strip in strips), _boxes_of(strips))
+    return LocalShard(tuple(strip.numel for strip in strips), _boxes_of(strips))
 
 
 # Elements of consecutive tensor dims, as (offset, shape); a strip has them in C order.
@@ -225,7 +228,10 @@ class _Strip:
 
 
 def _held_strips(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    cuts: Sequence[DimCut],
 ) -> list[_Strip]:
     # A scalar has no dim to cut; a ragged placement can still give it to one rank only.
     strips = [_Strip(dim, 1, [((0,), (size,))]) for dim, size in enumerate(shape or (1,))]
@@ -246,7 +252,7 @@ def _held_strips(
     return strips
 
 
-def dims_of(cut: Cut) -> tuple[int, ...]:
+def dims_of(cut: DimCut) -> tuple[int, ...]:
     """Return the tensor dims that a cut goes through.
 
     Raises:
@@ -263,7 +269,7 @@ def dims_of(cut: Cut) -> tuple[int, ...]:
             raise TypeError(f"unsupported placement {cut.rule!r} on mesh axis {cut.axes[0]}")
 
 
-def _strip_over(strips: list[_Strip], dims: tuple[int, ...], cut: Cut) -> _Strip:
+def _strip_over(strips: list[_Strip], dims: tuple[int, ...], cut: DimCut) -> _Strip:
     """Return the strip that spans ``dims``, joining the strips of single dims if need be."""
     inside = [s for s in strips if s.first_dim <= dims[-1] and dims[0] < s.first_dim + s.num_dims]
     if sum(strip.num_dims for strip in inside) != len(dims):

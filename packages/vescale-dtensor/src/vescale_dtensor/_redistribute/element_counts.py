@@ -10,17 +10,17 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
-from vescale_dtensor._layout.boxes import Box, Cut, dims_of, local_layout
+from vescale_dtensor._layout.boxes import Box, DimCut, dims_of, local_shard
 from vescale_dtensor._layout.placements import RaggedShard
 
-Cuts = tuple[Cut, ...]
+DimCuts = tuple[DimCut, ...]
 Coordinate = tuple[int, ...]
 
 # Beyond this many ranks a sample of coordinates stands for all.
 _MAX_COORDINATES = 256
 
 
-class Shares:
+class ElementCounts:
     """Counts of elements for one tensor on one mesh.
 
     Args:
@@ -35,15 +35,15 @@ class Shares:
     def __init__(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.mesh_shape = mesh_shape
-        self.boxes: dict[tuple[tuple[int, ...], Cuts, Coordinate], list[Box]] = {}
-        self._products: dict[tuple[Cuts, Cuts], tuple[int, list[_Factor]]] = {}
+        self.boxes: dict[tuple[tuple[int, ...], DimCuts, Coordinate], list[Box]] = {}
+        self._products: dict[tuple[DimCuts, DimCuts], tuple[int, list[_Factor]]] = {}
 
-    def held(self, cuts: Cuts, coordinate: Coordinate) -> int:
+    def held(self, cuts: DimCuts, coordinate: Coordinate) -> int:
         """Return how many elements a rank has."""
         return self.shared(cuts, cuts, coordinate)
 
     def shared(
-        self, source: Cuts, target: Cuts, coordinate: Coordinate, axes: tuple[int, ...] = ()
+        self, source: DimCuts, target: DimCuts, coordinate: Coordinate, axes: tuple[int, ...] = ()
     ) -> int:
         """Return how many elements of a rank's target it, or a peer along ``axes``, has.
 
@@ -55,7 +55,7 @@ class Shares:
             total *= factor.at(coordinate, axes)
         return total
 
-    def coordinates(self, *layouts: Cuts) -> tuple[list[Coordinate], bool]:
+    def coordinates(self, *layouts: DimCuts) -> tuple[list[Coordinate], bool]:
         """Return coordinates at which ``layouts`` differ, and whether these are all."""
         used = {axis for cuts in layouts for cut in cuts for axis in cut.axes}
         places = [list(range(n if a in used else 1)) for a, n in enumerate(self.mesh_shape)]
@@ -72,7 +72,7 @@ class Shares:
                     places[axis] = sorted({*places[axis], units.index(max(units))})
         return list(product(*places)), is_all
 
-    def _factors(self, source: Cuts, target: Cuts) -> tuple[int, list[_Factor]]:
+    def _factors(self, source: DimCuts, target: DimCuts) -> tuple[int, list[_Factor]]:
         found = self._products.get((source, target))
         if found is None:
             components = components_of(source, target)
@@ -89,14 +89,16 @@ class Shares:
 class _Factor:
     """What two layouts share of a few tensor dims, by the coordinate on a few mesh axes."""
 
-    def __init__(self, shares: Shares, dims: Sequence[int], source: Cuts, target: Cuts) -> None:
-        self._shape = tuple(n if dim in dims else 1 for dim, n in enumerate(shares.shape))
-        self._mesh_shape = shares.mesh_shape
+    def __init__(
+        self, counts: ElementCounts, dims: Sequence[int], source: DimCuts, target: DimCuts
+    ) -> None:
+        self._shape = tuple(n if dim in dims else 1 for dim, n in enumerate(counts.shape))
+        self._mesh_shape = counts.mesh_shape
         self._source = source
         self._target = target
         self._source_axes = {axis for cut in source for axis in cut.axes}
         self._target_axes = {axis for cut in target for axis in cut.axes}
-        self._held = shares.boxes
+        self._held = counts.boxes
         # By the axes of the peers: the axes that matter besides, and counts by coordinate.
         self._tables: dict[tuple[int, ...], tuple[list[int], dict[Coordinate, int]]] = {}
 
@@ -124,18 +126,20 @@ class _Factor:
                     total += box.numel if box else 0
         return total
 
-    def _boxes(self, cuts: Cuts, axes: set[int], coordinate: Coordinate) -> list[Box]:
+    def _boxes(self, cuts: DimCuts, axes: set[int], coordinate: Coordinate) -> list[Box]:
         """Return what a rank holds; its place along other axes makes no difference."""
         place = tuple([index if axis in axes else 0 for axis, index in enumerate(coordinate)])
         key = self._shape, cuts, place
         found = self._held.get(key)
         if found is None:
-            held = local_layout(self._shape, self._mesh_shape, place, cuts)
+            held = local_shard(self._shape, self._mesh_shape, place, cuts)
             found = self._held[key] = [each.box for each in held.boxes]
         return found
 
 
-def components_of(source: Cuts, target: Cuts) -> list[tuple[tuple[int, ...], Cuts, Cuts]]:
+def components_of(
+    source: DimCuts, target: DimCuts
+) -> list[tuple[tuple[int, ...], DimCuts, DimCuts]]:
     """Return the sets of tensor dims that are cut independently, and the cuts of each."""
     groups: list[set[int]] = []
     for cut in (*source, *target):
@@ -154,9 +158,9 @@ def components_of(source: Cuts, target: Cuts) -> list[tuple[tuple[int, ...], Cut
     ]
 
 
-def difference(source: Cuts, target: Cuts) -> tuple[Cuts, Cuts]:
+def difference(source: DimCuts, target: DimCuts) -> tuple[DimCuts, DimCuts]:
     """Return the cuts in which two layouts differ: those of each dim after a common start."""
-    left, right = list[Cut](), list[Cut]()
+    left, right = list[DimCut](), list[DimCut]()
     for _, before, after in components_of(source, target):
         common = 0
         while before[common : common + 1] == after[common : common + 1] != ():

@@ -17,7 +17,7 @@ from vescale_dtensor._comm.transport import exchange, gather_rows
 
 from .element_counts import Coordinate
 from .plan import plan_redistribution
-from .steps import Mask, Move, Piece, Route, Step, route_of
+from .steps import Mask, Piece, SendRecv, Step, Transfer, send_recv_of
 
 
 def redistribute_local(
@@ -63,7 +63,7 @@ def redistribute_local(
 
 def _check_reductions(steps: Sequence[Step], local: Tensor) -> None:
     for step in steps:
-        if isinstance(step, Move) and step.reduce_op:
+        if isinstance(step, Transfer) and step.reduce_op:
             Reduction(op=step.reduce_op).check(local.detach())
 
 
@@ -80,23 +80,23 @@ def _run(step: Step, local: Tensor, mesh: DeviceMesh) -> Tensor:
     if isinstance(step, Mask):
         return per_rank(lambda c, x: _masked(step, c, x), mesh, local)
     if step.kind == "local":
-        return per_rank(lambda c, x: _cut(step, route_of(step, c), x), mesh, local)
+        return per_rank(lambda c, x: _cut(step, send_recv_of(step, c), x), mesh, local)
     if step.kind == "all_gather":
         rows = gather_rows(per_rank(_flat, mesh, local), mesh, step.axes)
     else:
-        packed = per_rank(lambda c, x: _packed_for_all(route_of(step, c), x), mesh, local)
-        numels = None if is_emulated() else route_of(step, coordinate_of(mesh)).numels
+        packed = per_rank(lambda c, x: _packed_for_all(send_recv_of(step, c), x), mesh, local)
+        numels = None if is_emulated() else send_recv_of(step, coordinate_of(mesh)).numels
         rows = exchange(packed, numels, mesh, step.axes)
     if step.reduce_op is not None:
         how = Reduction(op=step.reduce_op)
         rows = per_rank(lambda _, got: [reduce_rows(got, how)], mesh, rows)
     return per_rank(
-        lambda c, x, got: _assembled(step, route_of(step, c), x, got), mesh, local, rows
+        lambda c, x, got: _assembled(step, send_recv_of(step, c), x, got), mesh, local, rows
     )
 
 
-def _packed_for_all(route: Route, local: Tensor) -> list[Tensor]:
-    return [_packed(local, pieces) for pieces in route.sends]
+def _packed_for_all(send_recv: SendRecv, local: Tensor) -> list[Tensor]:
+    return [_packed(local, pieces) for pieces in send_recv.sends]
 
 
 def _packed(local: Tensor, pieces: Sequence[Piece]) -> Tensor:
@@ -107,52 +107,54 @@ def _packed(local: Tensor, pieces: Sequence[Piece]) -> Tensor:
     return torch.cat(parts) if parts else local.new_empty(0)
 
 
-def _cut(step: Move, route: Route, local: Tensor) -> Tensor:
+def _cut(step: Transfer, send_recv: SendRecv, local: Tensor) -> Tensor:
     """Return the new local tensor of a rank that has all of it."""
-    sends, receives = route.sends[route.own], route.receives[route.own]
+    sends, receives = send_recv.sends[send_recv.own], send_recv.receives[send_recv.own]
     if not step.embeds and len(sends) == 1:
         part = sends[0].of(local).clone(memory_format=torch.contiguous_format)
-        return part.view(route.shape)
-    result = _fresh(step, route, local)
+        return part.view(send_recv.shape)
+    result = _fresh(step, send_recv, local)
     for source, target in zip(sends, receives, strict=True):
         target.of(result).copy_(source.of(local))
     return result
 
 
-def _assembled(step: Move, route: Route, local: Tensor, rows: Sequence[Tensor]) -> Tensor:
+def _assembled(
+    step: Transfer, send_recv: SendRecv, local: Tensor, rows: Sequence[Tensor]
+) -> Tensor:
     """Return the new local tensor made of what came from every rank of the group."""
-    if route.stack_dim is not None and not step.embeds:
-        return _stacked(route, route.stack_dim, rows)
-    result = _fresh(step, route, local)
+    if send_recv.stack_dim is not None and not step.embeds:
+        return _stacked(send_recv, send_recv.stack_dim, rows)
+    result = _fresh(step, send_recv, local)
     for place, row in enumerate(rows):
-        parts = _parts(route, place, row)
-        for piece, part in zip(route.receives[place], parts, strict=True):
+        parts = _parts(send_recv, place, row)
+        for piece, part in zip(send_recv.receives[place], parts, strict=True):
             target = piece.of(result)
             target.copy_(part.view(target.shape) if part.ndim == 1 else part)
     return result
 
 
-def _parts(route: Route, place: int, row: Tensor) -> Sequence[Tensor]:
+def _parts(send_recv: SendRecv, place: int, row: Tensor) -> Sequence[Tensor]:
     """Return the pieces that a rank of the group sent, out of what arrived from it."""
-    if route.gathers:
-        sender = row.view(route.source_shapes[place])
-        return [piece.of(sender) for piece in route.gathers[place]]
-    return row.split([piece.numel for piece in route.receives[place]])
+    if send_recv.gathers:
+        sender = row.view(send_recv.source_shapes[place])
+        return [piece.of(sender) for piece in send_recv.gathers[place]]
+    return row.split([piece.numel for piece in send_recv.receives[place]])
 
 
-def _fresh(step: Move, route: Route, local: Tensor) -> Tensor:
+def _fresh(step: Transfer, send_recv: SendRecv, local: Tensor) -> Tensor:
     if not step.embeds:
-        return local.new_empty(route.shape)
-    return local.new_full(route.shape, _identity("sum", local.dtype))
+        return local.new_empty(send_recv.shape)
+    return local.new_full(send_recv.shape, _identity("sum", local.dtype))
 
 
-def _stacked(route: Route, dim: int, rows: Sequence[Tensor]) -> Tensor:
+def _stacked(send_recv: SendRecv, dim: int, rows: Sequence[Tensor]) -> Tensor:
     """Return the rows along ``dim`` of the new local tensor, -1 for all of it flat."""
     if dim == -1:
-        return _joined(rows).view(route.shape)
-    sizes = list(route.shape)
+        return _joined(rows).view(send_recv.shape)
+    sizes = list(send_recv.shape)
     parts: list[Tensor] = []
-    for pieces, row in zip(route.receives, rows, strict=False):
+    for pieces, row in zip(send_recv.receives, rows, strict=False):
         if pieces:
             sizes[dim] = pieces[0].outer[dim].stop - pieces[0].outer[dim].start
             parts.append(row.view(sizes))

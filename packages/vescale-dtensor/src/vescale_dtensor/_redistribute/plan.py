@@ -19,12 +19,12 @@ from typing import Literal, cast
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from vescale_dtensor._layout.boxes import Chunks, Cut, cuts_of, dims_of, local_shape
+from vescale_dtensor._layout.boxes import Chunks, DimCut, cuts_of, dims_of, local_shape
 from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard, ReduceOp
 from vescale_dtensor._torch_private import StridedShard
 
-from .element_counts import Coordinate, Cuts, Shares, difference
-from .steps import Mask, Move, MoveKind, Step
+from .element_counts import Coordinate, DimCuts, ElementCounts, difference
+from .steps import Mask, Step, Transfer, TransferKind
 
 _OPS = ("sum", "avg", "max", "min", "product")
 # What a collective costs besides its bytes, as the elements one could move meanwhile.
@@ -115,15 +115,15 @@ def _plan(
         reduction = min(paths, key=planner.cost)[0]
         steps.append(reduction)
         layout = reduction.target
-    steps += planner.exchange(layout, goal, sums)
-    numel = planner.numel_received(cast("Sequence[Move]", steps))
+    steps += planner.rearrange(layout, goal, sums)
+    numel = planner.numel_received(cast("Sequence[Transfer]", steps))
     steps += _masks(layout, target, fresh)
     return _Plan(tuple(steps), numel)
 
 
 def _checked_cuts(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> Cuts:
+) -> DimCuts:
     corner = (0,) * len(mesh_shape)
     cuts = cuts_of(mesh_shape, corner, placements)
     local_shape(shape, mesh_shape, corner, placements)
@@ -180,7 +180,7 @@ def _commute(left: ReduceOp, right: ReduceOp) -> bool:
 
 
 def _masks(
-    layout: Cuts, target: Sequence[Placement], fresh: Sequence[tuple[int, ReduceOp]]
+    layout: DimCuts, target: Sequence[Placement], fresh: Sequence[tuple[int, ReduceOp]]
 ) -> list[Mask]:
     """Return the step that makes a value pending along axes that it was not cut along."""
     embedded = _axes_of(layout)
@@ -207,23 +207,25 @@ class _Planner:
         self._shape = shape
         self._mesh_shape = mesh_shape
         self._latency_numel = latency_numel
-        self._shares = Shares(shape, mesh_shape)
+        self._counts = ElementCounts(shape, mesh_shape)
 
     def path(
         self,
-        source: Cuts,
-        middle: Cuts,
-        target: Cuts,
+        source: DimCuts,
+        middle: DimCuts,
+        target: DimCuts,
         axes: tuple[int, ...],
         op: ReduceOp,
         sums: tuple[int, ...],
-    ) -> list[Move]:
+    ) -> list[Transfer]:
         """Return a reduction that leaves elements where ``middle`` says, and what follows."""
         whole = not any(difference(source, middle))
-        reduction = self._move("all_gather" if whole else "all_to_all", axes, source, middle, op)
-        return [reduction, *self.exchange(middle, target, sums)]
+        reduction = self._transfer(
+            "all_gather" if whole else "all_to_all", axes, source, middle, op
+        )
+        return [reduction, *self.rearrange(middle, target, sums)]
 
-    def exchange(self, source: Cuts, target: Cuts, sums: tuple[int, ...]) -> list[Move]:
+    def rearrange(self, source: DimCuts, target: DimCuts, sums: tuple[int, ...]) -> list[Transfer]:
         """Return the step that gives every rank what it lacks, if there is anything to do.
 
         An axis along which the source is whole takes no part: the ranks along it hold the
@@ -237,25 +239,25 @@ class _Planner:
         used = {axis for cut in before for axis in cut.axes}
         axes = tuple(sorted(a for a in used if self._mesh_shape[a] > 1 and a not in sums))
         equal = not after and not embeds and self._is_even(source)
-        move = self._move(
+        transfer = self._transfer(
             "all_gather" if equal else "all_to_all", axes, source, target, embeds=embeds
         )
-        coordinates, is_all = self._shares.coordinates(source, target)
-        if is_all and not any(self._received(move, c) for c in coordinates):
-            move = self._move("local", (), source, target, embeds=embeds)
-        return [move]
+        coordinates, is_all = self._counts.coordinates(source, target)
+        if is_all and not any(self._received(transfer, c) for c in coordinates):
+            transfer = self._transfer("local", (), source, target, embeds=embeds)
+        return [transfer]
 
-    def _move(
+    def _transfer(
         self,
-        kind: MoveKind,
+        kind: TransferKind,
         axes: tuple[int, ...],
-        source: Cuts,
-        target: Cuts,
+        source: DimCuts,
+        target: DimCuts,
         op: ReduceOp | None = None,
         *,
         embeds: bool = False,
-    ) -> Move:
-        return Move(
+    ) -> Transfer:
+        return Transfer(
             kind=kind if axes else "local",
             axes=axes,
             shape=self._shape,
@@ -266,30 +268,30 @@ class _Planner:
             embeds=embeds,
         )
 
-    def cost(self, steps: Sequence[Move]) -> tuple[int, int]:
+    def cost(self, steps: Sequence[Transfer]) -> tuple[int, int]:
         """Return elements received, latency among them, and the number of collectives."""
         collectives = sum(step.kind != "local" for step in steps)
         return self.numel_received(steps) + self._latency_numel * collectives, collectives
 
-    def numel_received(self, steps: Sequence[Move]) -> int:
+    def numel_received(self, steps: Sequence[Transfer]) -> int:
         """Return how many elements the busiest rank receives in all steps."""
         steps = [step for step in steps if step.kind != "local"]
         layouts = [cuts for step in steps for cuts in (step.source, step.target)]
-        coordinates, _ = self._shares.coordinates(*layouts)
+        coordinates, _ = self._counts.coordinates(*layouts)
         return max(sum(self._received(step, c) for step in steps) for c in coordinates)
 
-    def _received(self, step: Move, coordinate: Coordinate) -> int:
-        shares, source, target = self._shares, step.source, step.target
+    def _received(self, step: Transfer, coordinate: Coordinate) -> int:
+        counts, source, target = self._counts, step.source, step.target
         if step.reduce_op:
-            return (step.num_ranks - 1) * shares.held(target, coordinate)
-        own = shares.shared(source, target, coordinate)
+            return (step.num_ranks - 1) * counts.held(target, coordinate)
+        own = counts.shared(source, target, coordinate)
         if step.embeds:
-            return shares.shared(source, target, coordinate, step.axes) - own
-        return shares.held(target, coordinate) - own
+            return counts.shared(source, target, coordinate, step.axes) - own
+        return counts.held(target, coordinate) - own
 
     def scatters(
-        self, source: Cuts, target: Cuts, axes: tuple[int, ...], held: frozenset[int]
-    ) -> list[Cuts]:
+        self, source: DimCuts, target: DimCuts, axes: tuple[int, ...], held: frozenset[int]
+    ) -> list[DimCuts]:
         """Return layouts in which elements may be reduced over ``axes`` on the way to ``target``.
 
         They refine ``source``: where it says, as ``target`` says where that fits, and spread
@@ -302,7 +304,7 @@ class _Planner:
             for axis, num_ranks in enumerate(self._mesh_shape)
             if num_ranks > 1 and axis not in held and axis not in _axes_of(source)
         ]
-        found: list[Cuts] = []
+        found: list[DimCuts] = []
         before, after = difference(source, target)
         if not before and wanted.issuperset((*axes, *idle)) and self._is_even(target):
             return [target]
@@ -318,14 +320,14 @@ class _Planner:
         found += self._spread(source, axes, avoided)
         return list(dict.fromkeys(found))
 
-    def scatter_between(self, source: Cuts, target: Cuts, axes: tuple[int, ...]) -> Cuts:
+    def scatter_between(self, source: DimCuts, target: DimCuts, axes: tuple[int, ...]) -> DimCuts:
         """Return where to reduce over ``axes`` if another reduction follows."""
         aligned = (*source, *_fitting(source, target, axes))
         choices = [*(self._spreads(aligned, axes, ()) or [aligned]), *self._spread(source, axes)]
         corner = (0,) * len(self._mesh_shape)
-        return min(choices, key=lambda layout: self._shares.held(layout, corner))
+        return min(choices, key=lambda layout: self._counts.held(layout, corner))
 
-    def _spreads(self, cuts: Cuts, axes: Sequence[int], extra: Sequence[int]) -> list[Cuts]:
+    def _spreads(self, cuts: DimCuts, axes: Sequence[int], extra: Sequence[int]) -> list[DimCuts]:
         """Return ``cuts`` spread over ``axes``, and over ``extra`` too, if not cut by them."""
         used = _axes_of(cuts)
         few = tuple(axis for axis in axes if axis not in used)
@@ -338,8 +340,8 @@ class _Planner:
         ]
 
     def _spread(
-        self, cuts: Cuts, axes: tuple[int, ...], avoided: frozenset[int] = frozenset()
-    ) -> list[Cuts]:
+        self, cuts: DimCuts, axes: tuple[int, ...], avoided: frozenset[int] = frozenset()
+    ) -> list[DimCuts]:
         """Return ``cuts`` and one that spreads what they leave evenly over ``axes``.
 
         Where nothing is even, what is best for the first group may not be for the last.
@@ -352,23 +354,23 @@ class _Planner:
         first = (0,) * len(self._mesh_shape)
         last = tuple(0 if axis in axes else n - 1 for axis, n in enumerate(self._mesh_shape))
         spread = [
-            (*cuts, Cut(axes, Chunks(dims)))
+            (*cuts, DimCut(axes, Chunks(dims)))
             for dims in self._windows(cuts)
             if not avoided.intersection(dims)
         ]
         if not spread:
             return []
 
-        def cost_at(coordinate: Coordinate) -> Callable[[Cuts], tuple[int, int]]:
-            def cost(layout: Cuts) -> tuple[int, int]:
-                return self._shares.held(layout, coordinate), len(dims_of(layout[-1]))
+        def cost_at(coordinate: Coordinate) -> Callable[[DimCuts], tuple[int, int]]:
+            def cost(layout: DimCuts) -> tuple[int, int]:
+                return self._counts.held(layout, coordinate), len(dims_of(layout[-1]))
 
             return cost
 
         best = (min(spread, key=cost_at(coordinate)) for coordinate in (first, last))
         return list(dict.fromkeys(best))
 
-    def _windows(self, cuts: Cuts) -> Iterator[tuple[int, ...]]:
+    def _windows(self, cuts: DimCuts) -> Iterator[tuple[int, ...]]:
         """Yield runs of dims whose flattened parts are few boxes."""
         edge = {dim: dims_of(cut) for cut in cuts for dim in dims_of(cut) if len(dims_of(cut)) > 1}
         broken = {
@@ -385,7 +387,7 @@ class _Planner:
                 if whole and not any(dim in broken and dim not in own for dim in dims):
                     yield tuple(dims)
 
-    def _is_even(self, cuts: Cuts) -> bool:
+    def _is_even(self, cuts: DimCuts) -> bool:
         """Whether all ranks hold equally many elements, by the look of the cuts."""
         sizes = dict(enumerate(self._shape))
         for cut in cuts:
@@ -398,11 +400,11 @@ class _Planner:
         return True
 
 
-def _axes_of(cuts: Cuts) -> set[int]:
+def _axes_of(cuts: DimCuts) -> set[int]:
     return {axis for cut in cuts for axis in cut.axes}
 
 
-def _fitting(source: Cuts, target: Cuts, axes: Sequence[int]) -> list[Cut]:
+def _fitting(source: DimCuts, target: DimCuts, axes: Sequence[int]) -> list[DimCut]:
     """Return the cuts of ``target`` over ``axes`` that can follow those of ``source``."""
     flat = {dim for cut in source if len(dims_of(cut)) > 1 for dim in dims_of(cut)}
     return [

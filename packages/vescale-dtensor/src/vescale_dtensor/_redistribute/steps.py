@@ -14,16 +14,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from vescale_dtensor._layout.boxes import Box, Cut, LocalBox, LocalLayout, local_layout
+from vescale_dtensor._layout.boxes import Box, DimCut, LocalBox, LocalShard, local_shard
 from vescale_dtensor._layout.placements import ReduceOp
 
 from .element_counts import Coordinate, peers_of_coordinate
 
-MoveKind = Literal["local", "all_gather", "all_to_all"]
+TransferKind = Literal["local", "all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Move:
+class Transfer:
     """Every rank gets the elements of its target that it lacks, from the ranks of its group.
 
     Attributes:
@@ -38,12 +38,12 @@ class Move:
         embeds: Whether elements that no rank of the group has become the identity of a sum.
     """
 
-    kind: MoveKind
+    kind: TransferKind
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
-    source: tuple[Cut, ...]
-    target: tuple[Cut, ...]
+    source: tuple[DimCut, ...]
+    target: tuple[DimCut, ...]
     reduce_op: ReduceOp | None = None
     embeds: bool = False
 
@@ -54,15 +54,15 @@ class Move:
 
     def numel_sent(self, coordinate: Coordinate) -> int:
         """Return how many elements a rank sends to others."""
-        route = route_of(self, coordinate)
+        send_recv = send_recv_of(self, coordinate)
         if self.kind == "all_gather":
-            return (self.num_ranks - 1) * math.prod(route.source_shapes[route.own])
-        return _numel_of_others(route.sends, route.own)
+            return (self.num_ranks - 1) * math.prod(send_recv.source_shapes[send_recv.own])
+        return _numel_of_others(send_recv.sends, send_recv.own)
 
     def numel_received(self, coordinate: Coordinate) -> int:
         """Return how many elements a rank receives from others."""
-        route = route_of(self, coordinate)
-        return _numel_of_others(route.receives, route.own)
+        send_recv = send_recv_of(self, coordinate)
+        return _numel_of_others(send_recv.receives, send_recv.own)
 
     def describe(self, axis_names: Sequence[str] | None = None) -> str:
         """Return the step in words, with what the first rank receives."""
@@ -119,7 +119,7 @@ class Mask:
         return f"keep the value on the first rank along {over}"
 
 
-Step = Move | Mask
+Step = Transfer | Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SendRecv:
     """What one rank does in a step.
 
     Attributes:
@@ -174,7 +174,7 @@ class Route:
 
 
 @lru_cache(maxsize=16384)
-def route_of(step: Move, coordinate: Coordinate) -> Route:
+def send_recv_of(step: Transfer, coordinate: Coordinate) -> SendRecv:
     """Return what the rank at ``coordinate`` does in ``step``; looks at its group alone."""
     group = peers_of_coordinate(step.mesh_shape, coordinate, step.axes)
     own = group.index(coordinate)
@@ -192,7 +192,7 @@ def route_of(step: Move, coordinate: Coordinate) -> Route:
     ]
     receives = tuple(tuple(target for _, target in pairs) for pairs in arriving)
     gathers = tuple(tuple(source for source, _ in pairs) for pairs in arriving if gathering)
-    return Route(
+    return SendRecv(
         own=own,
         sends=tuple(tuple(source for source, _ in pairs) for pairs in leaving),
         receives=receives,
@@ -205,16 +205,16 @@ def route_of(step: Move, coordinate: Coordinate) -> Route:
 
 
 @lru_cache(maxsize=65536)
-def _before(step: Move, coordinate: Coordinate) -> LocalLayout:
-    return local_layout(step.shape, step.mesh_shape, coordinate, step.source)
+def _before(step: Transfer, coordinate: Coordinate) -> LocalShard:
+    return local_shard(step.shape, step.mesh_shape, coordinate, step.source)
 
 
 @lru_cache(maxsize=65536)
-def _after(step: Move, coordinate: Coordinate) -> LocalLayout:
-    return local_layout(step.shape, step.mesh_shape, coordinate, step.target)
+def _after(step: Transfer, coordinate: Coordinate) -> LocalShard:
+    return local_shard(step.shape, step.mesh_shape, coordinate, step.target)
 
 
-def _pieces(source: LocalLayout, target: LocalLayout) -> list[tuple[Piece, Piece]]:
+def _pieces(source: LocalShard, target: LocalShard) -> list[tuple[Piece, Piece]]:
     """Return what both hold, as it sits in either local tensor, in the order of the target."""
     found: list[tuple[Piece, Piece]] = []
     for wanted in target.boxes:

@@ -23,7 +23,7 @@ from vescale_dtensor._layout.layout import Layout, Placements, layout, replicate
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import on_dim, single_dim
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 from .decompositions import (
@@ -143,7 +143,7 @@ def _backward_on_own_samples(call: OpCall, values: DTensor, mask: Sequence[bool]
     made = layout_of(values)
     given = as_distributed(call, "grad_out")
     assert given is not None
-    grad = moved(given, made.placements)
+    grad = redistributed(given, made.placements)
     names, vectors = _vectors(call, made)
     pending: Placements = tuple(
         Partial() if is_sharded(before) and not is_sharded(after) else after
@@ -173,7 +173,7 @@ def _backward_on_own_samples(call: OpCall, values: DTensor, mask: Sequence[bool]
 def _along_single_dims(tensor: Any) -> DTensor:
     """Return ``tensor`` with no placement that cuts several dims as one."""
     made = layout_of(tensor)
-    return moved(tensor, tuple(
+    return redistributed(tensor, tuple(
         Replicate() if is_sharded(p) and single_dim(p) is None else p for p in made.placements
     ))  # fmt: skip
 
@@ -193,7 +193,9 @@ def _vectors(call: OpCall, made: Layout) -> tuple[list[str], list[DTensor]]:
     shape = (made.shape[1],)
     return names, [
         # Nothing was saved for the backward of an evaluation.
-        moved(each, _per_channel(made) if tuple(each.shape) == shape else replicated(made.mesh))
+        redistributed(
+            each, _per_channel(made) if tuple(each.shape) == shape else replicated(made.mesh)
+        )
         for each in found
         if each is not None
     ]
@@ -205,7 +207,7 @@ def _write(statistic: Tensor | None, value: Any) -> None:
     if isinstance(statistic, DISTRIBUTED):
         aten.copy_.default(statistic, value)
     else:
-        whole = moved(settled(value), replicated(layout_of(value).mesh))._local_tensor
+        whole = redistributed(settled(value), replicated(layout_of(value).mesh))._local_tensor
         statistic.copy_(part_of(0, whole))
 
 

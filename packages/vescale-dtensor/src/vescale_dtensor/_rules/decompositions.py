@@ -26,7 +26,7 @@ from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import distributed, plan_of_spec
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature, choose, on_dim, single_dim
-from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, moved, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ def settled(tensor: Any) -> Any:
     if not isinstance(tensor, DISTRIBUTED):
         return tensor
     ours = as_dtensor(tensor)
-    return moved(ours, without_partial(layout_of(ours).placements))
+    return redistributed(ours, without_partial(layout_of(ours).placements))
 
 
 def widened(tensor: Any) -> Any:

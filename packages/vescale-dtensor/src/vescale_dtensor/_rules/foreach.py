@@ -16,7 +16,7 @@ from vescale_dtensor._layout.layout import Layout, layout, replicated, without_p
 from vescale_dtensor._sharding.local_plan import LocalCall, Plan, distributed, plain_local
 from vescale_dtensor._sharding.op_call import OpCall, layout_of, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
-from vescale_dtensor._tensor.dtensor import DTensor, moved, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def plan_foreach(call: OpCall) -> Plan:
 
 
 def _is_laid_out(call: OpCall, lists: list[Any], targets: list[Layout | None]) -> bool:
-    """Whether local tensors can stand in for all: of the lists, and scalars whole everywhere."""
+    """Whether local tensors can take all places: in lists, and scalars whole everywhere."""
     listed = [
         type(tensor) is DTensor and layout_of(tensor, call.mesh) is target
         for each in lists
@@ -105,7 +105,7 @@ def _localized(arg: Any, targets: list[Layout | None], call: OpCall) -> Any:
     if _is_tensor_list(arg):
         return [_local(t, target, call) for t, target in zip(arg, targets, strict=True)]
     if isinstance(arg, DISTRIBUTED):
-        return moved(distributed(arg, call), replicated(arg.device_mesh))._local_tensor
+        return redistributed(distributed(arg, call), replicated(arg.device_mesh))._local_tensor
     return arg
 
 
@@ -115,10 +115,10 @@ def _local(tensor: Tensor, target: Layout | None, call: OpCall) -> Tensor:
     laid_out = tuple(tensor.shape) == tuple(target.shape)
     placements = target.placements if laid_out else replicated(target.mesh)
     if type(tensor) is DTensor:
-        return moved(tensor, placements)._local_tensor
+        return redistributed(tensor, placements)._local_tensor
     if isinstance(tensor, DISTRIBUTED):
-        return moved(distributed(tensor, call), placements)._local_tensor
-    return moved(plain_local(tensor, target.mesh), placements)._local_tensor
+        return redistributed(distributed(tensor, call), placements)._local_tensor
+    return redistributed(plain_local(tensor, target.mesh), placements)._local_tensor
 
 
 def _with_dtype(made: Layout, dtype: torch.dtype) -> Layout:

@@ -9,7 +9,7 @@ import torch
 from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._sharding.local_plan import Plan, distributed
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._tensor.dtensor import layout_of, moved
+from vescale_dtensor._tensor.dtensor import layout_of, redistributed
 from vescale_dtensor._torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ def value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Return the value of the whole tensors. Every rank of their meshes must call this."""
     call = OpCall(func, args, kwargs)
     whole = [distributed(tensor, call) for tensor in call.tensors]
-    locals_ = [moved(t, replicated(layout_of(t).mesh))._local_tensor for t in whole]
+    locals_ = [redistributed(t, replicated(layout_of(t).mesh))._local_tensor for t in whole]
     local_args, local_kwargs = call.with_tensors(locals_)
     return func(*local_args, **local_kwargs)
 

@@ -11,7 +11,7 @@ from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._sharding.local_plan import distributed
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
-from vescale_dtensor._tensor.dtensor import moved
+from vescale_dtensor._tensor.dtensor import redistributed
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import unless_empty
@@ -86,7 +86,7 @@ def _check_errors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     """Raise on all ranks if a matrix of any rank was singular, or the like."""
     call = OpCall(func, args, kwargs)
     errors = distributed(call.tensors[0], call)
-    whole = moved(errors, replicated(call.mesh))._local_tensor
+    whole = redistributed(errors, replicated(call.mesh))._local_tensor
     func(whole, *args[1:], **kwargs)
 
 

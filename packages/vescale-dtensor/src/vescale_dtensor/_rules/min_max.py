@@ -18,7 +18,7 @@ from vescale_dtensor._layout.layout import layout
 from vescale_dtensor._layout.placements import RaggedShard, is_sharded
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import (
@@ -107,7 +107,7 @@ def _argmin(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
     values = as_distributed(call, "self")
     assert values is not None
-    values = moved(values, tuple(map(_in_one_dim, values.placements)))
+    values = redistributed(values, tuple(map(_in_one_dim, values.placements)))
     dims = sorted(dims_of_call(call, values.ndim))
     find = aten.amax.default if kind == "max" else aten.amin.default
     extreme = settled(find(values, dims, True))

@@ -19,7 +19,7 @@ from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import distributed
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import on_dim, single_dim
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import HALF, as_distributed, held_ranges, on_parts, positions, settled
@@ -120,17 +120,17 @@ def _picks(call: OpCall) -> _Picks:
 
 
 def _targets_and_weight(call: OpCall, picks: _Picks) -> list[DTensor]:
-    target = moved(distributed(call.named("target"), call), picks.targets)
+    target = redistributed(distributed(call.named("target"), call), picks.targets)
     weight = call.named("weight")
     if weight is None:
         return [target]
-    return [target, moved(distributed(weight, call), replicated(call.mesh))]
+    return [target, redistributed(distributed(weight, call), replicated(call.mesh))]
 
 
 def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     picks = _picks(call)
-    scores = moved(distributed(call.named("self"), call), picks.scores.placements)
+    scores = redistributed(distributed(call.named("self"), call), picks.scores.placements)
     inputs = [scores, *_targets_and_weight(call, picks)]
     dtype = picks.scores.dtype
     wide = torch.float32 if dtype in HALF else dtype
@@ -189,9 +189,9 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     grad = as_distributed(call, "grad_output")
     assert grad is not None
     if reduction == NONE:
-        grad = moved(grad, picks.targets)
+        grad = redistributed(grad, picks.targets)
     else:
-        grad = moved(grad, replicated(call.mesh))
+        grad = redistributed(grad, replicated(call.mesh))
     if reduction == MEAN:
         total_weight = as_distributed(call, "total_weight")
         assert total_weight is not None

@@ -23,7 +23,7 @@ from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import Plan
 from vescale_dtensor._sharding.op_call import argument_table
 from vescale_dtensor._sharding.replicate_fallback import gathered
-from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, moved, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 from .variance import norm_over_dims
@@ -115,7 +115,11 @@ def _powers_on(mesh: DeviceMesh, tensors: Sequence[Tensor], order: float) -> Ten
 def _without_pending(tensor: Tensor) -> DTensor:
     distributed = as_dtensor(cast(torch_dtensor.DTensor, tensor))
     made = layout_of(distributed)
-    return moved(distributed, without_partial(made.placements)) if made.is_partial else distributed
+    return (
+        redistributed(distributed, without_partial(made.placements))
+        if made.is_partial
+        else distributed
+    )
 
 
 def _powers(

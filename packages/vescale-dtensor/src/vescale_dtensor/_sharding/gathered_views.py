@@ -1,6 +1,6 @@
 """Views that had to be gathered, and still are views.
 
-[Note: linked views] Some views cannot be made of a rank's part: ``x.diagonal()`` of a tensor cut
+[Note: gathered views] Some views cannot be made of a rank's part: ``x.diagonal()`` of a tensor cut
 in dim 0, for example. Then the base is gathered and the view is made of the copy. The result
 remembers base and operator: before it is read it is made again if the base was written since,
 and what is written to it is written to the base as well. So it behaves as the alias that it would
@@ -20,13 +20,13 @@ from vescale_dtensor._comm.emulation import RankTensor
 from vescale_dtensor._layout.layout import Placements
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._redistribute.plan import redistribution_numel
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed, wrap
 from vescale_dtensor._torch_private import pytree
 
 from .op_call import Unsupported
 
 
-class Link:
+class GatheredView:
     """How a view follows its base.
 
     Args:
@@ -77,18 +77,18 @@ class Link:
                 "the part of that"
             )
         self._version = version
-        fresh = self._view(moved(self._base, self._placements)._local_tensor)
+        fresh = self._view(redistributed(self._base, self._placements)._local_tensor)
         view._local_tensor.copy_(fresh)
 
     def write_back(self, view: DTensor) -> None:
         """Write what ``view`` holds to its base. All ranks of the mesh call this."""
-        whole = moved(self._base, self._placements)._local_tensor
+        whole = redistributed(self._base, self._placements)._local_tensor
         self._view(whole).copy_(view._local_tensor)
         made = layout_of(self._base)
         part = redistribute_local(whole, made.mesh, made.shape, self._placements, made.placements)
         self._base._local_tensor.copy_(part)
-        if self._base._link is not None:
-            self._base._link.write_back(self._base)
+        if self._base._alias_of is not None:
+            self._base._alias_of.write_back(self._base)
 
     def _now(self) -> int:
         return _version(self._counter) + _version_of_parts(self._base._local_tensor)
@@ -98,7 +98,7 @@ class Link:
 
 
 class Follower:
-    """A view, of a rank's part as any other, of a view that has a :class:`Link`.
+    """A view, of a rank's part as any other, of a view that has a :class:`GatheredView`.
 
     Args:
         base: That view. Its local tensor is shared, and so need not be copied to here.
@@ -108,12 +108,12 @@ class Follower:
         self._base = _as_it_is(base)
 
     def refresh(self, view: DTensor, *, alone: bool = False) -> None:
-        """Bring the shared local tensor up to date; see :meth:`Link.refresh`."""
+        """Bring the shared local tensor up to date; see :meth:`GatheredView.refresh`."""
         self._base._settled(alone=alone)
 
     def write_back(self, view: DTensor) -> None:
         """Write what the shared local tensor holds to what ``base`` is a view of."""
-        self._base._link.write_back(self._base)
+        self._base._alias_of.write_back(self._base)
 
 
 class Unversioned:
@@ -127,35 +127,35 @@ class Unversioned:
         self._base = _as_it_is(base)
 
     def refresh(self, view: DTensor, *, alone: bool = False) -> None:
-        """Bring the shared local tensor up to date; see :meth:`Link.refresh`."""
+        """Bring the shared local tensor up to date; see :meth:`GatheredView.refresh`."""
         self._base._settled(alone=alone)
 
     def write_back(self, view: DTensor) -> None:
         """Let gathered views of the tensor know of a write, and what it is itself a view of."""
         local = view._local_tensor
         increment_version(local)
-        if self._base._link is not None:
-            self._base._link.write_back(self._base)
+        if self._base._alias_of is not None:
+            self._base._alias_of.write_back(self._base)
 
 
 def unversioned(tensor: DTensor) -> DTensor:
     """Return ``tensor.data``: the same elements, outside of autograd."""
     made = wrap(tensor._local_tensor, layout_of(tensor), offset=int(tensor.storage_offset()))
-    made._link = Unversioned(tensor)
+    made._alias_of = Unversioned(tensor)
     return made
 
 
 def follow(base: DTensor, views: Any) -> None:
     """Let views of a linked view follow it."""
     for view in pytree.tree_leaves(views):
-        if isinstance(view, DTensor) and view._link is None:
-            view._link = Follower(base)
+        if isinstance(view, DTensor) and view._alias_of is None:
+            view._alias_of = Follower(base)
 
 
 def _as_it_is(base: DTensor) -> DTensor:
     """Return a tensor that shares the elements, and stays when ``base`` is transposed in place."""
     kept = wrap(base._local_tensor, layout_of(base))
-    kept._link = base._link
+    kept._alias_of = base._alias_of
     return kept
 
 

@@ -1,6 +1,6 @@
 """Operators that change what a tensor is: its shape, its strides, what it is a view of.
 
-The new face is that of another distributed tensor, which the changed one becomes. Python keeps
+What it changes to is another distributed tensor, which the changed one becomes. Python keeps
 the object, so everyone who holds it sees the change, as on one device.
 """
 
@@ -15,7 +15,7 @@ from vescale_dtensor._comm.emulation import as_it_is
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, no_dispatch
 
-from .gathered_views import Link
+from .gathered_views import GatheredView
 from .local_plan import Plan, distributed, returned_names, whole
 from .op_call import OpCall, Unsupported
 
@@ -83,12 +83,12 @@ def _changed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     tensor: DTensor = args[0]
     before = wrap(tensor._local_tensor, layout_of(tensor), offset=int(tensor.storage_offset()))
-    before._link = tensor._link
+    before._alias_of = tensor._alias_of
     view = _VIEW_OF[func](before, *args[1:], **kwargs)
     become(tensor, view)
-    tensor._link = view._link
-    if isinstance(tensor._link, Link):
-        tensor._link.count_writes_of(tensor)
+    tensor._alias_of = view._alias_of
+    if isinstance(tensor._alias_of, GatheredView):
+        tensor._alias_of.count_writes_of(tensor)
     return tensor
 
 
@@ -97,7 +97,7 @@ def _set(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     call = OpCall(func, args, kwargs)
     tensor, source = args
     plain = not all(isinstance(each, DISTRIBUTED) for each in args)
-    if plain or tensor._link is not None:
+    if plain or tensor._alias_of is not None:
         raise Unsupported(
             f"{func} is refused unless both tensors are distributed and the first one is not a "
             "view that had to be gathered: the elements could not be shared"

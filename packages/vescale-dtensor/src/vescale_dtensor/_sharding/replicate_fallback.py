@@ -17,10 +17,10 @@ from vescale_dtensor._comm.emulation import as_it_is, is_emulated, offset_of, pa
 from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._redistribute.plan import redistribution_numel
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, moved
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
-from .gathered_views import Link
+from .gathered_views import GatheredView
 from .inplace_view import follow_shape
 from .local_plan import distributed, finisher, whole
 from .op_call import OpCall, Unsupported, is_view
@@ -51,7 +51,7 @@ def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     call = OpCall(func, args, kwargs)
     _report(call)
     moved_there = [
-        moved(distributed(tensor, call), replicated(made.mesh))
+        redistributed(distributed(tensor, call), replicated(made.mesh))
         for tensor, made in zip(call.tensors, call.layouts, strict=True)
     ]
     # By identity: an argument that is given twice and written is one tensor for the operator.
@@ -87,7 +87,7 @@ def _views(call: OpCall, shared: bool, result: Any) -> Any:
         index += 1
         view = whole(local, call.mesh, offset=offset_of(local) + int(base.storage_offset()))
         if not shared:
-            view._link = Link(base, of, index, replicated(call.mesh))
+            view._alias_of = GatheredView(base, of, index, replicated(call.mesh))
         return view
 
     return pytree.tree_map_only(Tensor, link, result)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import Replicate
 from vescale_dtensor._layout.layout import Layout, Placements, layout
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.plan import redistribution_numel
-from vescale_dtensor._tensor.dtensor import DTensor, moved, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
 from vescale_dtensor._torch_private import OpOverload, pytree
 
-from .gathered_views import Link
+from .gathered_views import GatheredView
 from .local_plan import LocalCall, Plan, distributed, local_function
 from .op_call import Function, OpCall, RankView, is_view, with_arguments
 from .signature import Dims, on_dim, single_dim
@@ -91,7 +91,7 @@ def plan_view(call: OpCall, view: View) -> Plan:
     def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         again = OpCall(func, args, kwargs)
         source = distributed(again.tensors[0], again)
-        local = moved(source, placements)._local_tensor
+        local = redistributed(source, placements)._local_tensor
 
         def of(whole: Tensor) -> Any:
             return function(whole, *args[1:], **kwargs)
@@ -176,7 +176,7 @@ def _linked(
         nonlocal index
         index += 1
         view = wrap(local, outputs[index])
-        view._link = Link(base, of, index, placements)
+        view._alias_of = GatheredView(base, of, index, placements)
         return view
 
     return pytree.tree_map_only(Tensor, link, of(whole))

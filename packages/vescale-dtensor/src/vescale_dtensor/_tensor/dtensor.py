@@ -58,7 +58,7 @@ class DTensor(DTensorBase):
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     unversioned: ClassVar[Callable[[DTensor], DTensor]]
     # What this tensor is a view of, if it is one that had to be gathered; see gathered_views.py.
-    _link: Any = None
+    _alias_of: Any = None
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]: torch leaves it untyped
@@ -202,7 +202,7 @@ class DTensor(DTensorBase):
         settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(DTensor, _Redistribute.apply(settled, target))
-        return moved(settled, target)
+        return redistributed(settled, target)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
@@ -260,7 +260,7 @@ class DTensor(DTensorBase):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what a compiler takes this tensor apart into."""
-        if self._link is not None and not is_traced(self._local_tensor):
+        if self._alias_of is not None and not is_traced(self._local_tensor):
             raise NotImplementedError(
                 f"a compiled program cannot be given {layout_of(self)}, which had to be gathered "
                 "to be a view, or is the .data of a tensor: it would not follow what it is a view "
@@ -272,7 +272,7 @@ class DTensor(DTensorBase):
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        # The third is a mesh where the base is a stand-in, which keeps it there.
+        # The third is a mesh where the base is our own, which keeps it there.
         placements, meta, third, requires_grad = flatten_spec
         local = inner_tensors["_local_tensor"]
         mesh = real_mesh(inner_tensors.get("device_mesh", third))
@@ -281,13 +281,13 @@ class DTensor(DTensorBase):
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """Return this gradient as a compiled backward pass expects it: nothing pending."""
-        return moved(self, without_partial(self.placements))
+        return redistributed(self, without_partial(self.placements))
 
     def __coerce_same_metadata_as_tangent__(
         self, flatten_spec: Any, expected_type: type | None = None
     ) -> DTensor | None:
         """Return this gradient where a compiled backward pass was told it would be."""
-        return moved(self, flatten_spec[0]) if expected_type in (None, DTensor) else None
+        return redistributed(self, flatten_spec[0]) if expected_type in (None, DTensor) else None
 
     def _stable_hash_for_caching(self) -> str:
         """Return what compiled programs on disk are found by: they name this rank's groups."""
@@ -302,8 +302,8 @@ class DTensor(DTensorBase):
         Every rank of the mesh must call this, unless ``alone``: then it raises if it would have
         to communicate.
         """
-        if self._link is not None:
-            self._link.refresh(self, alone=alone)
+        if self._alias_of is not None:
+            self._alias_of.refresh(self, alone=alone)
         return self
 
 
@@ -332,7 +332,7 @@ def gather(tensor: DTensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Redistribution:
     """A redistribution of a tensor."""
 
     source: Layout
@@ -342,26 +342,26 @@ class Move:
         return f"{self.source} to {placements_text(self.target.placements)}"
 
 
-_mover_listeners: list[Callable[[Move], None]] = []
+_listeners: list[Callable[[Redistribution], None]] = []
 
 
 @contextmanager
-def moves_told(listener: Callable[[Move], None]) -> Iterator[None]:
+def redistributions_told(listener: Callable[[Redistribution], None]) -> Iterator[None]:
     """Call ``listener`` for every redistribution."""
-    _mover_listeners.append(listener)
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _mover_listeners.remove(listener)
+        _listeners.remove(listener)
 
 
 def _tell_of(source: Layout, target: Layout) -> None:
     if source is not target:
-        for listener in _mover_listeners:
-            listener(Move(source, target))
+        for listener in _listeners:
+            listener(Redistribution(source, target))
 
 
-def moved(tensor: DTensor, placements: Placements) -> DTensor:
+def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
     """Return ``tensor`` under other placements, without autograd; itself if they are the same."""
     made = layout_of(tensor)
     target = made.placed(placements)
@@ -469,7 +469,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
+        return redistributed(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -498,19 +498,19 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
+        return redistributed(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.mesh, ctx.placements = tensor.device_mesh, without_partial(tensor.placements)
-        result = moved(tensor, placements)
+        result = redistributed(tensor, placements)
         return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return moved(_gradient(grad, ctx.mesh), ctx.placements), None
+        return redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
 
 
 def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
