@@ -35,12 +35,12 @@ from ._comm.emulation import (
     RankTensor as RankTensor,
     emulate as emulate,
 )
+from ._comm.events import Communication as Communication
 from ._comm.failures import (
     PeerError as PeerError,
     announced_failures as announced_failures,
     named_failures as named_failures,
 )
-from ._comm.transport import Communication as Communication
 from ._debug.comm_counter import CommCounter as CommCounter
 from ._debug.explain import (
     Explanation as Explanation,

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import all_gather, all_reduce, all_to_all, emulate, reduce_scatter
 from vescale_dtensor._comm.emulation import RankTensor, is_emulated
-from vescale_dtensor._comm.transport import Communication, listening
+from vescale_dtensor._comm.events import Communication, listening
 from vescale_testing import World
 
 RANKS = 4

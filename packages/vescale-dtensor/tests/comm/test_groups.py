@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale_dtensor import distribute_tensor, emulate
-from vescale_dtensor._comm.transport import group_of, timeout_of
+from vescale_dtensor._comm.groups import peers_along, timeout_of
 from vescale_dtensor._layout.layout import _intern, layout, replicated
 from vescale_testing import World
 
@@ -22,7 +22,9 @@ def _timeouts() -> list[float | None]:
     mesh = init_device_mesh("cpu", (2, 2, 1))
     world = dist.group.WORLD
     assert world is not None
-    groups = [world, group_of(mesh, (1, 2))[0]]
+    group = peers_along(mesh, (1, 2)).group
+    assert group is not None
+    groups = [world, group]
     found = [timeout_of(group, "cpu") for group in groups]
     return [None if timeout is None else timeout.total_seconds() for timeout in found]
 

@@ -18,7 +18,7 @@ from vescale_dtensor import (
     emulate,
     reduce_scatter,
 )
-from vescale_dtensor._comm.transport import exchange, gather_rows
+from vescale_dtensor._comm.primitives import all_gather_rows, all_to_all_rows
 from vescale_dtensor._debug.comm_counter import CommTotal
 from vescale_testing import World
 
@@ -75,8 +75,8 @@ def test_what_placements_are_made_of_is_counted() -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         flat = world.per_rank(lambda rank: torch.ones(6))
         with CommCounter() as counter:
-            gather_rows(flat, mesh, (1,))
-            exchange([flat[:2], flat[2:]], None, mesh, (0,))
+            all_gather_rows(flat, mesh, (1,))
+            all_to_all_rows([flat[:2], flat[2:]], None, mesh, (0,))
     assert [(e.kind, e.axes, e.nbytes) for e in counter.events] == [
         ("all_gather", (1,), 24),
         ("all_to_all", (0,), 16),

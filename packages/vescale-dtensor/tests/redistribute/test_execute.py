@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard, RaggedShard, emulate, local_boxes, local_shape
 from vescale_dtensor._comm.emulation import RankTensor, coordinates_of_ranks, per_rank
-from vescale_dtensor._comm.transport import Communication, listening
+from vescale_dtensor._comm.events import Communication, listening
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._torch_private import StridedShard

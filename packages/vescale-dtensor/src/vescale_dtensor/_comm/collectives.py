@@ -20,13 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._layout.placements import ReduceOp
 
+from .groups import Peers, peers_of
 from .ordered_reduce import (
     ReduceOrder,
     Reduction,
     all_reduce_parts,
     reduce_scatter_parts,
 )
-from .peers import Peers, Splits, gather, joined, parts_of, peers_of, shapes_of, stack, swap
+from .primitives import (
+    Splits,
+    all_gather_parts,
+    all_gather_uneven_parts,
+    all_to_all_parts,
+    joined,
+    parts_of,
+    shapes_of,
+)
 
 Where = dist.ProcessGroup | DeviceMesh
 Axes = Sequence[int | str] | int | str | None
@@ -207,7 +216,7 @@ def _splits(splits: Sequence[int] | Tensor | None, peers: Peers) -> Splits:
 
 
 def _check_equal_shapes(tensor: Tensor, peers: Peers) -> None:
-    if peers.met is None:  # what other processes have is not known
+    if peers.emulated is None:  # what other processes have is not known
         return
     shapes = {tuple(shape) for shape in shapes_of(tensor, peers)}
     if len(shapes) > 1:
@@ -244,9 +253,9 @@ def _check_divisible(tensor: Tensor, peers: Peers) -> None:
 
 def _check_agreement(sent: Splits, received: Splits, peers: Peers) -> None:
     """Compare what one rank in this process sends with what another expects."""
-    met = peers.met or ()
-    for rank, ranks in enumerate(met):
-        expected = tuple(sent[peer][met[peer].index(rank)] for peer in ranks)
+    emulated = peers.emulated or ()
+    for rank, ranks in enumerate(emulated):
+        expected = tuple(sent[peer][emulated[peer].index(rank)] for peer in ranks)
         if received[rank] != expected:
             raise ValueError(
                 f"expected output_splits {expected} on rank {rank}, as ranks {ranks} send, "
@@ -303,8 +312,9 @@ def _reduce_scatter(rows: Tensor, splits: Splits | None, peers: Peers, how: Redu
 def _all_gather(tensor: Tensor, splits: Splits | None, peers: Peers, how: Reduction) -> Tensor:
     def run(tensor: Tensor) -> Tensor:
         parts = parts_of(tensor, peers)
-        together = stack(parts, peers) if splits is None else gather(parts, splits, peers)
-        return joined(together, peers)
+        if splits is None:
+            return joined(all_gather_parts(parts, peers), peers)
+        return joined(all_gather_uneven_parts(parts, splits, peers), peers)
 
     return _recorded(tensor, run, lambda grad: _reduce_scatter(grad, splits, peers, how))
 
@@ -314,6 +324,6 @@ def _all_to_all(
 ) -> Tensor:
     return _recorded(
         tensor,
-        lambda t: joined(swap(parts_of(t, peers), sent, received, peers), peers),
+        lambda t: joined(all_to_all_parts(parts_of(t, peers), peers, sent, received), peers),
         lambda grad: _all_to_all(grad, received, sent, peers),
     )

@@ -4,7 +4,7 @@
 coordinates differ. So one process can run it for all ranks: a local tensor is then a
 :class:`RankTensor` that carries every rank's, operators on it run once per rank, and a
 collective moves data between its parts. Everything in this package that depends on the rank
-goes through :func:`per_rank`; everything that moves data through :mod:`.transport`. Nothing
+goes through :func:`per_rank`; everything that moves data through :mod:`.primitives`. Nothing
 else knows whether ranks are processes or parts.
 """
 

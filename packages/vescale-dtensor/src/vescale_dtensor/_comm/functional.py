@@ -21,20 +21,20 @@ def is_traced(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and type(tensor) is not nn.Parameter
 
 
-def all_gather(flat: Tensor, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the 1-D tensors of all ranks one after the other, in the order of group ranks."""
-    gathered = _functional.all_gather_into_tensor(flat, num_ranks, group.group_name)
+def all_gather(part: Tensor, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks along dim 0, in the order of group ranks."""
+    gathered = _functional.all_gather_into_tensor(part, num_ranks, group.group_name)
     return _functional.wait_tensor(gathered)
 
 
 def all_to_all(
     sent: Tensor,
-    received_numels: Sequence[int],
-    sent_numels: Sequence[int],
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Return what the ranks sent here, in the order of group ranks."""
+    """Return what the ranks sent here along dim 0, in the order of group ranks."""
     received = _functional.all_to_all_single(
-        sent, list(received_numels), list(sent_numels), group.group_name
+        sent, list(received_sizes), list(sent_sizes), group.group_name
     )
     return _functional.wait_tensor(received)

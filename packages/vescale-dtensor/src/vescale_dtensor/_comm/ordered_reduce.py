@@ -4,7 +4,7 @@
 a ring, and an order that no backend, message size or topology changes. An all-reduce gathers
 the sums; a small one gathers the values and sums them everywhere, to the same bits.
 
-"Parts" and "splits" are those of :mod:`.peers`.
+"Parts" and "splits" are those of :mod:`.primitives`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from vescale_dtensor._layout.placements import ReduceOp
 
-from .peers import (
+from .groups import Peers
+from .primitives import (
     Parts,
-    Peers,
     Splits,
+    all_gather_parts,
+    all_to_all_parts,
     emulated_rows,
     library_all_reduce,
     library_reduce_scatter,
-    stack,
-    swap,
     tell_peers,
 )
 
@@ -125,10 +125,10 @@ def all_reduce_parts(parts: Parts, peers: Peers, how: Reduction) -> Parts:
     shape, numel = shown.shape, shown.numel()
     row = -(-numel // num_ranks)
     if numel <= 2 * row:  # gathering all values sends no more, and is one collective
-        return [reduce_rows(rows.unbind(), how) for rows in stack(parts, peers)]
-    arrived = swap([_as_rows(part, num_ranks, row) for part in parts], None, None, peers)
+        return [reduce_rows(rows.unbind(), how) for rows in all_gather_parts(parts, peers)]
+    arrived = all_to_all_parts([_as_rows(part, num_ranks, row) for part in parts], peers)
     reduced = [reduce_rows(rows.unbind(), how) for rows in arrived]
-    gathered = stack(reduced, peers)  # (ranks, row)
+    gathered = all_gather_parts(reduced, peers)  # (ranks, row)
     if numel == num_ranks * row:
         return [rows.view(shape) for rows in gathered]
     return [rows.view(-1)[:numel].view(shape) for rows in gathered]
@@ -147,12 +147,14 @@ def reduce_scatter_parts(
     if how.order == "library":
         return _library_reduce_scatter(parts, splits, peers, how)
     if splits is None:
-        return [reduce_rows(rows.unbind(), how) for rows in swap(parts, None, None, peers)]
+        return [reduce_rows(rows.unbind(), how) for rows in all_to_all_parts(parts, peers)]
     own = [sizes[peers.place_of(here)] for here, sizes in enumerate(splits)]
     if all(len(set(sizes)) == 1 for sizes in splits):
-        arrived = swap(parts, None, None, peers)
+        arrived = all_to_all_parts(parts, peers)
     else:
-        arrived = swap(parts, splits, tuple((size,) * num_ranks for size in own), peers)
+        arrived = all_to_all_parts(
+            parts, peers, splits, tuple((size,) * num_ranks for size in own)
+        )
     return [
         reduce_rows(part.view(num_ranks, size, *part.shape[1:]).unbind(), how)
         for part, size in zip(arrived, own, strict=True)
@@ -172,7 +174,7 @@ def _library_all_reduce(parts: Parts, peers: Peers, how: Reduction) -> Parts:
     shown, num_ranks = parts[peers.shown], peers.num_ranks
     sent = 2 * (num_ranks - 1) * shown.numel() // num_ranks
     tell_peers("all_reduce", sent, shown.dtype, peers)
-    if peers.met is not None:
+    if peers.emulated is not None:
         return [reduce_rows(rows, how) for rows in emulated_rows(parts, peers)]
     reduced = library_all_reduce(parts[0], _LIBRARY_OPS[how.op], peers)
     return [reduced.div_(num_ranks) if how.op == "avg" else reduced]
@@ -187,7 +189,7 @@ def _library_reduce_scatter(
     shown, sizes, num_ranks = parts[peers.shown], splits[peers.shown], peers.num_ranks
     sent = (num_ranks - 1) * max(sizes) * math.prod(shown.shape[1:])
     tell_peers("reduce_scatter", sent, shown.dtype, peers)
-    if peers.met is None:
+    if peers.emulated is None:
         reduced = library_reduce_scatter(parts[0], sizes, _LIBRARY_OPS[how.op], peers)
         return [reduced.div_(num_ranks) if how.op == "avg" else reduced]
     reduced = [reduce_rows(rows, how) for rows in emulated_rows(parts, peers)]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 
-from vescale_dtensor._comm.transport import Communication, CommunicationKind, listening
+from vescale_dtensor._comm.events import Communication, CommunicationKind, listening
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor._comm.transport import Communication, listening
+from vescale_dtensor._comm.events import Communication, listening
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import (
     DTensor,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 from vescale_dtensor._comm.emulation import coordinate_of, is_emulated, per_rank
 from vescale_dtensor._comm.functional import is_traced
 from vescale_dtensor._comm.ordered_reduce import Reduction, reduce_rows
-from vescale_dtensor._comm.transport import exchange, gather_rows
+from vescale_dtensor._comm.primitives import all_gather_rows, all_to_all_rows
 
 from .element_counts import Coordinate
 from .plan import plan_redistribution
@@ -82,11 +82,11 @@ def _run(step: Step, local: Tensor, mesh: DeviceMesh) -> Tensor:
     if step.kind == "local":
         return per_rank(lambda c, x: _cut(step, send_recv_of(step, c), x), mesh, local)
     if step.kind == "all_gather":
-        rows = gather_rows(per_rank(_flat, mesh, local), mesh, step.axes)
+        rows = all_gather_rows(per_rank(_flat, mesh, local), mesh, step.axes)
     else:
         packed = per_rank(lambda c, x: _packed_for_all(send_recv_of(step, c), x), mesh, local)
         numels = None if is_emulated() else send_recv_of(step, coordinate_of(mesh)).numels
-        rows = exchange(packed, numels, mesh, step.axes)
+        rows = all_to_all_rows(packed, numels, mesh, step.axes)
     if step.reduce_op is not None:
         how = Reduction(op=step.reduce_op)
         rows = per_rank(lambda _, got: [reduce_rows(got, how)], mesh, rows)

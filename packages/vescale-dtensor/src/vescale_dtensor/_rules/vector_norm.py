@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._comm.emulation import per_rank
-from vescale_dtensor._comm.transport import gather_rows
+from vescale_dtensor._comm.primitives import all_gather_rows
 from vescale_dtensor._layout.layout import layout, replicated, without_partial
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import Plan
@@ -101,7 +101,7 @@ def _powers_on(mesh: DeviceMesh, tensors: Sequence[Tensor], order: float) -> Ten
         ]
         return _powers(counted, order, like=locals_[0])
 
-    rows = gather_rows(
+    rows = all_gather_rows(
         per_rank(own, mesh, [tensor._local_tensor for tensor in settled]), mesh, axes
     )
     combine: Callable[[Tensor, Tensor], Tensor]

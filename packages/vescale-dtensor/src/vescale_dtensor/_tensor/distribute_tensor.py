@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale_dtensor._comm.emulation import coordinate_of, per_rank
-from vescale_dtensor._comm.transport import exchange
+from vescale_dtensor._comm.primitives import all_to_all_rows
 from vescale_dtensor._layout.boxes import local_boxes, local_shape
 from vescale_dtensor._layout.layout import Placements, layout, normalized, replicated
 from vescale_dtensor._layout.placements import is_sharded
@@ -97,7 +97,7 @@ def _from_rank(source: int, tensor: Tensor, mesh: DeviceMesh, placements: Placem
     own_numel = torch.Size(local_shape(shape, sizes, coordinate_of(mesh), held)).numel()
     numels = [own_numel if each == sender else 0 for each in coordinates]
     sent = per_rank(outgoing, mesh, tensor)
-    rows = exchange(sent, numels, mesh, tuple(range(mesh.ndim)))
+    rows = all_to_all_rows(sent, numels, mesh, tuple(range(mesh.ndim)))
     local = per_rank(arrived, mesh, rows)
     return redistribute_local(local, mesh, shape, held, placements)
 

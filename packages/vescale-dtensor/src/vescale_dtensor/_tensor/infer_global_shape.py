@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor._comm.emulation import per_rank
-from vescale_dtensor._comm.transport import gather_rows
+from vescale_dtensor._comm.primitives import all_gather_rows
 from vescale_dtensor._layout.layout import Placements
 from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard
 
@@ -33,7 +33,7 @@ def infer_layout(
     rows = per_rank(
         lambda _, *rows: [tuple(row.tolist()) for row in rows],
         mesh,
-        *gather_rows(told.to(mesh.device_type), mesh, axes),
+        *all_gather_rows(told.to(mesh.device_type), mesh, axes),
     )
     shapes = dict(zip(_coordinates(mesh), (row[1:] for row in rows), strict=True))
     inferred = list(placements)
