@@ -137,6 +137,11 @@ class _Factor:
         return found
 
 
+def axes_of(cuts: DimCuts) -> set[int]:
+    """Return the mesh axes that cut something."""
+    return {axis for cut in cuts for axis in cut.axes}
+
+
 def components_of(
     source: DimCuts, target: DimCuts
 ) -> list[tuple[tuple[int, ...], DimCuts, DimCuts]]:

@@ -1,13 +1,4 @@
-"""The steps from one layout to another with the fewest bytes. Integers only.
-
-[Note: pending reductions] Several axes may hold pending values at once. They are reduced from
-the innermost mesh axis outward: under (Partial("max"), Partial("sum")) an element is the
-maximum over the first axis of sums over the second. Neighbouring axes with one operation are
-reduced as one group, in row-major rank order. An axis whose reduction stays pending is left
-alone, unless an axis outside of it with another operation has to be reduced first (a sum and
-an average may change places). None of this depends on how the reduced tensor is to be laid
-out, and so neither do its bits.
-"""
+"""The steps from one layout to another with the fewest bytes. Integers only."""
 
 from __future__ import annotations
 
@@ -15,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, cast
+from typing import cast
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
@@ -23,8 +14,9 @@ from vescale_dtensor._layout.boxes import Chunks, DimCut, cuts_of, dims_of, loca
 from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard, ReduceOp
 from vescale_dtensor._torch_private import StridedShard
 
-from .element_counts import Coordinate, DimCuts, ElementCounts, difference
-from .steps import Mask, Step, Transfer, TransferKind
+from .element_counts import Coordinate, DimCuts, ElementCounts, axes_of, difference
+from .partial_reductions import masks, pending, reductions
+from .steps import Step, Transfer, TransferKind
 
 _OPS = ("sum", "avg", "max", "min", "product")
 # What a collective costs besides its bytes, as the elements one could move meanwhile.
@@ -102,9 +94,9 @@ def _plan(
         _checked_cuts(shape, mesh_shape, placements) for placements in (source, target)
     )
     planner = _Planner(shape or (1,), mesh_shape, latency_numel)
-    segments, fresh = _reductions(mesh_shape, source, target)
+    segments, fresh = reductions(mesh_shape, source, target)
     sums = tuple(axis for axis, op in fresh if op == "sum")
-    held = frozenset(axis for axis, p in enumerate(source) if _is_partial(p))
+    held = frozenset(pending(source))
     steps: list[Step] = []
     for position, (op, axes) in enumerate(segments):
         if position < len(segments) - 1:
@@ -117,7 +109,7 @@ def _plan(
         layout = reduction.target
     steps += planner.rearrange(layout, goal, sums)
     numel = planner.numel_received(cast("Sequence[Transfer]", steps))
-    steps += _masks(layout, target, fresh)
+    steps += masks(layout, target, fresh)
     return _Plan(tuple(steps), numel)
 
 
@@ -133,63 +125,6 @@ def _checked_cuts(
         ):
             raise ValueError(f"expected a pending reduction out of {_OPS}, got {placement!r}")
     return cuts
-
-
-def _is_partial(placement: Placement) -> bool:
-    return isinstance(placement, Partial)
-
-
-def _pending(placements: Sequence[Placement]) -> dict[int, ReduceOp]:
-    """Return the operation on each mesh axis that has a pending one."""
-    return {
-        axis: cast(ReduceOp, placement.reduce_op)
-        for axis, placement in enumerate(placements)
-        if isinstance(placement, Partial)
-    }
-
-
-def _reductions(
-    mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]
-) -> tuple[list[tuple[ReduceOp, tuple[int, ...]]], list[tuple[int, ReduceOp]]]:
-    """Return what is reduced over which axes, in order, and what becomes pending where.
-
-    Axes of one rank need neither. See [Note: pending reductions].
-    """
-    chosen: dict[int, ReduceOp] = {}
-    for axis, op in _pending(source).items():
-        if source[axis] != target[axis] or not all(_commute(op, o) for o in chosen.values()):
-            chosen[axis] = op
-    segments: list[tuple[ReduceOp, tuple[int, ...]]] = []
-    for axis, op in reversed(chosen.items()):
-        if mesh_shape[axis] == 1:
-            continue
-        if segments and segments[-1][0] == op:
-            segments[-1] = (op, (axis, *segments[-1][1]))
-        else:
-            segments.append((op, (axis,)))
-    fresh: list[tuple[int, ReduceOp]] = [
-        (axis, op)
-        for axis, op in _pending(target).items()
-        if mesh_shape[axis] > 1 and (axis in chosen or not _is_partial(source[axis]))
-    ]
-    return segments, fresh
-
-
-def _commute(left: ReduceOp, right: ReduceOp) -> bool:
-    return left == right or {left, right} == {"sum", "avg"}
-
-
-def _masks(
-    layout: DimCuts, target: Sequence[Placement], fresh: Sequence[tuple[int, ReduceOp]]
-) -> list[Mask]:
-    """Return the step that makes a value pending along axes that it was not cut along."""
-    embedded = _axes_of(layout)
-    fills: list[tuple[int, Literal["sum", "product"]]] = []
-    for axis, op in fresh:
-        if op == "product" or (op == "sum" and axis not in embedded):
-            fills.append((axis, op))
-    sums = tuple(axis for axis, op in _pending(target).items() if op == "sum")
-    return [Mask(fills=tuple(fills), sums=sums)] if fills else []
 
 
 class _Planner:
@@ -298,11 +233,11 @@ class _Planner:
         over the axes that are left. Those along which ``source`` is whole may help; ``held``
         are those with values pending.
         """
-        wanted = _axes_of(target)
+        wanted = axes_of(target)
         idle = [
             axis
             for axis, num_ranks in enumerate(self._mesh_shape)
-            if num_ranks > 1 and axis not in held and axis not in _axes_of(source)
+            if num_ranks > 1 and axis not in held and axis not in axes_of(source)
         ]
         found: list[DimCuts] = []
         before, after = difference(source, target)
@@ -329,7 +264,7 @@ class _Planner:
 
     def _spreads(self, cuts: DimCuts, axes: Sequence[int], extra: Sequence[int]) -> list[DimCuts]:
         """Return ``cuts`` spread over ``axes``, and over ``extra`` too, if not cut by them."""
-        used = _axes_of(cuts)
+        used = axes_of(cuts)
         few = tuple(axis for axis in axes if axis not in used)
         many = tuple(sorted({*few, *(axis for axis in extra if axis not in used)}))
         return [
@@ -398,10 +333,6 @@ class _Planner:
                 return False
             sizes |= dict.fromkeys(dims, 1) | {dims[0]: length // num_ranks}
         return True
-
-
-def _axes_of(cuts: DimCuts) -> set[int]:
-    return {axis for cut in cuts for axis in cut.axes}
 
 
 def _fitting(source: DimCuts, target: DimCuts, axes: Sequence[int]) -> list[DimCut]:
