@@ -10,6 +10,7 @@ import torch
 from ._dispatch import dispatch
 from ._layout.placements import InterleavedShard, RaggedShard
 from ._sharding.gathered_views import unversioned
+from ._tensor import autograd
 from ._tensor.dtensor import DTensor, rebuild
 from ._torch_private import foreach_supported_types
 
@@ -37,6 +38,8 @@ def register_with_torch() -> None:
 
 
 def register_rules() -> None:
-    """Tell DTensor how operators run, and what its ``data`` is."""
+    """Tell DTensor how operators run, what its ``data`` is, and what autograd records."""
     DTensor.rules = staticmethod(dispatch)
     DTensor.unversioned = staticmethod(unversioned)
+    DTensor._FromLocal, DTensor._ToLocal = autograd.FromLocal, autograd.ToLocal
+    DTensor._ToFull, DTensor._Redistribute = autograd.ToFull, autograd.Redistribute

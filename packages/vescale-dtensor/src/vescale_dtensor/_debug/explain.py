@@ -15,12 +15,8 @@ from torch import Tensor, nn
 
 from vescale_dtensor._comm.events import Communication, listening
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._tensor.dtensor import (
-    DTensor,
-    Redistribution,
-    layout_of,
-    redistributions_told,
-)
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of
+from vescale_dtensor._tensor.events import Redistribution, redistributions_told
 from vescale_dtensor._torch_private import OpOverload, pytree
 
 _OWN = str(Path(__file__).parents[1])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._layout.placements import is_sharded
-from vescale_dtensor._tensor.dtensor import Redistribution, redistributions_told
+from vescale_dtensor._tensor.events import Redistribution, redistributions_told
 
 
 class GatherForbiddenError(RuntimeError):

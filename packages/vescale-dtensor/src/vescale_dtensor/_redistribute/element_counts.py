@@ -96,8 +96,8 @@ class _Factor:
         self._mesh_shape = counts.mesh_shape
         self._source = source
         self._target = target
-        self._source_axes = {axis for cut in source for axis in cut.axes}
-        self._target_axes = {axis for cut in target for axis in cut.axes}
+        self._source_axes = axes_of(source)
+        self._target_axes = axes_of(target)
         self._held = counts.boxes
         # By the axes of the peers: the axes that matter besides, and counts by coordinate.
         self._tables: dict[tuple[int, ...], tuple[list[int], dict[Coordinate, int]]] = {}

@@ -168,10 +168,10 @@ class _Planner:
         a group, or none.
         """
         before, after = difference(source, target)
-        embeds = any(axis in sums for cut in source for axis in cut.axes)
+        embeds = not axes_of(source).isdisjoint(sums)
         if not before and not after and not embeds:
             return []
-        used = {axis for cut in before for axis in cut.axes}
+        used = axes_of(before)
         axes = tuple(sorted(a for a in used if self._mesh_shape[a] > 1 and a not in sums))
         equal = not after and not embeds and self._is_even(source)
         transfer = self._transfer(

@@ -19,7 +19,8 @@ from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._torch_private import DISTRIBUTED, default_mesh
 
-from .dtensor import DTensor, as_dtensor, check_count, wrap
+from .checks import check_count
+from .dtensor import DTensor, as_dtensor, wrap
 from .strides import dense_stride, in_memory_order
 
 

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Placement
 
-from vescale_dtensor._comm.emulation import coordinate_of, is_emulated, per_rank
+from vescale_dtensor._comm.emulation import coordinate_of
 from vescale_dtensor._comm.failures import announce_alone
 from vescale_dtensor._comm.functional import is_traced
-from vescale_dtensor._layout.boxes import LocalBox, local_boxes, local_shape
+from vescale_dtensor._layout.boxes import LocalBox, local_boxes
 from vescale_dtensor._layout.layout import (
     Layout,
     Placements,
     layout,
     layout_of_spec,
     normalized,
-    placements_text,
     replicated,
     without_partial,
 )
-from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._torch_private import (
-    DISTRIBUTED,
     DTensorBase,
     default_mesh,
     make_wrapper,
@@ -39,6 +34,8 @@ from vescale_dtensor._torch_private import (
     real_mesh,
 )
 
+from .checks import check_count, check_local_shape, check_replicas, is_first_replica
+from .events import tell_redistribution
 from .infer_global_shape import infer_layout
 from .strides import as_laid_out, in_memory_order
 
@@ -57,6 +54,11 @@ class DTensor(DTensorBase):
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     unversioned: ClassVar[Callable[[DTensor], DTensor]]
+    # What autograd records, see autograd.py; set there as well, and for the same reason.
+    _FromLocal: ClassVar[type[torch.autograd.Function]]
+    _ToLocal: ClassVar[type[torch.autograd.Function]]
+    _ToFull: ClassVar[type[torch.autograd.Function]]
+    _Redistribute: ClassVar[type[torch.autograd.Function]]
     # What this tensor is a view of, if it is one that had to be gathered; see gathered_views.py.
     _alias_of: Any = None
 
@@ -110,14 +112,14 @@ class DTensor(DTensorBase):
         if shape is None:
             shape, given = infer_layout(local_tensor, mesh, given)
         given = normalized(given, len(shape))
-        _check_local_shape(local_tensor, mesh, given, shape)
+        check_local_shape(local_tensor, mesh, given, shape)
         made = layout(mesh, given, shape, None, local_tensor.dtype)
         if run_check:
-            _check_replicas(local_tensor, made)
+            check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return wrap(*as_laid_out(local_tensor.detach(), made))
         wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
-        return cast(DTensor, _FromLocal.apply(local_tensor, made, wanted))
+        return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute
@@ -158,7 +160,9 @@ class DTensor(DTensorBase):
         settled = self._settled(alone=True)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return settled._local_tensor
-        return cast(Tensor, _ToLocal.apply(settled, _placements_or_none(self, grad_placements)))
+        return cast(
+            Tensor, DTensor._ToLocal.apply(settled, _placements_or_none(self, grad_placements))
+        )
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
         """Return the global tensor, on every rank. Every rank of the mesh must call this.
@@ -170,7 +174,9 @@ class DTensor(DTensorBase):
         settled = self._settled()
         if not (torch.is_grad_enabled() and self.requires_grad):
             return gather(settled)
-        return cast(Tensor, _ToFull.apply(settled, _placements_or_none(self, grad_placements)))
+        return cast(
+            Tensor, DTensor._ToFull.apply(settled, _placements_or_none(self, grad_placements))
+        )
 
     def redistribute(  # pyright: ignore[reportIncompatibleMethodOverride]: fewer options than torch's
         self,
@@ -201,7 +207,7 @@ class DTensor(DTensorBase):
         check_count(target, self.device_mesh)
         settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(DTensor, _Redistribute.apply(settled, target))
+            return cast(DTensor, DTensor._Redistribute.apply(settled, target))
         return redistributed(settled, target)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -326,39 +332,9 @@ def gather(tensor: DTensor) -> Tensor:
     """Return a copy of the global tensor without autograd. All ranks of the mesh call this."""
     local, made = tensor._local_tensor.detach(), layout_of(tensor)
     target = made.placed(replicated(made.mesh))
-    _tell_of(made, target)
+    tell_redistribution(made, target)
     full = redistribute_local(local, made.mesh, made.shape, made.placements, target.placements)
     return full.clone() if full is local else in_memory_order(full, made.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class Redistribution:
-    """A redistribution of a tensor."""
-
-    source: Layout
-    target: Layout
-
-    def __str__(self) -> str:
-        return f"{self.source} to {placements_text(self.target.placements)}"
-
-
-_listeners: list[Callable[[Redistribution], None]] = []
-
-
-@contextmanager
-def redistributions_told(listener: Callable[[Redistribution], None]) -> Iterator[None]:
-    """Call ``listener`` for every redistribution."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def _tell_of(source: Layout, target: Layout) -> None:
-    if source is not target:
-        for listener in _listeners:
-            listener(Redistribution(source, target))
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
@@ -367,7 +343,7 @@ def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
     target = made.placed(placements)
     if target is made:
         return tensor
-    _tell_of(made, target)
+    tell_redistribution(made, target)
     local = redistribute_local(
         tensor._local_tensor, made.mesh, made.shape, made.placements, placements
     )
@@ -403,122 +379,10 @@ def wrap(local: Tensor, made: Layout, *, offset: int = 0) -> DTensor:
     return tensor
 
 
-def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Whether no earlier coordinate, along axes that do not shard, holds the same elements."""
-    return not any(
-        index
-        for index, placement in zip(coordinate, placements, strict=True)
-        if not is_sharded(placement)
-    )
-
-
 def _placements_or_none(
     tensor: DTensor, placements: Sequence[Placement] | None
 ) -> Placements | None:
     return None if placements is None else normalized(placements, tensor.ndim)
-
-
-def check_count(placements: Placements, mesh: DeviceMesh) -> None:
-    if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"expected one placement per mesh axis ({mesh.ndim}), got {tuple(placements)}"
-        )
-
-
-def _check_local_shape(
-    local_tensor: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
-) -> None:
-    check_count(placements, mesh)
-
-    def check(coordinate: tuple[int, ...], local: Tensor) -> None:
-        expected = local_shape(shape, mesh.shape, coordinate, placements)
-        if tuple(local.shape) != expected:
-            raise ValueError(
-                f"expected a local tensor of shape {expected} for global shape "
-                f"{tuple(shape)} and placements {tuple(placements)} at {coordinate}, "
-                f"got {tuple(local.shape)}; parts of other sizes need a RaggedShard"
-            )
-
-    per_rank(check, mesh, local_tensor)
-
-
-def _check_replicas(local_tensor: Tensor, made: Layout) -> None:
-    whole = tuple(p if is_sharded(p) else Replicate() for p in made.placements)
-    first = tuple(Partial() if type(p) is Replicate else p for p in whole)
-
-    def keep(coordinate: tuple[int, ...], local: Tensor) -> Tensor:
-        kept = is_first_replica(coordinate, whole)
-        return local.detach().clone() if kept else torch.zeros_like(local)
-
-    kept = per_rank(keep, made.mesh, local_tensor)
-    expected = redistribute_local(kept, made.mesh, made.shape, first, whole)
-
-    def check(coordinate: tuple[int, ...], local: Tensor, of_first: Tensor) -> None:
-        if not torch.equal(local, of_first):
-            raise ValueError(f"the replica at {coordinate} differs from the first one")
-
-    if not made.is_partial:
-        per_rank(check, made.mesh, local_tensor.detach(), expected)
-
-
-class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
-        return wrap(*as_laid_out(local.detach(), made))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = layout_of(tensor)
-        ctx.layout = made.placed(wanted or without_partial(made.placements))
-        local = tensor._local_tensor
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # torch's own formulas take the shape of the rank that is shown for that of all.
-        if is_emulated():
-            _check_local_shape(grad, ctx.layout.mesh, ctx.layout.placements, ctx.layout.shape)
-        return wrap(*as_laid_out(grad, ctx.layout)), None
-
-
-class _ToFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = layout_of(tensor)
-        ctx.target = without_partial(made.placements)
-        ctx.layout = made.placed(wanted or replicated(made.mesh))
-        return gather(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.mesh, ctx.placements = tensor.device_mesh, without_partial(tensor.placements)
-        result = redistributed(tensor, placements)
-        return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
-
-
-def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a gradient as a distributed tensor; a plain one is whole on every rank."""
-    if isinstance(grad, DISTRIBUTED):
-        return as_dtensor(grad)
-    made = layout(mesh, replicated(mesh), grad.shape, None, grad.dtype)
-    return wrap(*as_laid_out(grad, made))
 
 
 def as_dtensor(tensor: torch_dtensor.DTensor) -> DTensor:
