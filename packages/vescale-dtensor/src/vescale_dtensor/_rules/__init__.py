@@ -15,6 +15,7 @@ from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._torch_private import OpOverload
 
 from . import (
+    as_strided,
     attention,
     batch_norm,
     cat_stack_repeat,
@@ -78,6 +79,7 @@ _RULES: dict[OpOverload, Rule] = {**pointwise.RULES, **view.RULES}
 HANDLERS: dict[OpOverload, Plan] = {
     **INPLACE_VIEWS,
     **LAZY_BITS,
+    **as_strided.HANDLERS,
     **vector_norm.HANDLERS,
     **item.HANDLERS,
 }
