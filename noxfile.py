@@ -177,7 +177,7 @@ def nightly(session: nox.Session) -> None:
     first = str(2000 * (int(time.time()) // 86400 % 100000))
     tests = ("-m", "nightly", "packages", "integration_tests")
     session.run(*pytest, *tests, *session.posargs, env={"VESCALE_FUZZ_FIRST": first})
-    rules = [str(path) for path in LOCAL["vescale-dtensor"].glob("tests/test_rules_*.py")]
+    rules = [str(path) for path in LOCAL["vescale-dtensor"].glob("tests/rules/test_rules_*.py")]
     session.run(*pytest, *rules, env={"VESCALE_RULE_CASES": "24"})
 
 
@@ -210,7 +210,7 @@ def gpu(session: nox.Session) -> None:
     if not HOST_HAS_TORCH or find_spec("xdist"):
         pytest = (*pytest, "-p", "xdist", "-n", "8", "--dist", "worksteal")
     session.run(*pytest, "-m", "gpu", "packages", "integration_tests", *session.posargs, env=env)
-    tests = LOCAL["vescale-dtensor"] / "tests"
+    tests = LOCAL["vescale-dtensor"] / "tests" / "rules"
     rules = map(str, [*tests.glob("test_rules_*.py"), tests / "test_opinfo.py"])
     on_gpu = {**env, "VESCALE_TEST_DEVICE": "cuda"}
     session.run(*pytest, "-m", "not gpu", *rules, *session.posargs, env=on_gpu)

@@ -3,6 +3,18 @@
 The names of ``torch.distributed.tensor`` are here with the same meaning: ``DTensor`` is a subclass
 of torch's, and ``distribute_tensor``, ``distribute_module``, ``zeros`` and the other factories
 make it. Placements are torch's own and those of this package.
+
+The rooms, in the order in which a call of an operator passes through them:
+
+- ``_register``, ``_dispatch``: what happens to an operator, and remembering it.
+- ``_rules``: the rules, one family of operators a file.
+- ``_sharding``: a call, its signature, the cheapest options, the plan that runs locally.
+- ``_tensor``: the tensor, what makes one, what checkpoints ask of it.
+- ``_redistribute``: from one layout to another: steps, who sends what to whom, then bytes.
+- ``_comm``: collectives, between processes or the parts of one, and their failures.
+- ``_layout``: which elements a rank holds: placements, boxes, layouts, reshapes.
+- ``random``: the room that emulates torch's generators.
+- ``_debug``: ``explain``, ``CommCounter``, ``visualize``, ``forbid_gathers``.
 """
 
 from torch.distributed.tensor import (
@@ -12,23 +24,52 @@ from torch.distributed.tensor import (
     Shard as Shard,
 )
 
-from ._calls import Unsupported as Unsupported
-from ._collectives import (
+from ._comm.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
     all_to_all as all_to_all,
     reduce_scatter as reduce_scatter,
 )
-from ._count import CommCounter as CommCounter
-from ._distribute_module import distribute_module as distribute_module
-from ._distribute_tensor import distribute_tensor as distribute_tensor
-from ._dtensor import DTensor as DTensor
-from ._explain import (
+from ._comm.emulation import (
+    EmulatedWorld as EmulatedWorld,
+    RankTensor as RankTensor,
+    emulate as emulate,
+)
+from ._comm.events import Communication as Communication
+from ._comm.failures import (
+    PeerError as PeerError,
+    announced_failures as announced_failures,
+    named_failures as named_failures,
+)
+from ._debug.comm_counter import CommCounter as CommCounter
+from ._debug.explain import (
     Explanation as Explanation,
     Operation as Operation,
     explain as explain,
 )
-from ._factories import (
+from ._debug.forbid_gathers import (
+    GatherForbiddenError as GatherForbiddenError,
+    forbid_gathers as forbid_gathers,
+)
+from ._debug.visualize import layout_text as layout_text, visualize as visualize
+from ._layout.boxes import (
+    Box as Box,
+    LocalBox as LocalBox,
+    local_boxes as local_boxes,
+    local_shape as local_shape,
+)
+from ._layout.placements import (
+    InterleavedShard as InterleavedShard,
+    RaggedShard as RaggedShard,
+    is_sharded as is_sharded,
+)
+from ._register import register_rules, register_with_torch
+from ._sharding.op_call import Unsupported as Unsupported
+from ._sharding.replicate_fallback import GatherWarning as GatherWarning, strict as strict
+from ._tensor.distribute_module import distribute_module as distribute_module
+from ._tensor.distribute_tensor import distribute_tensor as distribute_tensor
+from ._tensor.dtensor import DTensor as DTensor
+from ._tensor.factories import (
     empty as empty,
     full as full,
     manual_seed as manual_seed,
@@ -37,35 +78,6 @@ from ._factories import (
     randn as randn,
     zeros as zeros,
 )
-from ._failures import (
-    PeerError as PeerError,
-    announced_failures as announced_failures,
-    named_failures as named_failures,
-)
-from ._fallback import GatherWarning as GatherWarning, strict as strict
-from ._forbid import (
-    GatherForbiddenError as GatherForbiddenError,
-    forbid_gathers as forbid_gathers,
-)
-from ._layout import (
-    Box as Box,
-    LocalBox as LocalBox,
-    local_boxes as local_boxes,
-    local_shape as local_shape,
-)
-from ._placements import (
-    InterleavedShard as InterleavedShard,
-    RaggedShard as RaggedShard,
-    is_sharded as is_sharded,
-)
-from ._ranks import (
-    EmulatedWorld as EmulatedWorld,
-    RankTensor as RankTensor,
-    emulate as emulate,
-)
-from ._register import register_rules, register_with_torch
-from ._transport import Communication as Communication
-from ._visualize import layout_text as layout_text, visualize as visualize
 
 __version__ = "0.1.0"
 __all__ = [

@@ -2,10 +2,11 @@
 
 [Note: classes of operators] Every operator is in one of four classes.
 
-1. A rule: a signature or a view, see _signature.py and _views.py. Inputs move as little as
+1. A rule: a signature or a view, see signature.py and view_plan.py. Inputs move as little as
    possible, every rank computes its part.
 2. A decomposition into operators that have rules.
-3. The fallback: inputs are gathered and the result is whole on every rank, see _fallback.py.
+3. The fallback: inputs are gathered and the result is whole on every rank, see
+   replicate_fallback.py.
 4. Refused, with the reason.
 
 When all inputs are whole on every rank, the operator itself runs on them: no rule is needed.
@@ -21,27 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._calls import Call, Unsupported, is_view, written_values
-from ._dtensor import DTensor
-from ._fallback import gathered
-from ._foreach import is_foreach, plan_foreach
-from ._inplace_view import resizes
-from ._linked import follow
-from ._plan import (
-    Direct,
+from ._caches import forget_with_world
+from ._comm.emulation import is_emulated
+from ._layout.layout import layout_of_spec
+from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
+from ._rules.foreach import is_foreach, plan_foreach
+from ._sharding.gathered_views import follow
+from ._sharding.inplace_view import resizes
+from ._sharding.local_plan import (
+    LocalCall,
     Plan,
     distributed,
     finisher,
     in_order,
     is_in_order,
     plan_again,
-    plan_choice,
+    plan_of_spec,
     told,
 )
-from ._ranks import forget_with_world, is_emulated
-from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
-from ._signature import Signature, choose
-from ._spec import layout_of_spec
+from ._sharding.op_call import OpCall, Unsupported, is_view, written_values
+from ._sharding.replicate_fallback import gathered
+from ._sharding.signature import Signature, choose
+from ._sharding.view_plan import View, plan_view
+from ._tensor.dtensor import DTensor
 from ._torch_private import (
     DISTRIBUTED,
     OpOverload,
@@ -50,7 +53,6 @@ from ._torch_private import (
     seeing_lazy_bits,
     share_storage,
 )
-from ._views import View, plan_view
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 1 << 16
@@ -69,21 +71,21 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return dispatch(func, args, kwargs)
     key: list[Any] = [func]
     locals_: list[Any] = []
-    links: list[DTensor] = []
+    aliases: list[DTensor] = []
     try:
         for arg in args:
             if type(arg) is DTensor:
-                if arg._link is not None:
+                if arg._alias_of is not None:
                     arg._settled()
-                    links.append(arg)
+                    aliases.append(arg)
                 key.append(arg._spec.layout)  # pyright: ignore[reportAttributeAccessIssue]: ours
                 locals_.append(arg._local_tensor)
             else:
-                _describe(arg, key, locals_, links)
+                _describe(arg, key, locals_, aliases)
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
-                _describe(value, key, [], links)
+                _describe(value, key, [], aliases)
         plan = _plans.get(tuple(key))
     except (_Uncachable, TypeError):
         # A TypeError if sizes of a plain tensor are symbols, which have no hash.
@@ -95,16 +97,16 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             _plans.clear()
         if plan is _whole:
             result = _whole(func, args, kwargs)
-            _plans[tuple(key)] = plan_again(Call(func, args, kwargs), result) or _whole
+            _plans[tuple(key)] = plan_again(OpCall(func, args, kwargs), result) or _whole
             return _followed(func, args, kwargs, result)
         if not (func._schema.is_mutable or is_view(func)):
             result = plan(func, args, kwargs)
             if not is_in_order(result):
                 plan, result = in_order(plan), told(result)
             _plans[tuple(key)] = plan
-            return _followed(func, args, kwargs, result) if links else result
+            return _followed(func, args, kwargs, result) if aliases else result
         _plans[tuple(key)] = plan
-    if isinstance(plan, Direct) and not kwargs:
+    if isinstance(plan, LocalCall) and not kwargs:
         result = plan.function(*locals_)
         if plan.layout is None:
             result = plan.finish(args, kwargs, result)
@@ -112,19 +114,19 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             result = new_dtensor(DTensor, result, plan.layout.spec, requires_grad=False)
     else:
         result = plan(func, args, kwargs)
-    return _followed(func, args, kwargs, result) if links or "out" in kwargs else result
+    return _followed(func, args, kwargs, result) if aliases or "out" in kwargs else result
 
 
 def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Let views of gathered views follow them, and writes reach what they are views of."""
-    if is_view(func) and isinstance(args[0], DTensor) and args[0]._link is not None:
+    if is_view(func) and isinstance(args[0], DTensor) and args[0]._alias_of is not None:
         follow(args[0], result)
     if func._schema.is_mutable:
         for written in written_values(func, args, kwargs):
             if not isinstance(written, DTensor):
                 continue
-            if written._link is not None:
-                written._link.write_back(written)
+            if written._alias_of is not None:
+                written._alias_of.write_back(written)
             if "out" in kwargs and written._base is not None:
                 # matmul asks whether the out= it reshaped and had written is the caller's still.
                 share_storage(written, written._base)
@@ -151,13 +153,13 @@ _BY_VALUE = (
 )  # fmt: skip
 
 
-def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]) -> None:
+def _describe(arg: Any, key: list[Any], locals_: list[Any], aliases: list[DTensor]) -> None:
     """Append what identifies ``arg`` to ``key``, and its local counterpart to ``locals_``."""
     kind = type(arg)
     if kind is DTensor:
-        if arg._link is not None:
+        if arg._alias_of is not None:
             arg._settled()
-            links.append(arg)
+            aliases.append(arg)
         key.append(layout_of_spec(arg._spec))
         locals_.append(arg._local_tensor)
         return
@@ -169,7 +171,7 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], links: list[DTensor]
         key.append(len(arg))
         inner: list[Any] = []
         for each in arg:
-            _describe(each, key, inner, links)
+            _describe(each, key, inner, aliases)
         locals_.append(inner)
         return
     locals_.append(arg)
@@ -211,7 +213,7 @@ def _chosen_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     if is_foreach(func):
         return plan_foreach(call)
     if len(call.meshes) > 1:
@@ -240,14 +242,14 @@ def _chosen_plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return gathered
 
 
-def _ruled_plan(call: Call, found: Signature | View | None) -> Plan | None:
+def _ruled_plan(call: OpCall, found: Signature | View | None) -> Plan | None:
     if isinstance(found, View):
         return plan_view(call, found)
-    choice = None if found is None else choose(call, found)
-    return None if found is None or choice is None else plan_choice(call, found, choice)
+    op_spec = None if found is None else choose(call, found)
+    return None if found is None or op_spec is None else plan_of_spec(call, found, op_spec)
 
 
-def _writes_plain(call: Call) -> bool:
+def _writes_plain(call: OpCall) -> bool:
     return any(not isinstance(call.tensors[i], DISTRIBUTED) for i in call.written)
 
 
@@ -258,7 +260,7 @@ def _composed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator whose inputs are whole on every rank; so are its results."""
-    call = Call(func, args, kwargs)
+    call = OpCall(func, args, kwargs)
     locals_ = [distributed(tensor, call)._local_tensor for tensor in call.tensors]
     local_args, local_kwargs = call.with_tensors(locals_)
     result = func(*local_args, **local_kwargs)

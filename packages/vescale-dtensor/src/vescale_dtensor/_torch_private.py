@@ -13,7 +13,7 @@ import torch.distributed.tensor as torch_dtensor
 # One overload of an operator: what __torch_dispatch__ is called with.
 from torch._ops import OpOverload as OpOverload
 
-# The mesh of an enclosing `with mesh:`; its public face is an argument that may be left out.
+# The mesh of an enclosing `with mesh:`; its public form is an argument that may be left out.
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 # The store that init_process_group met in; torch has no public accessor. Without it a
@@ -53,7 +53,7 @@ share_storage: Any = torch._functionalize_unsafe_set  # pyright: ignore[reportPr
 if TYPE_CHECKING or torch.__version__ >= "2.13":
     DTensorBase = torch_dtensor.DTensor
 else:  # remove with torch 2.12
-    from ._stand_in import DTensorStandIn as DTensorBase
+    from ._dtensor_base import DTensorBase as DTensorBase
 DISTRIBUTED: tuple[type[torch_dtensor.DTensor], ...] = (torch_dtensor.DTensor, DTensorBase)
 
 # The C++ constructor behind torch's DTensor. Its Python __init__ adds 2 us and does nothing.
@@ -85,7 +85,7 @@ class seeing_lazy_bits:
 
 
 try:
-    # Since 2.13 a compiler sees a mesh as an opaque object and hands out stand-ins for it.
+    # Since 2.13 a compiler sees a mesh as an opaque object and hands out placeholders for it.
     from torch._library.fake_class_registry import maybe_unwrap_fake_script_object
 except ImportError:  # remove with torch 2.12
 
@@ -94,7 +94,7 @@ except ImportError:  # remove with torch 2.12
 
 
 def real_mesh(mesh: Any) -> DeviceMesh:
-    """Return the mesh that a compiler's stand-in stands for, or the mesh itself."""
+    """Return the mesh that a compiler's placeholder stands for, or the mesh itself."""
     return maybe_unwrap_fake_script_object(mesh)
 
 

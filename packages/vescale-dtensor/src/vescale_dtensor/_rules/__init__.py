@@ -4,82 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vescale_dtensor._calls import Call
-from vescale_dtensor._inplace_view import (
+from vescale_dtensor._sharding.inplace_view import (
     HANDLERS as INPLACE_VIEWS,
     REFUSED as REFUSED_INPLACE_VIEWS,
 )
-from vescale_dtensor._lazy_bits import HANDLERS as LAZY_BITS
-from vescale_dtensor._plan import Plan
-from vescale_dtensor._signature import Signature
+from vescale_dtensor._sharding.local_plan import Plan
+from vescale_dtensor._sharding.op_call import OpCall
+from vescale_dtensor._sharding.signature import Signature
+from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._torch_private import OpOverload
-from vescale_dtensor._views import View
 
 from . import (
-    _along,
-    _attention,
-    _batch_norm,
-    _conv,
-    _embedding,
-    _extreme,
-    _group_norm,
-    _image,
-    _index,
-    _join,
-    _linalg,
-    _loss,
-    _matmul,
-    _moments,
-    _new,
-    _nll,
-    _normalize,
-    _norms,
-    _pending,
-    _pointwise,
-    _random,
-    _reduce,
-    _scatter,
-    _scattered,
-    _softmax,
-    _values,
-    _view,
+    as_strided,
+    attention,
+    batch_norm,
+    cat_stack_repeat,
+    conv,
+    dimwise,
+    embedding,
+    gather_scatter,
+    group_norm,
+    index,
+    item,
+    layer_norm,
+    linalg,
+    loss,
+    matmul,
+    min_max,
+    new_like,
+    nll,
+    partial_pointwise,
+    pointwise,
+    pooling_resize,
+    random,
+    reduce,
+    softmax,
+    variance,
+    vector_norm,
+    view,
+    view_backward,
 )
+from .conj_neg import HANDLERS as LAZY_BITS
 
-Rule = Callable[[Call], Signature | View | None]
+Rule = Callable[[OpCall], Signature | View | None]
 
 _FAMILIES = (
-    _along,
-    _attention,
-    _batch_norm,
-    _conv,
-    _embedding,
-    _extreme,
-    _group_norm,
-    _image,
-    _index,
-    _join,
-    _linalg,
-    _loss,
-    _matmul,
-    _moments,
-    _new,
-    _nll,
-    _normalize,
-    _pending,
-    _random,
-    _reduce,
-    _scatter,
-    _scattered,
-    _softmax,
+    dimwise,
+    attention,
+    batch_norm,
+    conv,
+    embedding,
+    min_max,
+    group_norm,
+    pooling_resize,
+    index,
+    cat_stack_repeat,
+    linalg,
+    loss,
+    matmul,
+    variance,
+    new_like,
+    nll,
+    layer_norm,
+    partial_pointwise,
+    random,
+    reduce,
+    gather_scatter,
+    view_backward,
+    softmax,
 )
 
-_RULES: dict[OpOverload, Rule] = {**_pointwise.RULES, **_view.RULES}
+_RULES: dict[OpOverload, Rule] = {**pointwise.RULES, **view.RULES}
 # Operators that are run by functions of ours, whatever the placements.
 HANDLERS: dict[OpOverload, Plan] = {
     **INPLACE_VIEWS,
     **LAZY_BITS,
-    **_norms.HANDLERS,
-    **_values.HANDLERS,
+    **as_strided.HANDLERS,
+    **vector_norm.HANDLERS,
+    **item.HANDLERS,
 }
 # Operators that become other operators unless all their inputs are whole.
 DECOMPOSED: dict[OpOverload, Plan] = {}
@@ -95,6 +97,6 @@ for _family in _FAMILIES:
 def rule_of(func: OpOverload) -> Rule | None:
     """Return the rule of an operator, None if it has none."""
     rule = _RULES.get(func)
-    if rule is None and _pointwise.is_pointwise(func):
-        return _pointwise.pointwise
+    if rule is None and pointwise.is_pointwise(func):
+        return pointwise.pointwise
     return rule

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Generator, Tensor
 
-from ._draws import Fill
+from ._draw_rules import Fill
 
 THREADS_PER_BLOCK = 256
 

@@ -1,0 +1,210 @@
+"""When a rank fails, the ranks that wait for it say who it was.
+
+A rank that raises writes its name and error to the rendezvous store. A collective that
+breaks (a timeout, a closed connection) looks there before it raises.
+
+[Note: failures that are over] A program may catch an error and go on. So failures are numbered.
+A rank names the newest one that it has not named before; and a rank that has completed a
+collective since it failed takes that back, for it evidently works with the others again.
+
+[Note: where user code raises]
+What a program's own lines raise (a loss, a hook, a backward function) passes through no code of
+this package. If nobody catches it, the program ends: ``sys.excepthook`` announces it, which runs
+before the connections close that tell the other ranks. A rank that catches such an error and
+lives, but comes to no collective again, keeps the others waiting for their groups' timeout. A
+wait cannot be given up earlier: the error may be over (see above), and a collective that was
+begun and left would pair with a later one of the other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_dtensor._caches import forget_with_world
+from vescale_dtensor._torch_private import default_store
+
+from .emulation import is_emulated
+
+_COUNT = "vescale/failures"
+_NUM_LOOKED_AT = 1024  # entries; ranks that raise alike write one each
+_PATIENCE = datetime.timedelta(seconds=5)  # with a store whose host may be gone
+
+_MARK = "_announced_as"  # on an exception
+
+# What this rank announced and did not take back: the world it belongs to, number.
+_standing: list[tuple[object, int]] = []
+# The newest failure that this rank has named: the world, number, text.
+_named: tuple[object, int, str] = (None, 0, "")
+
+
+def _forget() -> None:
+    global _named
+    world = dist.group.WORLD
+    _standing[:] = [each for each in _standing if each[0] is world]
+    if _named[0] is not world:
+        _named = (None, 0, "")
+
+
+forget_with_world(_forget)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, so a collective could not finish."""
+
+
+@contextlib.contextmanager
+def announced_failures() -> Iterator[None]:
+    """Tell the other ranks about an exception that leaves this block.
+
+    And from now on about any that ends the program; see [Note: where user code raises].
+    """
+    _watch_the_end()
+    try:
+        yield
+    except PeerError:
+        raise
+    except Exception as error:
+        announce(error)
+        raise
+
+
+def announce(error: BaseException) -> None:
+    """Write this rank's failure where waiting ranks look."""
+    if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1:
+        return
+    if _is_announced(error):
+        return  # on its way out it leaves several blocks
+    text = f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:2000]}"
+    text = "; ".join([text, *(note[:2000] for note in getattr(error, "__notes__", ()))])
+    # The store may be gone when the whole job is going down; the error itself still rises.
+    with _patient_store() as store:
+        number = store.add(_COUNT, 1)
+        store.set(_key(number), text)
+        vars(error)[_MARK] = number
+        _standing.append((dist.group.WORLD, number))
+
+
+def _is_announced(error: BaseException) -> bool:
+    return (dist.group.WORLD, vars(error).get(_MARK)) in _standing
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_hook_before: _Hook | None = None
+
+
+def _watch_the_end() -> None:
+    """Have what ends the program announced. Other hooks, torch's among them, still run."""
+    global _hook_before
+    if _hook_before is None:
+        _hook_before, sys.excepthook = sys.excepthook, _announce_uncaught
+
+
+def _announce_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    assert _hook_before is not None
+    # Whatever goes wrong here must not keep the error itself from being shown.
+    with contextlib.suppress(Exception):
+        _explain_or_announce(error)
+    _hook_before(kind, error, trace)
+
+
+def _explain_or_announce(error: BaseException) -> None:
+    causes = list(_causes(error))
+    if any(isinstance(each, PeerError) or _is_announced(each) for each in causes):
+        return  # it is known already, by the text it began with
+    if not dist.is_initialized() or is_emulated():
+        return
+    # The program's own collective broke, which does not ask for the rank that failed.
+    if any(isinstance(each, RuntimeError) for each in causes) and (text := _announced()):
+        error.add_note(f"{text}; this rank ({dist.get_rank()}) may have waited for it")
+    announce(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def announce_alone(error: BaseException) -> None:
+    """Announce what an operator raised, which may depend on the values that this rank has.
+
+    An index may be out of range on one rank only. The others are done with the operator, and
+    wait for this rank in the next collective. What no rank can do is raised on all of them.
+    """
+    if (
+        not isinstance(error, PeerError | NotImplementedError)
+        and not torch.compiler.is_compiling()
+    ):
+        announce(error)
+
+
+@contextlib.contextmanager
+def named_failures() -> Iterator[None]:
+    """Turn a broken collective into an error that names the rank that failed."""
+    _watch_the_end()
+    try:
+        yield
+    except RuntimeError as error:
+        known = _named
+        if text := _announced():
+            raise PeerError(f"{text}; this rank ({dist.get_rank()}) was waiting for it") from error
+        if known[0] is dist.group.WORLD:
+            error.add_note(f"no rank has told of a failure since {known[2]}")
+        announce(error)
+        raise
+    if _standing:
+        _take_back()
+
+
+def _take_back() -> None:
+    """Declare what this rank announced to be over."""
+    mine = [number for world, number in _standing if world is dist.group.WORLD]
+    _standing.clear()
+    with _patient_store() as store:
+        for number in mine:
+            store.set(_key(number), "")
+
+
+def _announced() -> str:
+    """Return the newest failure of another rank that was not named yet; empty if none is."""
+    global _named
+    world, own = dist.group.WORLD, f"rank {dist.get_rank()} "
+    with _patient_store() as store:
+        newest = store.add(_COUNT, 0)
+        oldest = max(_named[1] if _named[0] is world else 0, newest - _NUM_LOOKED_AT)
+        for number in range(newest, oldest, -1):
+            # The number may be taken already and the text not be there yet.
+            text = store.get(_key(number)).decode() if store.check([_key(number)]) else ""
+            if text and not text.startswith(own):
+                _named = world, number, text
+                return text
+    return ""
+
+
+@contextlib.contextmanager
+def _patient_store() -> Iterator[Any]:
+    """Yield the store; end the block quietly if it cannot be reached."""
+    with contextlib.suppress(RuntimeError):
+        store: Any = default_store()
+        before = store.timeout
+        store.set_timeout(_PATIENCE)
+        try:
+            yield store
+        finally:
+            store.set_timeout(before)
+
+
+def _key(number: int) -> str:
+    return f"vescale/failure/{number}"

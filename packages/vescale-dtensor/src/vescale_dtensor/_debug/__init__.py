@@ -1,0 +1,1 @@
+"""For people: what a program sends, and where its elements are."""

@@ -1,0 +1,1 @@
+"""Which elements a rank holds: placements, boxes and layouts, integers only."""

@@ -1,0 +1,118 @@
+"""Placements that training needs and torch lacks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeGuard
+
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+# How two values become one.
+ReduceOp = Literal["sum", "avg", "max", "min", "product"]
+
+
+class RaggedShard(Placement):
+    """Consecutive units of a tensor dim, any number of them per rank, zero included.
+
+    ZeRO gives every rank some rows of a parameter, and a pipeline stage is the extreme case:
+    one rank holds all rows and the others none. Several consecutive dims are cut as one, in C
+    order: ZeRO over flat parameters. The local tensor then has one dim in their place.
+
+    Attributes:
+        dims: The tensor dims that are cut, one or several consecutive ones, ascending.
+        granularity: Indices of the (flattened) dim in one unit; the last unit may be shorter.
+        local_units: Number of units of each rank of the mesh axis, in rank order.
+
+    Example:
+        >>> from vescale_dtensor import local_shape
+        >>> flat = RaggedShard((0, 1), granularity=5, local_units=(1, 3))
+        >>> local_shape((4, 5), mesh_shape=(2,), coordinate=(1,), placements=(flat,))
+        (15,)
+    """
+
+    __match_args__ = ("dims", "granularity", "local_units")
+
+    def __init__(
+        self, dims: tuple[int, ...], granularity: int, local_units: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        dims = tuple(dims)
+        if not dims or dims[0] < 0 or dims != tuple(range(dims[0], dims[0] + len(dims))):
+            raise ValueError(f"expected consecutive dims, ascending, none negative, got {dims!r}")
+        if granularity < 1:
+            raise ValueError(f"expected a granularity of at least 1, got {granularity!r}")
+        if not local_units or min(local_units) < 0 or not any(local_units):
+            raise ValueError(
+                f"expected one count of units per rank, none negative, some positive, "
+                f"got {local_units!r}"
+            )
+        self.dims = dims
+        self.granularity = granularity
+        self.local_units = tuple(local_units)
+
+    @property
+    def dim(self) -> int:
+        """The tensor dim that is cut, the first one of several."""
+        return self.dims[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return (
+            f"RaggedShard(dims={self.dims}, granularity={self.granularity}, "
+            f"local_units={self.local_units})"
+        )
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.dims, self.granularity, self.local_units)
+
+    def _key(self) -> tuple[object, ...]:
+        return (self.dims, self.granularity, self.local_units)
+
+
+class InterleavedShard(Placement):
+    """A tensor dim made of ``parts`` equal parts, each sharded on its own.
+
+    A fused QKV weight is three matrices in one; every rank needs a slice of each of them.
+
+    Attributes:
+        dim: The tensor dim that is cut.
+        parts: Number of equal parts; must divide the dim. Ranks get chunks of each as
+            ``torch.chunk`` cuts it.
+    """
+
+    __match_args__ = ("dim", "parts")
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        if dim < 0 or parts < 1:
+            raise ValueError(f"expected dim >= 0 and parts >= 1, got {dim!r} and {parts!r}")
+        self.dim = dim
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InterleavedShard) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"InterleavedShard(dim={self.dim}, parts={self.parts})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InterleavedShard, (self.dim, self.parts)
+
+    def _key(self) -> tuple[int, int]:
+        return (self.dim, self.parts)
+
+
+def is_sharded(placement: Placement) -> TypeGuard[Placement]:
+    """Return whether ranks of the mesh axis hold different elements."""
+    return not isinstance(placement, Replicate | Partial)

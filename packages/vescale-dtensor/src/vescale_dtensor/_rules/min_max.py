@@ -1,0 +1,176 @@
+"""Largest and smallest elements, and where they are.
+
+Where the dim is cut, ranks agree on the value first and then on the first place that has it:
+two reductions of the size of the result, however long the dim is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from vescale_dtensor._layout.layout import layout
+from vescale_dtensor._layout.placements import RaggedShard, is_sharded
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
+from vescale_dtensor._sharding.signature import Signature
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
+from vescale_dtensor._torch_private import OpOverload
+
+from .decompositions import (
+    as_distributed,
+    cut_dims,
+    dims_of_call,
+    on_parts,
+    positions,
+    settled,
+    unless_empty,
+)
+from .reduce import reduced_letters, reduction
+
+aten = torch.ops.aten
+
+
+def identity(kind: str, dtype: torch.dtype) -> float | int | bool:
+    """Return the largest value of nothing (``kind`` "max"), or the smallest ("min")."""
+    if dtype == torch.bool:
+        return kind == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if kind == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if kind == "max" else limits.max
+
+
+def _extreme_part(kind: str) -> Callable[[OpCall, RankView], Function]:
+    def part(call: OpCall, local: RankView) -> Function:
+        # Kernels refuse the maximum of nothing.
+        if prod(local.inputs[0].local_shape(local.coordinate)):
+            return call.func
+        made = local.outputs[0]
+        shape, value = made.local_shape(local.coordinate), identity(kind, made.dtype)
+        return lambda values, *_, **__: values.new_full(shape, value)
+
+    return part
+
+
+def _rule(kind: str) -> Callable[[OpCall], Signature]:
+    return reduction(kind, part=_extreme_part(kind), commutes=kind)
+
+
+def _with_indices(call: OpCall) -> Signature | None:
+    """Return the signature of operators that return values and indices along one dim."""
+    letters, kept, reduced = reduced_letters(call)
+    if call.func in DECOMPOSED and cut_dims(call.layouts[0]) & reduced:
+        return None
+    whole = tuple(None if d in reduced else d for d in letters)
+    return Signature((whole,), (kept,) * len(call.outputs), function=unless_empty(call))
+
+
+def _aminmax(call: OpCall) -> Signature | None:
+    if cut_dims(call.layouts[0]) & reduced_letters(call)[2]:
+        return None
+    return _with_indices(call)
+
+
+def _decomposed_aminmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = OpCall(func, args, kwargs)
+    values = as_distributed(call, "self")
+    assert values is not None
+    dims, keepdim = sorted(dims_of_call(call, values.ndim)), call.named("keepdim")
+    return aten.amin.default(values, dims, keepdim), aten.amax.default(values, dims, keepdim)
+
+
+def _largest_with_index(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    return _value_and_index(OpCall(func, args, kwargs), "max")
+
+
+def _smallest_with_index(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    return _value_and_index(OpCall(func, args, kwargs), "min")
+
+
+def _argmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _value_and_index(OpCall(func, args, kwargs), "max")[1]
+
+
+def _argmin(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _value_and_index(OpCall(func, args, kwargs), "min")[1]
+
+
+def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
+    values = as_distributed(call, "self")
+    assert values is not None
+    values = redistributed(values, tuple(map(_in_one_dim, values.placements)))
+    dims = sorted(dims_of_call(call, values.ndim))
+    find = aten.amax.default if kind == "max" else aten.amin.default
+    extreme = settled(find(values, dims, True))
+    index = settled(_first_place(values, extreme, dims))
+    if not call.named("keepdim"):
+        shape = tuple(call.outputs[0].shape)
+        extreme, index = aten.squeeze.dims(extreme, dims), aten.squeeze.dims(index, dims)
+        assert tuple(index.shape) == shape
+    return extreme, index
+
+
+def _in_one_dim(placement: Placement) -> Placement:
+    """Return a placement that leaves a rank's part the dims of the whole."""
+    flattens = isinstance(placement, RaggedShard) and len(placement.dims) > 1
+    return Replicate() if flattens else placement
+
+
+def _first_place(values: DTensor, extreme: DTensor, dims: list[int]) -> DTensor:
+    """Return the first index along ``dims``, counted as one dim, of an extreme element."""
+    made = layout_of(values)
+    nowhere = prod(made.shape[dim] for dim in dims)
+    placements = tuple(
+        Partial("min") if is_sharded(before) and not is_sharded(after) else after
+        for before, after in zip(made.placements, layout_of(extreme).placements, strict=True)
+    )
+    result = layout(made.mesh, placements, extreme.shape, None, torch.int64)
+
+    def find(coordinate: tuple[int, ...], local: Tensor, wanted: Tensor) -> tuple[Tensor]:
+        if not local.numel():
+            shape = result.local_shape(coordinate)
+            return (local.new_full(shape, nowhere, dtype=torch.int64),)
+        places = local.new_zeros((1,) * local.ndim, dtype=torch.int64)
+        for dim in dims:
+            held = positions(made, coordinate, dim, local.device)
+            along = held.view([-1 if d == dim else 1 for d in range(local.ndim)])
+            places = places * made.shape[dim] + along
+        found = local == wanted
+        if local.dtype.is_floating_point:
+            found |= local.isnan() & wanted.isnan()
+        return (torch.where(found, places, nowhere).amin(dims, keepdim=True),)
+
+    return on_parts(find, [values, extreme], [result])[0]
+
+
+RULES: dict[OpOverload, Any] = {
+    aten.amax.default: _rule("max"),
+    aten.amin.default: _rule("min"),
+    aten.max.default: _rule("max"),
+    aten.min.default: _rule("min"),
+    aten.aminmax.default: _aminmax,
+    **dict.fromkeys(
+        (
+            aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+            aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default,
+        ),
+        _with_indices,
+    ),
+}  # fmt: skip
+DECOMPOSED: dict[OpOverload, Any] = {
+    aten.aminmax.default: _decomposed_aminmax,
+    aten.max.dim: _largest_with_index,
+    aten.min.dim: _smallest_with_index,
+    aten.argmax.default: _argmax,
+    aten.argmin.default: _argmin,
+}
+HANDLERS: dict[OpOverload, Any] = {}

@@ -1,0 +1,175 @@
+"""Views that had to be gathered, and still are views.
+
+[Note: gathered views] Some views cannot be made of a rank's part: ``x.diagonal()`` of a tensor cut
+in dim 0, for example. Then the base is gathered and the view is made of the copy. The result
+remembers base and operator: before it is read it is made again if the base was written since,
+and what is written to it is written to the base as well. So it behaves as the alias that it would
+be on one device, at the price of moving the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from vescale_dtensor._comm.emulation import RankTensor
+from vescale_dtensor._layout.layout import Placements
+from vescale_dtensor._redistribute.execute import redistribute_local
+from vescale_dtensor._redistribute.plan import redistribution_numel
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed, wrap
+from vescale_dtensor._torch_private import pytree
+
+from .op_call import Unsupported
+
+
+class GatheredView:
+    """How a view follows its base.
+
+    Args:
+        base: What it is a view of.
+        of: Makes the operator's local results from the local tensor of the moved base.
+        index: Which of them.
+        placements: Where the base is moved to.
+    """
+
+    def __init__(
+        self, base: DTensor, of: Callable[[Tensor], Any], index: int, placements: Placements
+    ) -> None:
+        self._base = _as_it_is(base)
+        self._of = of
+        self._index = index
+        self._placements = placements
+        self._counter = base
+        self._version = self._now()
+
+    def count_writes_of(self, tensor: DTensor) -> None:
+        """Take ``tensor`` for what tells whether the base was written."""
+        self._counter = tensor
+        self._version = self._now()
+
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Make ``view`` again if its base was written since. All ranks of the mesh call this.
+
+        Args:
+            view: The view.
+            alone: Whether only this rank may be calling. Nothing is communicated then.
+
+        Raises:
+            Unsupported: If a rank that is alone would have to communicate.
+        """
+        self._base._settled(alone=alone)
+        version = self._now()
+        if version == self._version:
+            return
+        made = layout_of(self._base)
+        sent = redistribution_numel(
+            tuple(made.shape), tuple(made.mesh.shape), made.placements, self._placements
+        )
+        if alone and sent:
+            raise Unsupported(
+                f"this rank's part of a view of {made} was gathered, and what it is a view of was "
+                "written since: reading the part would communicate, which a rank cannot do alone. "
+                "Use the view in an operator, view.clone() for example, on every rank, and read "
+                "the part of that"
+            )
+        self._version = version
+        fresh = self._view(redistributed(self._base, self._placements)._local_tensor)
+        view._local_tensor.copy_(fresh)
+
+    def write_back(self, view: DTensor) -> None:
+        """Write what ``view`` holds to its base. All ranks of the mesh call this."""
+        whole = redistributed(self._base, self._placements)._local_tensor
+        self._view(whole).copy_(view._local_tensor)
+        made = layout_of(self._base)
+        part = redistribute_local(whole, made.mesh, made.shape, self._placements, made.placements)
+        self._base._local_tensor.copy_(part)
+        if self._base._alias_of is not None:
+            self._base._alias_of.write_back(self._base)
+
+    def _now(self) -> int:
+        return _version(self._counter) + _version_of_parts(self._base._local_tensor)
+
+    def _view(self, whole: Tensor) -> Tensor:
+        return pytree.tree_leaves(self._of(whole))[self._index]
+
+
+class Follower:
+    """A view, of a rank's part as any other, of a view that has a :class:`GatheredView`.
+
+    Args:
+        base: That view. Its local tensor is shared, and so need not be copied to here.
+    """
+
+    def __init__(self, base: DTensor) -> None:
+        self._base = _as_it_is(base)
+
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Bring the shared local tensor up to date; see :meth:`GatheredView.refresh`."""
+        self._base._settled(alone=alone)
+
+    def write_back(self, view: DTensor) -> None:
+        """Write what the shared local tensor holds to what ``base`` is a view of."""
+        self._base._alias_of.write_back(self._base)
+
+
+class Unversioned:
+    """What ``.data`` of a tensor has: autograd does not see writes to it, but views do.
+
+    Args:
+        base: The tensor. Its local tensor is shared.
+    """
+
+    def __init__(self, base: DTensor) -> None:
+        self._base = _as_it_is(base)
+
+    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
+        """Bring the shared local tensor up to date; see :meth:`GatheredView.refresh`."""
+        self._base._settled(alone=alone)
+
+    def write_back(self, view: DTensor) -> None:
+        """Let gathered views of the tensor know of a write, and what it is itself a view of."""
+        local = view._local_tensor
+        increment_version(local)
+        if self._base._alias_of is not None:
+            self._base._alias_of.write_back(self._base)
+
+
+def unversioned(tensor: DTensor) -> DTensor:
+    """Return ``tensor.data``: the same elements, outside of autograd."""
+    made = wrap(tensor._local_tensor, layout_of(tensor), offset=int(tensor.storage_offset()))
+    made._alias_of = Unversioned(tensor)
+    return made
+
+
+def follow(base: DTensor, views: Any) -> None:
+    """Let views of a linked view follow it."""
+    for view in pytree.tree_leaves(views):
+        if isinstance(view, DTensor) and view._alias_of is None:
+            view._alias_of = Follower(base)
+
+
+def _as_it_is(base: DTensor) -> DTensor:
+    """Return a tensor that shares the elements, and stays when ``base`` is transposed in place."""
+    kept = wrap(base._local_tensor, layout_of(base))
+    kept._alias_of = base._alias_of
+    return kept
+
+
+def _version(tensor: DTensor) -> int:
+    """Return how often a tensor, or what it is a view of, was written."""
+    if torch.is_inference(tensor):
+        raise Unsupported(
+            "a view that has to be gathered or conjugated would become stale in "
+            "torch.inference_mode(), where tensors do not count writes; use torch.no_grad()"
+        )
+    return tensor._version
+
+
+def _version_of_parts(local: Tensor) -> int:
+    """Return how often local tensors were written other than by operators on the global one."""
+    parts = local.parts if isinstance(local, RankTensor) else ()
+    return sum(part._version for part in (local, *parts) if not torch.is_inference(part))

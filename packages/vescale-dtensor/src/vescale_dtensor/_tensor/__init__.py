@@ -1,0 +1,1 @@
+"""The distributed tensor, and what makes one."""

@@ -1,0 +1,89 @@
+"""What autograd records of a distributed tensor: the ways into it, out of it, and between.
+
+The gradient of a tensor that is partial is whole, so placements on the way back have Replicate
+in place of Partial. The class is told of these functions, because they make tensors of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._comm.emulation import is_emulated
+from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated, without_partial
+from vescale_dtensor._torch_private import DISTRIBUTED
+
+from .checks import check_local_shape
+from .dtensor import DTensor, as_dtensor, gather, layout_of, redistributed, wrap
+from .strides import as_laid_out
+
+
+class FromLocal(torch.autograd.Function):
+    """A local part becomes a tensor; gradients flow back into the part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
+        return wrap(*as_laid_out(local.detach(), made))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return redistributed(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """A tensor becomes its local part; gradients of parts are placed as the caller says."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = layout_of(tensor)
+        ctx.layout = made.placed(wanted or without_partial(made.placements))
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # torch's own formulas take the shape of the rank that is shown for that of all.
+        if is_emulated():
+            check_local_shape(grad, ctx.layout.mesh, ctx.layout.placements, ctx.layout.shape)
+        return wrap(*as_laid_out(grad, ctx.layout)), None
+
+
+class ToFull(torch.autograd.Function):
+    """A tensor is gathered; its gradient is that of the full one, placed as it was."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = layout_of(tensor)
+        ctx.target = without_partial(made.placements)
+        ctx.layout = made.placed(wanted or replicated(made.mesh))
+        return gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return redistributed(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
+
+
+class Redistribute(torch.autograd.Function):
+    """A tensor is placed otherwise; its gradient goes back to where it was."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mesh, ctx.placements = tensor.device_mesh, without_partial(tensor.placements)
+        result = redistributed(tensor, placements)
+        return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
+
+
+def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a gradient as a distributed tensor; a plain one is whole on every rank."""
+    if isinstance(grad, DISTRIBUTED):
+        return as_dtensor(grad)
+    made = layout(mesh, replicated(mesh), grad.shape, None, grad.dtype)
+    return wrap(*as_laid_out(grad, made))

@@ -1,0 +1,71 @@
+"""Whether the parts of a tensor fit its placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from vescale_dtensor._comm.emulation import per_rank
+from vescale_dtensor._layout.boxes import local_shape
+from vescale_dtensor._layout.layout import Layout, Placements
+from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._redistribute.execute import redistribute_local
+
+
+def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Whether no earlier coordinate, along axes that do not shard, holds the same elements."""
+    return not any(
+        index
+        for index, placement in zip(coordinate, placements, strict=True)
+        if not is_sharded(placement)
+    )
+
+
+def check_count(placements: Placements, mesh: DeviceMesh) -> None:
+    """Raise ValueError unless there is one placement per mesh axis."""
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"expected one placement per mesh axis ({mesh.ndim}), got {tuple(placements)}"
+        )
+
+
+def check_local_shape(
+    local_tensor: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
+) -> None:
+    """Raise ValueError unless every rank's part is what ``placements`` make of ``shape``."""
+    check_count(placements, mesh)
+
+    def check(coordinate: tuple[int, ...], local: Tensor) -> None:
+        expected = local_shape(shape, mesh.shape, coordinate, placements)
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"expected a local tensor of shape {expected} for global shape "
+                f"{tuple(shape)} and placements {tuple(placements)} at {coordinate}, "
+                f"got {tuple(local.shape)}; parts of other sizes need a RaggedShard"
+            )
+
+    per_rank(check, mesh, local_tensor)
+
+
+def check_replicas(local_tensor: Tensor, made: Layout) -> None:
+    """Raise ValueError unless ranks that are to hold the same do. All ranks call this."""
+    whole = tuple(p if is_sharded(p) else Replicate() for p in made.placements)
+    first = tuple(Partial() if type(p) is Replicate else p for p in whole)
+
+    def keep(coordinate: tuple[int, ...], local: Tensor) -> Tensor:
+        kept = is_first_replica(coordinate, whole)
+        return local.detach().clone() if kept else torch.zeros_like(local)
+
+    kept = per_rank(keep, made.mesh, local_tensor)
+    expected = redistribute_local(kept, made.mesh, made.shape, first, whole)
+
+    def check(coordinate: tuple[int, ...], local: Tensor, of_first: Tensor) -> None:
+        if not torch.equal(local, of_first):
+            raise ValueError(f"the replica at {coordinate} differs from the first one")
+
+    if not made.is_partial:
+        per_rank(check, made.mesh, local_tensor.detach(), expected)
