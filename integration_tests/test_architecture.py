@@ -10,14 +10,13 @@ import pytest
 
 from docs import architecture
 
-# Packages whose folders are rooms.
-IN_ORDER = ("vescale", "vescale_planner", "vescale_deferred", "vescale_parallel")
+PACKAGES = tuple(architecture.package_sources())
 
 MAX_ENTRIES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 18, 400, 60
 # One file for each family of operators.
 LONG_FOLDERS = {Path("vescale_dtensor/_rules")}
 
-in_order = pytest.mark.parametrize("package", IN_ORDER)
+of_packages = pytest.mark.parametrize("package", PACKAGES)
 
 
 def _folder(package: str) -> Path:
@@ -28,7 +27,7 @@ def _files(package: str) -> list[Path]:
     return sorted(_folder(package).rglob("*.py"))
 
 
-@in_order
+@of_packages
 def test_a_folder_is_short_enough_to_be_read(package: str) -> None:
     folder = _folder(package)
     for each in {file.parent for file in _files(package)}:
@@ -39,14 +38,14 @@ def test_a_folder_is_short_enough_to_be_read(package: str) -> None:
         assert len(entries) <= MAX_ENTRIES, (each, entries)
 
 
-@in_order
+@of_packages
 def test_files_are_short(package: str) -> None:
     for file in _files(package):
         num_lines = len(file.read_text(encoding="utf-8").splitlines())
         assert num_lines <= MAX_FILE_LINES, (file, num_lines)
 
 
-@in_order
+@of_packages
 def test_functions_fit_a_screen(package: str) -> None:
     for file in _files(package):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -64,7 +63,7 @@ def _num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines - ((docstring.end_lineno or 0) - docstring.lineno + 1)
 
 
-@in_order
+@of_packages
 def test_every_room_says_what_it_is_for(package: str) -> None:
     folder = _folder(package)
     for room in {file.parent for file in _files(package)}:
