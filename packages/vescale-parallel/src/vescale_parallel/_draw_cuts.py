@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
-from ._draws import WHOLE, Cut, Scope, mark
+from ._draws import Cut, Scope, common, mark
 from ._example import small_example
 from ._fakes import ObservationError, bind
+from ._memory_order import NotedOrder
 from ._noted_draws import NotedDraw
 from ._rehearsal import RehearsalError, opened, placement_between, rehearse_draws
 from ._sharding_plan import Resolved, generalize, generalize_first, matching, resolve
@@ -89,7 +90,8 @@ class Noted:
         for key, found in _compared(self.once, self.twice, self.part, parallelism.size).items():
             said = parallelism.resolved.draws.get(key)
             if said is not None:
-                found = Cut(rows=0 if found is None else found.rows, part=said.dim)
+                seen = Cut(rows=0) if found is None else found
+                found = Cut(rows=seen.rows, part=said.dim, order=seen.order)
             cuts[key] = found
         return cuts
 
@@ -211,24 +213,22 @@ def _compared(
         where = (draw.fqn, draw.call, draw.index)
         cut = None
         if where in doubled and where in parts:
-            cut = _cut(draw.shape, doubled[where].shape, parts[where].shape, size)
+            cut = _cut(draw, doubled[where], parts[where], size)
         key = (draw.fqn, draw.index)
-        cuts[key] = cut if cuts.setdefault(key, cut) == cut else None
+        cuts[key] = common(cuts.setdefault(key, cut), cut)
     return cuts
 
 
-def _cut(
-    once: tuple[int, ...], twice: tuple[int, ...], part: tuple[int, ...], size: int
-) -> Cut | None:
-    rows = placement_between(_shaped(twice), _shaped(once), 2)
-    placement = placement_between(_shaped(once), _shaped(part), size)
+def _cut(once: NotedDraw, twice: NotedDraw, part: NotedDraw, size: int) -> Cut | None:
+    rows = placement_between(_shaped(twice.shape), _shaped(once.shape), 2)
+    placement = placement_between(_shaped(once.shape), _shaped(part.shape), size)
     if rows is None or placement is None:
         return None
-    cut = Cut(
+    return Cut(
         rows=rows.dim if isinstance(rows, Shard) else None,
         part=placement.dim if isinstance(placement, Shard) else None,
+        order=NotedOrder(once.order, part.order),
     )
-    return WHOLE if cut == WHOLE else cut
 
 
 def _shaped(shape: tuple[int, ...]) -> Tensor:

@@ -29,7 +29,7 @@ from ._draw_cuts import (
     scopes_of_unknown,
 )
 from ._draw_order import draws_with_values, order_of_rows, twice_over
-from ._draws import Cut, KnownDraws, Scope
+from ._draws import Cut, KnownDraws, Scope, common
 from ._fakes import ObservationError
 from ._random_copies import InDouble
 from ._rehearsal import RehearsalError
@@ -56,7 +56,7 @@ class DrawForms:
         parallelism: What tensor-parallel ranks compute.
         exchange: Returns what every rank that shares a batch has for a value.
         has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
-            and what an example shows, or a plan says, is enough.
+            and what an example shows is enough.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class DrawForms:
         self._shown: KnownDraws | None = None
         if not has_parts:
             found = cuts_of_example(model, example, parallelism)
-            scopes = None if found is None else scopes_of(found)
-            self._shown = KnownDraws(scopes=scopes, otherwise=lambda: self._unknown)
+            if found is not None:
+                self._shown = KnownDraws(scopes=scopes_of(found), otherwise=lambda: self._unknown)
 
     def known(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
@@ -190,7 +190,7 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
     draws = {draw for each in found for draw in each}
     first = found[0]
     return {
-        draw: first.get(draw) if all(each.get(draw) == first.get(draw) for each in found) else None
+        draw: functools.reduce(common, (each.get(draw) for each in found), first.get(draw))
         for draw in sorted(draws)
     }
 
