@@ -32,6 +32,10 @@ FOUND = [
     # A loss that is another one for a part of the batch without a target that counts.
     '{"blocks": "mlp", "loss": "ignoring", "rows_of_a_part": 1, "dp": 2}',
     '{"loss": "ignoring", "rows_of_a_part": 1, "pp": 2, "parts": 2}',
+    # Batches of the loader that the program keeps in a list.
+    '{"blocks": "mlp", "loss": "contrast", "rows_of_a_part": 1, "dp": 2}',
+    # A parameter that is read outside of its block, in a loss over the whole batch.
+    '{"functional": true, "loss": "sum", "dp": 2, "zero": 3}',
     # The block that cuts the sequence is left out.
     '{"skips_by_step": true, "tp": 2, "sequence": true}',
     '{"skips_by_step": true, "loss": "last_token", "tp": 2, "sequence": true}',

@@ -29,7 +29,7 @@ from ._sharded_logits import LiftPlain, is_on, plain_gradient, returned
 from ._slots import Slot
 from ._stage_buffers import StageBuffers
 from ._torch_private import call_after_backward, is_in_backward, pytree
-from ._units import Unit, accumulate, reduce_together
+from ._units import Unit, accumulate, reduce_together, settle
 from ._user_line import user_line, warn_at_user_line
 
 _DATA_AXES = ("dp_replicate", "dp_shard")
@@ -339,6 +339,7 @@ class Engine:
             if self._frees:
                 unit.free()
         for slot, used in zip(self._slots, self._used_anywhere(), strict=True):
+            settle(slot)
             if used:
                 grad = reduced.get(slot)
                 accumulate(slot, torch.zeros_like(slot.local) if grad is None else grad, scale)

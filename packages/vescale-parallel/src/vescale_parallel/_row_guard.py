@@ -244,7 +244,7 @@ def _unclear(found: RowMeetings, first: int, other: int) -> str:
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the first, "
         f"of length {first}, they meet in {names}; if the one of length {other}, nowhere. Give "
         "parallelize the data set, whose batches have rows first, or call the model with tensors "
-        "that only share the rows, targets of (batch) for example"
+        "that only share the rows, targets of (batch) for example; or use data_parallel.size 1"
     )
 
 

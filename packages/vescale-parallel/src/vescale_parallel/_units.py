@@ -279,6 +279,14 @@ def _unflatten(flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor]) -
         start += shape.numel()
 
 
+def settle(slot: Slot) -> None:
+    """Cut a gradient that the face got itself, from distributed tensors, as the face is cut."""
+    face: Any = slot.face
+    grad: Any = face.grad
+    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(face.placements):
+        face.grad = grad.redistribute(placements=face.placements)
+
+
 def accumulate(slot: Slot, grad: Tensor, scale: Tensor | None) -> None:
     """Add a reduced gradient to the face's ``.grad``, as autograd does, hooks included."""
     if scale is not None:
