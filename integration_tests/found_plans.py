@@ -45,7 +45,7 @@ def _model_key(model: nn.Module) -> object:
         (name, value)
         for module in model.modules()
         for name, value in vars(module).items()
-        if type(value) in _PLAIN
+        if _is_plain(value)
     ]
     places: dict[int, int] = {}
     tensors = [
@@ -55,6 +55,13 @@ def _model_key(model: nn.Module) -> object:
     ]
     texts = str(getattr(model, "config", "")), str(model)
     return kinds, repr((*texts, modules, attributes, tensors))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value shows all that it is: code may go by what a dictionary says."""
+    if type(value) is dict:
+        return all(map(_is_plain, (*value, *value.values())))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in _PLAIN
 
 
 def _example_key(example: Any) -> object:

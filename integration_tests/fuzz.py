@@ -22,12 +22,13 @@ from vescale_testing import World
 
 from . import fuzz_model
 from .fuzz_layers import LAYERS, NORMS, POINTWISE
-from .fuzz_model import LOSSES, STEMS
+from .fuzz_model import BETWEEN, LOSSES, STEMS
 from .judge import BAD, Judgement, Trial, attempts, compare, one_device
 from .plans import COPIES, DP, PARTS, PP, SCHEDULE, SEQUENCE, TP, VIRTUAL, ZERO, Constraints
 
 Spec = dict[str, Any]
 RELATIVE = 1e-11  # of float64, after sums over ranks and a few steps
+IN_SINGLE = 1e-5  # where some parameters, and so their gradients, are of float32
 DEFAULTS: Spec = {
     # The model.
     "stem": "linear", "positions": "none", "width": 8, "heads": 2, "blocks": "mlp+mlp",
@@ -37,9 +38,11 @@ DEFAULTS: Spec = {
     "closure": False, "numpy": False, "functional": False, "in_place": False,
     "checkpoint": False,
     "counter": "none", "skips_by_step": False, "auxiliary": False, "long_skip": False,
-    "strided": False, "loss": "squares",
+    "strided": False, "loss": "squares", "time": 4, "experts": 3, "between": "none",
+    "single": False,
     # The loop.
-    "rows_of_a_part": 2, "steps": 2, "optimizer": "sgd", "loader": True,
+    "rows_of_a_part": 2, "steps": 2, "optimizer": "sgd", "loader": True, "accumulate": 1,
+    "clip": False,
     # The plan.
     "dp": 1, "zero": 0, "copies": 1, "tp": 1, "policy": "auto", "sequence": False, "pp": 1,
     "parts": 1, "schedule": "1f1b", "virtual": 1, "recompute": "none", "overlap": 1,
@@ -78,6 +81,15 @@ _CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
     "loader": (0.25, (False,)),
     "recompute": (0.2, ("full",)),
 }  # fmt: skip
+# The same, drawn behind all else, so that a seed's case keeps what it had before there was more.
+_MORE: dict[str, tuple[float, tuple[Any, ...]]] = {
+    "time": (0.2, (1, 3, 5)),
+    "experts": (0.1, (1, 2)),
+    "between": (0.15, tuple(BETWEEN)),
+    "single": (0.1, (True,)),
+    "accumulate": (0.15, (2,)),
+    "clip": (0.3, (True,)),
+}
 _KINDS = (
     "dp",
     "zero",
@@ -98,9 +110,7 @@ def drawn(seed: int) -> Spec:
     """Return the case of a seed."""
     rng = random.Random(seed)
     spec = dict(DEFAULTS)
-    for name, (often, choices) in _CHOICES.items():
-        if rng.random() < often:
-            spec[name] = rng.choice(choices)
+    spec |= _some(_CHOICES, rng)
     kinds = [rng.choice([*LAYERS]) for _ in range(rng.choice((2, 2, 3)))]
     if rng.random() < 0.6:
         kinds = kinds[:1] * len(kinds)
@@ -111,7 +121,14 @@ def drawn(seed: int) -> Spec:
         kinds.append(rng.choice(kinds))
     spec["blocks"] = "+".join(kinds)
     spec["heads"] = rng.choice([h for h in (1, 2, 3, 4, 6, 7) if spec["width"] % h == 0])
-    return allowed(spec)
+    return allowed(spec | _some(_MORE, rng))
+
+
+def _some(choices: Mapping[str, tuple[float, tuple[Any, ...]]], rng: random.Random) -> Spec:
+    return {
+        name: rng.choice(values) for name, (often, values) in choices.items()
+        if rng.random() < often
+    }  # fmt: skip
 
 
 def _plan(rng: random.Random) -> Spec:
@@ -145,6 +162,15 @@ def allowed(spec: Spec) -> Spec:
         spec |= {"dropout": 0.0, "counter": "none", "numpy": False}
     if spec["norm"] == "batch" and spec["rows_of_a_part"] * parts == 1:
         spec["norm"] = "layer"
+    if spec["stem"] == "patches":
+        spec["time"] = DEFAULTS["time"]
+    if spec["time"] == 1:
+        spec["norm"] = "layer" if spec["norm"] in {"batch", "instance"} else spec["norm"]
+        spec["loss"] = "tokens" if spec["loss"] in {"shifted", "contrast"} else spec["loss"]
+    if spec["single"]:
+        spec["scale"] = "layer"
+    if spec["layout"] == "folded":
+        spec["between"] = "none"
     if spec["layout"] != "rows" and spec["norm"] not in {"layer", "rms", "own_rms", "none"}:
         spec["norm"] = "layer"
     return spec
@@ -172,6 +198,8 @@ def trial_of(spec: Spec) -> Trial:
         batches=partial(fuzz_model.batches, whole),
         optimizer=spec["optimizer"],
         loader=spec["loader"],
+        accumulate=spec["accumulate"],
+        clip=0.2 if spec["clip"] else None,
     )
 
 
@@ -180,7 +208,7 @@ def judged(worlds: Mapping[int, World], spec: Spec) -> Judgement:
     trial, plan = trial_of(spec), constraints_of(spec)
     expected = one_device(trial)
     found = attempts(worlds[ranks_of(spec)], trial, plan)
-    return compare(expected, found, plan, relative=RELATIVE)
+    return compare(expected, found, plan, relative=IN_SINGLE if spec["single"] else RELATIVE)
 
 
 def shrunk(spec: Spec, is_same: Callable[[Spec], bool]) -> Spec:

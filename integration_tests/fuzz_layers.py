@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 Spec = Mapping[str, Any]
-TIME = 4
 
 
 def _linear(spec: Spec, fan_in: int, fan_out: int) -> nn.Module:
@@ -95,7 +94,7 @@ class ManualAttention(Attention):
 
     def __init__(self, spec: Spec, width: int) -> None:
         super().__init__(spec, width)
-        self.bias = nn.Parameter(torch.randn(self.heads, TIME, TIME) * 0.1)
+        self.bias = nn.Parameter(torch.randn(self.heads, spec["time"], spec["time"]) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, time, _ = x.shape
@@ -145,12 +144,12 @@ class Conv(nn.Module):
 
 
 class Experts(nn.Module):
-    """The best of three experts for each token, as a loop over experts."""
+    """The best of some experts for each token, as a loop over experts."""
 
     def __init__(self, spec: Spec, width: int) -> None:
         super().__init__()
-        self.router = nn.Linear(width, 3, bias=False)
-        self.experts = nn.ModuleList(Gated(spec, width) for _ in range(3))
+        self.router = nn.Linear(width, spec["experts"], bias=False)
+        self.experts = nn.ModuleList(Gated(spec, width) for _ in range(spec["experts"]))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
@@ -167,9 +166,10 @@ class StackedExperts(nn.Module):
 
     def __init__(self, spec: Spec, width: int) -> None:
         super().__init__()
-        self.router = nn.Linear(width, 4)
-        self.up = nn.Parameter(torch.randn(4, width, 2 * width) * 0.3)
-        self.down = nn.Parameter(torch.randn(4, 2 * width, width) * 0.3)
+        experts = spec["experts"] + 1
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.einsum("btd,edf->btef", x, self.up).relu()
@@ -191,7 +191,8 @@ class Mixer(nn.Module):
 
     def __init__(self, spec: Spec, width: int) -> None:
         super().__init__()
-        self.tokens, self.channels = nn.Linear(TIME, TIME), Mlp(spec, width)
+        self.tokens = nn.Linear(spec["time"], spec["time"])
+        self.channels = Mlp(spec, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.channels(x + self.tokens(x.mT).mT)

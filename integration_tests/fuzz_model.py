@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .fuzz_layers import LAYERS, NORMS, TIME, Spec
+from .fuzz_layers import LAYERS, NORMS, Spec
 
 Batch = dict[str, Tensor]
 IN, VOCABULARY = 6, 11
@@ -24,7 +24,8 @@ class Block(nn.Module):
         self.norm, self.layer = NORMS[spec["norm"]](width), LAYERS[kind](spec, width)
         self.dropout = nn.Dropout(spec["dropout"])
         if spec["scale"] == "layer":
-            self.gain = nn.Parameter(torch.full((width,), 0.7))
+            dtype = torch.float32 if spec["single"] else None
+            self.gain = nn.Parameter(torch.full((width,), 0.7, dtype=dtype))
         elif spec["scale"] == "scalar":
             self.gain = nn.Parameter(torch.tensor(0.7))
 
@@ -63,7 +64,7 @@ class Patches(nn.Module):
         self.conv = nn.Conv2d(3, width, 3, stride=3)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.conv(image).flatten(2).mT  # 2 x 2 patches: TIME of them
+        return self.conv(image).flatten(2).mT  # 2 x 2 patches: four positions
 
 
 class Frames(nn.Module):
@@ -95,14 +96,15 @@ class Network(nn.Module):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         width, self.spec, self.step = spec["width"], dict(spec), 0
+        time = spec["time"]
         self.reads, stem = STEMS[spec["stem"]]
         self.stem = stem(width)
         if spec["positions"] == "parameter":
-            self.positions = nn.Parameter(torch.randn(1, TIME, width) * 0.3)
+            self.positions = nn.Parameter(torch.randn(1, time, width) * 0.3)
         elif spec["positions"] == "embedding":
-            self.numbered = nn.Embedding(TIME, width)
+            self.numbered = nn.Embedding(time, width)
         elif spec["positions"] == "buffer":
-            self.register_buffer("noise", torch.randn(TIME, width), persistent=False)
+            self.register_buffer("noise", torch.randn(time, width), persistent=False)
         self.blocks = nn.ModuleList(Block(spec, kind) for kind in spec["blocks"].split("+"))
         self.norm = NORMS["rms" if spec["norm"] == "rms" else "layer"](width)
         self.head = nn.Linear(width, VOCABULARY, bias=spec["bias"])
@@ -162,6 +164,7 @@ class Network(nn.Module):
                 if self.spec["skips_by_step"] and index == 0 and self.step % 2:
                     continue
                 x = block(x)
+                x = BETWEEN[self.spec["between"]](x)
                 if self.spec["auxiliary"]:
                     extra = extra + 0.1 * x.square().mean()
         if self.spec["closure"]:
@@ -246,21 +249,35 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 }
 
 
+# Code of the model itself, over the sequence that its blocks work on.
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "max": lambda x: x + 0.1 * x.amax(1, keepdim=True),
+    "softmax": lambda x: x * x.softmax(1),
+    "cumsum": lambda x: x + 0.1 * x.cumsum(1),
+    "flip": lambda x: x + 0.1 * x.flip(1),
+    "roll": lambda x: x + 0.1 * x.roll(1, 1),
+    "last": lambda x: x + 0.1 * x[:, -1:],
+    "length": lambda x: x * (1 + 0.01 * x.shape[1]),
+    "counted": lambda x: x + 0.01 * torch.arange(x.shape[1])[:, None],
+}
+
+
 def build(spec: Spec) -> nn.Module:
     return Network(spec)
 
 
 def batches(spec: Spec) -> list[Batch]:
     """Return the batches of a description, with the tensors that it reads."""
-    generator, rows = torch.Generator().manual_seed(3), spec["rows"]
+    generator, rows, time = torch.Generator().manual_seed(3), spec["rows"], spec["time"]
     found: list[Batch] = []
-    for _ in range(spec["steps"]):
+    for _ in range(spec["steps"] * spec["accumulate"]):
         every = {
-            "x": torch.randn(rows, TIME, IN, generator=generator, dtype=torch.float64),
-            "ids": torch.randint(0, VOCABULARY, (rows, TIME), generator=generator),
+            "x": torch.randn(rows, time, IN, generator=generator, dtype=torch.float64),
+            "ids": torch.randint(0, VOCABULARY, (rows, time), generator=generator),
             "image": torch.randn(rows, 3, 6, 6, generator=generator, dtype=torch.float64),
-            "y": torch.randn(rows, TIME, VOCABULARY, generator=generator, dtype=torch.float64),
-            "target": torch.randint(0, VOCABULARY, (rows, TIME), generator=generator),
+            "y": torch.randn(rows, time, VOCABULARY, generator=generator, dtype=torch.float64),
+            "target": torch.randint(0, VOCABULARY, (rows, time), generator=generator),
         }
         target = "y" if spec["loss"] in {"squares", "sum"} else "target"
         found.append({name: every[name] for name in (STEMS[spec["stem"]][0], target)})

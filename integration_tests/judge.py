@@ -48,6 +48,8 @@ class Trial:
         loader: Whether ``parallelize`` is given the rows as a data set.
         casts: Whether to turn the model's own casts to float32 off.
         evaluates: Whether to evaluate at the end, on the first batch.
+        accumulate: Batches whose gradients are summed for one step of the optimizer.
+        clip: To what norm gradients are clipped, None for not at all.
     """
 
     build: Callable[[], nn.Module]
@@ -57,6 +59,8 @@ class Trial:
     loader: bool = True
     casts: bool = False
     evaluates: bool = True
+    accumulate: int = 1
+    clip: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,7 @@ class Record:
     """What came of a trial on one device or one rank; full tensors by step and name."""
 
     losses: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
     grads: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -152,7 +157,7 @@ def _run(trial: Trial, constraints: Constraints | None, record: Record, phase: l
     for step, batch in enumerate(given):
         phase[0] = f"step {step}"
         model.step = step  # for control flow that depends on it
-        loss = _loss(trial, model, batch)
+        loss = _loss(trial, model, batch) / trial.accumulate
         record.losses.append(loss.item())
         loss.backward()
         record.grads.append(
@@ -162,8 +167,12 @@ def _run(trial: Trial, constraints: Constraints | None, record: Record, phase: l
                 if p.grad is not None
             }
         )
-        optimizer.step()
-        optimizer.zero_grad()
+        if (step + 1) % trial.accumulate == 0:
+            if trial.clip is not None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
+                record.norms.append(whole(norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
     record.parameters = {name: whole(p).clone() for name, p in model.named_parameters()}
     record.buffers = {name: whole(b).clone() for name, b in model.named_buffers()}
     record.state = torch.get_rng_state()
@@ -316,6 +325,9 @@ def differences(expected: Record, found: Record, relative: float, *, state: bool
         yield from _tensors(
             f"step {step}: gradient of", expected.grads[step], found.grads[step], relative
         )
+    for step, pair in enumerate(zip(expected.norms, found.norms, strict=True)):
+        if not math.isclose(*pair, rel_tol=relative):
+            yield f"norm {step}: {pair[1]!r}, one device {pair[0]!r}"
     yield from _tensors("parameter", expected.parameters, found.parameters, relative)
     yield from _tensors("buffer", expected.buffers, found.buffers, relative)
     one, other = expected.evaluation, found.evaluation

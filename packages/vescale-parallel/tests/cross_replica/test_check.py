@@ -230,6 +230,21 @@ def test_a_check_leaves_generators_and_the_model_as_they_were() -> None:
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
 
 
+def without_targets(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    ignored = targets.masked_fill(targets < 4, -100)
+    counted = torch.where((ignored == -100).all(), targets, ignored)
+    return F.cross_entropy(logits.mT, counted)
+
+
+def without_a_call(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return logits.square().mean() if bool((targets > 6).any()) else 0 * logits.mean()
+
+
+@pytest.mark.parametrize("loss", [without_targets, without_a_call])
+def test_rows_meet_in_what_depends_on_there_being_a_row_of_some_kind(loss: Any) -> None:
+    assert [*meetings(Tokens(loss), *tokens()).regions] == [""]
+
+
 def test_masks_of_the_small_batch_are_uneven() -> None:
     whole, *halves = some_rows(((torch.ones(2, 8, dtype=torch.bool),), {}), 2, uneven=True)
     counts = whole[0][0].sum(1).tolist()

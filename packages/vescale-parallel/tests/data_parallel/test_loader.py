@@ -118,3 +118,13 @@ def test_data_that_cannot_be_shared_out_is_refused(world1: World) -> None:
     ]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
+
+
+def _known() -> list[bool]:
+    loader = loader_of({"data_parallel.size": 2})
+    batches = list(loader)
+    return [*map(loader.gave, batches), loader.gave([batch[0].clone() for batch in batches])]
+
+
+def test_every_batch_that_a_program_holds_is_known(world2: World) -> None:
+    assert world2.run(_known) == [[True] * 4 + [False]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from vescale_parallel._rng.sharded_rng import WHOLE, Draws, KnownDraws, Place, S
 from vescale_parallel._runtime.recompute import recompute
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
+from vescale_parallel._trace.memory_order import NotedOrder
 
 
 class Runs(nn.Module):
@@ -116,6 +118,44 @@ def test_transposed_tensors_are_drawn_in_the_order_of_the_whole_memory() -> None
         scope = Scope(cuts=[ShardedDraw(rows=0, part=1)], parts={})
         found, _ = drawn_on(place(2, 2, index), lambda x: F.dropout(x, 0.3), mine, scope)
         assert torch.equal(found, whole.chunk(2, 0)[index // 2].chunk(2, 1)[index % 2])
+
+
+@pytest.mark.parametrize("noted", [NotedOrder((1, 0, 2), (1, 0, 2)), None], ids=repr)
+def test_a_row_alone_is_drawn_where_it_was_seen_to_lie_or_apart(noted: NotedOrder | None) -> None:
+    time_first = torch.randn(5, 2, 7).transpose(0, 1)
+    torch.manual_seed(3)
+    whole = F.dropout(time_first, 0.3)
+    scope = Scope(cuts=[ShardedDraw(rows=0, order=noted)], parts={})
+    for rank in range(2):
+        mine = time_first[rank : rank + 1].contiguous()
+        told = (
+            contextlib.nullcontext()
+            if noted
+            else pytest.warns(UserWarning, match="stream of its own")
+        )
+        with told:
+            found, _ = drawn_on(place(2, 1, rank), lambda x: F.dropout(x, 0.3), mine, scope)
+        assert torch.equal(found, whole[rank : rank + 1]) is (noted is not None)
+
+
+def test_what_ranks_sent_each_other_is_drawn_in_the_order_of_one_device() -> None:
+    time_first = torch.randn(5, 2, 7).transpose(0, 1)
+    torch.manual_seed(3)
+    expected = F.dropout(time_first, 0.3)
+    scope = Scope(cuts=[ShardedDraw(order=NotedOrder((1, 0, 2), (0, 1, 2)))], parts={})
+    mine = time_first.contiguous()
+    found, _ = drawn_on(place(1, 2, 1), lambda x: F.dropout(x, 0.3), mine, scope)
+    assert torch.equal(found, expected)
+
+
+def test_an_order_that_does_not_hold_here_is_not_gone_by() -> None:
+    x = torch.randn(4, 6, 5)
+    torch.manual_seed(3)
+    whole = F.dropout(x, 0.3)
+    order = NotedOrder((2, 1, 0), (2, 1, 0))
+    scope = Scope(cuts=[ShardedDraw(rows=0, order=order)], parts={})
+    found, _ = drawn_on(place(2, 1, 1), lambda x: F.dropout(x, 0.3), x[2:], scope)
+    assert torch.equal(found, whole[2:])
 
 
 def test_heads_within_rows_of_one_dim_are_drawn_as_they_lie() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -164,7 +165,26 @@ class RowGuard:
         first, *_, last = [*found, *found]
         if len(firsts) == 1 and last != first and not found[last].regions:
             raise UnclearRowsError(_unclear(found[first], first, last))
-        return found[last] if not found[last].regions else found[first]
+        chosen = last if not found[last].regions else first
+        alike = self._of_rows_alike(subject, given, chosen, is_scaled_down)
+        return _with_regions_of(found[chosen], alike)
+
+    def _of_rows_alike(
+        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
+    ) -> RowMeetings:
+        """Return where rows meet if those of one part have what no row of another one has.
+
+        A loss without a single target that counts, for example, may be computed otherwise.
+        """
+        batches = some_rows(given, num_rows, uneven=False, alike=True)
+        if is_scaled_down:
+            batches = pytree.tree_map_only(Tensor, within(subject), batches)
+        whole, *halves = batches
+        try:
+            found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+        except CannotRunError:
+            return NOWHERE  # such rows need not fit the model
+        return found.as_patterns() if is_scaled_down else found
 
     def _meetings_of(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
@@ -210,13 +230,21 @@ class RowGuard:
         return subject, False
 
 
+def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
+    """Return where rows meet in either; where they lie, the first one knows better."""
+    if not other.regions:
+        return found
+    borders = {at: each for at, each in other.borders.items() if at not in found.borders}
+    return joined([found, replace(other, borders=borders, given=found.given)])
+
+
 def _unclear(found: RowMeetings, first: int, other: int) -> str:
     names = ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the first, "
         f"of length {first}, they meet in {names}; if the one of length {other}, nowhere. Give "
         "parallelize the data set, whose batches have rows first, or call the model with tensors "
-        "that only share the rows, targets of (batch) for example"
+        "that only share the rows, targets of (batch) for example; or use data_parallel.size 1"
     )
 
 
@@ -264,7 +292,7 @@ def _sharing(given: Given, count: int) -> int:
     return sum(count in x.shape for x in leaves if isinstance(x, Tensor))
 
 
-def some_rows(given: Given, num_rows: int, *, uneven: bool) -> list[Given]:
+def some_rows(given: Given, num_rows: int, *, uneven: bool, alike: bool = False) -> list[Given]:
     """Return small batches: one of as many rows as a check takes, and both halves of it.
 
     Args:
@@ -272,13 +300,15 @@ def some_rows(given: Given, num_rows: int, *, uneven: bool) -> list[Given]:
         num_rows: What tells which dim the rows are along.
         uneven: Whether to have masks keep another number of positions of every row: whoever
             counts them must not be taken for somebody who does not.
+        alike: Whether to have the integers of the first half of the rows be the least one that
+            is given, of the second half the largest.
     """
     half = NUM_ROWS // 2
     kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
-    return [_some_rows(given, num_rows, rows, uneven=uneven) for rows in kept]
+    return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]
 
 
-def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool) -> Given:
+def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: bool) -> Given:
     generator = torch.Generator().manual_seed(0)
     length = common_length(given, num_rows)
 
@@ -288,6 +318,8 @@ def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool) -> Giv
             if dim is None:
                 return real
             grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
+            if alike:
+                _make_alike(grown)
             return grown[rows].movedim(0, dim).contiguous()
         if isinstance(value, Mapping):
             return {key: some(each) for key, each in value.items()}
@@ -319,6 +351,14 @@ def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven:
             rows[i] = rows[i].roll(i, -1)
     made = some_that_count(torch.stack(rows))
     return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
+
+
+def _make_alike(rows: Tensor) -> None:
+    if rows.is_floating_point() or rows.is_complex() or not rows.numel():
+        return
+    least, largest = rows.amin(), rows.amax()
+    rows[: NUM_ROWS // 2] = least
+    rows[NUM_ROWS // 2 :] = largest
 
 
 def _is_mask(x: Tensor) -> bool:

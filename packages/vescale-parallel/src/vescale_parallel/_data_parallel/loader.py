@@ -70,14 +70,11 @@ class ParallelLoader:
         self._rows = slice(ranks.rank * size // ranks.size, (ranks.rank + 1) * size // ranks.size)
         self._epoch = 0
         self._taken = 0
-        self._given: list[weakref.ref[Tensor]] = []
+        self._given: dict[int, weakref.ref[Tensor]] = {}
 
     def gave(self, tree: Any) -> bool:
-        """Whether any tensor of a tree is of the latest batch."""
-        given = [reference() for reference in self._given]
-        return any(
-            x is each for x in pytree.tree_leaves(tree) for each in given if each is not None
-        )
+        """Whether any tensor of a tree is of a batch that this loader has given."""
+        return any(id(leaf) in self._given for leaf in pytree.tree_leaves(tree))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -95,11 +92,17 @@ class ParallelLoader:
             # Counted before the batch is handed out: a state saved after its step is past it.
             self._taken += self._size
             batch = pytree.tree_map_only(Tensor, lambda x: x.to(self._device), batch)
-            tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-            self._given = [weakref.ref(x) for x in tensors]
+            self._note(batch)
             yield batch
         self._epoch += 1
         self._taken = 0
+
+    def _note(self, batch: Any) -> None:
+        # Programs may hold many batches at once, to prefetch for example.
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                key = id(leaf)
+                self._given[key] = weakref.ref(leaf, lambda _, key=key: self._given.pop(key, None))
 
     def state_dict(self) -> dict[str, int]:
         """Return where in the global order the loader is."""

@@ -327,6 +327,14 @@ def _unflatten(
         start += shape.numel()
 
 
+def settle(param: ShardedParameter) -> None:
+    """Cut a gradient that autograd gave the sharded parameter itself as the parameter is cut."""
+    sharded: Any = param.sharded
+    grad: Any = sharded.grad
+    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(sharded.placements):
+        sharded.grad = grad.redistribute(placements=sharded.placements)
+
+
 def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> None:
     """Add a reduced gradient to a parameter's ``.grad``, as autograd does, hooks included."""
     if scale is not None:

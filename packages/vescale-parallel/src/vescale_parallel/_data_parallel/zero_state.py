@@ -22,7 +22,7 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
-from .param_group import ParamGroup, accumulate, reduce_together
+from .param_group import ParamGroup, accumulate, reduce_together, settle
 from .stray_gradients import refuse_stray_gradients
 
 
@@ -131,6 +131,7 @@ class ZeroState:
             if self._frees:
                 param_group.free()
         for param, used in zip(self.params, self._used_anywhere(), strict=True):
+            settle(param)
             if used:
                 grad = reduced.get(param)
                 accumulate(param, torch.zeros_like(param.local) if grad is None else grad, scale)

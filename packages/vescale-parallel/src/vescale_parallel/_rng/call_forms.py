@@ -40,7 +40,7 @@ from .predict import (
     scopes_of_unknown,
 )
 from .row_order import draws_with_values, order_of_rows, twice_over
-from .sharded_rng import KnownDraws, Scope, ShardedDraw
+from .sharded_rng import KnownDraws, Scope, ShardedDraw, common
 
 _NUM_ROWS = NUM_ROWS // 2  # of the smaller one of two batches
 
@@ -57,7 +57,7 @@ class DrawForms:
         parallelism: What tensor-parallel ranks compute.
         exchange: Returns what every rank that shares a batch has for a value.
         has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
-            and what an example shows, or a plan says, is enough.
+            and what an example shows is enough.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class DrawForms:
         self._shown: KnownDraws | None = None
         if not has_parts:
             found = cuts_of_example(model, example, sharding)
-            scopes = None if found is None else scopes_of(found)
-            self._shown = KnownDraws(scopes=scopes, otherwise=lambda: self._unknown)
+            if found is not None:
+                self._shown = KnownDraws(scopes=scopes_of(found), otherwise=lambda: self._unknown)
 
     def known(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
@@ -189,7 +189,7 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
     draws = {draw for each in found for draw in each}
     first = found[0]
     return {
-        draw: first.get(draw) if all(each.get(draw) == first.get(draw) for each in found) else None
+        draw: functools.reduce(common, (each.get(draw) for each in found), first.get(draw))
         for draw in sorted(draws)
     }
 

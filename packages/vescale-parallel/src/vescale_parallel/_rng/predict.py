@@ -23,10 +23,11 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, sh
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError, opened
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
+from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.rng_trace import NotedDraw
 from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
-from .sharded_rng import WHOLE, Scope, ShardedDraw, mark
+from .sharded_rng import Scope, ShardedDraw, common, mark
 
 # The FQN of a module, and the number of the draw within a call of it.
 Draw = tuple[str, int]
@@ -76,7 +77,8 @@ class Noted:
         for key, found in _compared(self.once, self.twice, self.part, sharding.size).items():
             said = sharding.spec.draws.get(key)
             if said is not None:
-                found = ShardedDraw(rows=0 if found is None else found.rows, part=said.dim)
+                seen = ShardedDraw(rows=0) if found is None else found
+                found = ShardedDraw(rows=seen.rows, part=said.dim, order=seen.order)
             cuts[key] = found
         return cuts
 
@@ -194,24 +196,22 @@ def _compared(
         where = (draw.fqn, draw.call, draw.index)
         cut = None
         if where in doubled and where in parts:
-            cut = _cut(draw.shape, doubled[where].shape, parts[where].shape, size)
+            cut = _cut(draw, doubled[where], parts[where], size)
         key = (draw.fqn, draw.index)
-        cuts[key] = cut if cuts.setdefault(key, cut) == cut else None
+        cuts[key] = common(cuts.setdefault(key, cut), cut)
     return cuts
 
 
-def _cut(
-    once: tuple[int, ...], twice: tuple[int, ...], part: tuple[int, ...], size: int
-) -> ShardedDraw | None:
-    rows = placement_between(_shaped(twice), _shaped(once), 2)
-    placement = placement_between(_shaped(once), _shaped(part), size)
+def _cut(once: NotedDraw, twice: NotedDraw, part: NotedDraw, size: int) -> ShardedDraw | None:
+    rows = placement_between(_shaped(twice.shape), _shaped(once.shape), 2)
+    placement = placement_between(_shaped(once.shape), _shaped(part.shape), size)
     if rows is None or placement is None:
         return None
-    cut = ShardedDraw(
+    return ShardedDraw(
         rows=rows.dim if isinstance(rows, Shard) else None,
         part=placement.dim if isinstance(placement, Shard) else None,
+        order=NotedOrder(once.order, part.order),
     )
-    return WHOLE if cut == WHOLE else cut
 
 
 def _shaped(shape: tuple[int, ...]) -> Tensor:

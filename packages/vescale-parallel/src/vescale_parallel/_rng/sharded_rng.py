@@ -22,7 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import TorchDispatchMode, is_in_backward
+from vescale_parallel._trace.memory_order import (
+    NotedOrder,
+    order_in_whole,
+    split_in_order,
+    strides_in_order,
+)
 from vescale_parallel._trace.random_ops import draw_with, drawn_shape, is_draw
 from vescale_parallel._user_line import warn_at_user_line
 
@@ -51,15 +57,25 @@ class ShardedDraw:
         inner: Whether the rows are innermost in a dim that they share with something else, as
             in (time x rows); if not, they are outermost.
         alone: Whether they shared it with nothing in the call that was run to see.
+        order: In which order dims lie in memory; None if it was not seen, or not alike.
+            Cuts are compared without it.
     """
 
     rows: int | None = None
     part: int | None = None
     inner: bool = False
     alone: bool = False
+    order: NotedOrder | None = field(default=None, compare=False)
 
 
 WHOLE = ShardedDraw()
+
+
+def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
+    """Return what is known of two draws alike."""
+    if one is None or other is None or one != other:
+        return None
+    return one if one.order == other.order else replace(one, order=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +116,16 @@ class KnownDraws:
 
     scopes: Mapping[str, Scope] | None
     otherwise: Callable[[], Mapping[str, Scope]]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A view of what a rank draws, shape and strides of the whole, and where in it that is."""
+
+    here: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    boxes: tuple[LocalBox, ...]
 
 
 @dataclass(frozen=True)
@@ -208,7 +234,7 @@ class Draws:
                 # In a region: a tensor of the whole batch draws what one device draws.
                 return func(*args, **kwargs)
             cut = self._cut(drawn_shape(args), scope, index, mark(fqn, index))
-            if cut is not None and not self._is_cut(cut):
+            if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
                 try:
@@ -244,9 +270,17 @@ class Draws:
             return cut
         return cut if shape[cut.rows] == self._now.num_rows else None
 
-    def _is_cut(self, cut: ShardedDraw) -> bool:
-        by_rows = cut.rows is not None and self._place.num_parts_of_batch > 1
-        return by_rows or (cut.part is not None and self._place.tp_size > 1)
+    def _differs(self, cut: ShardedDraw) -> bool:
+        """Whether a rank is to draw something else than it would by itself."""
+        is_kept = cut.order is None or cut.order.is_kept
+        return not is_kept or any(dim is not None for dim in self._cut_dims(cut))
+
+    def _cut_dims(self, cut: ShardedDraw) -> tuple[int | None, int | None]:
+        """Return the dims of the rows and of the part, None for what is not cut here."""
+        return (
+            cut.rows if self._place.num_parts_of_batch > 1 else None,
+            cut.part if self._place.tp_size > 1 else None,
+        )
 
     def _draw_part(
         self,
@@ -267,34 +301,32 @@ class Draws:
     def _fill(
         self, how: RandomOperator, out: Tensor, cut: ShardedDraw, generator: Any, stack: str
     ) -> None:
-        out, shape, boxes = self._in_whole(out, cut, stack)
-        window = Window(shape, _stride(shape, out), 0, out.dtype)
-        draw_part(how.fill, window=window, boxes=boxes, out=out, generator=generator)
+        part = self._in_whole(out, cut, stack)
+        window = Window(part.shape, part.strides, 0, out.dtype)
+        draw_part(how.fill, window=window, boxes=part.boxes, out=part.here, generator=generator)
 
     def _dropout_of_whole(self, args: tuple[Any, ...], cut: ShardedDraw, stack: str) -> Any:
         """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
         x, p = args[:2]
         mask = torch.empty_like(x, dtype=torch.bool)
-        viewed, shape, boxes = self._in_whole(mask, cut, stack)
-        if math.prod(shape) > _WHOLE_MASK_NUMEL:
+        part = self._in_whole(mask, cut, stack)
+        if math.prod(part.shape) > _WHOLE_MASK_NUMEL:
             raise NotImplementedError("the whole mask is too large")
-        stride = _stride(shape, viewed)
-        ones = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).fill_(1)
-        whole = torch.ops.aten.native_dropout(ones, p, True)[1]
-        for held in boxes:
-            held.of(viewed).copy_(whole[held.box.slices])
+        ones = torch.empty_strided(part.shape, part.strides, dtype=x.dtype, device=x.device)
+        whole = torch.ops.aten.native_dropout(ones.fill_(1), p, True)[1]
+        for held in part.boxes:
+            held.of(part.here).copy_(whole[held.box.slices])
         if p == 1:
             return torch.zeros_like(x), mask
         # In the precision of the kernel, which divides float32 for half precision.
         scale = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)) / (1.0 - p)
         return x * mask * scale.item(), mask
 
-    def _in_whole(
-        self, out: Tensor, cut: ShardedDraw, stack: str
-    ) -> tuple[Tensor, tuple[int, ...], tuple[LocalBox, ...]]:
-        """Return a view of this rank's part, the shape of the whole, and where in it that is."""
-        rows, part = cut.rows, cut.part
+    def _in_whole(self, out: Tensor, cut: ShardedDraw, stack: str) -> _Part:
+        rows, part = self._cut_dims(cut)
+        order = order_in_whole(out, cut.order, {dim for dim in (rows, part) if dim is not None})
         if rows is not None and (cut.inner or rows == part):
+            order = split_in_order(order, rows)
             out, rows, part = self._apart(out, rows, part, inner=cut.inner)
         place = self._place
         shape = list(out.shape)
@@ -308,7 +340,7 @@ class Draws:
             (place.part_of_batch, place.tp_rank),
             (_placement(rows), _placement(part)),
         )
-        return out, tuple(shape), tuple(boxes)
+        return _Part(out, tuple(shape), strides_in_order(shape, order), tuple(boxes))
 
     def _apart(
         self, out: Tensor, rows: int, part: int | None, *, inner: bool
@@ -413,12 +445,3 @@ def mark(fqn: str, index: int) -> str:
 
 def _placement(dim: int | None) -> Placement:
     return Replicate() if dim is None else Shard(dim)
-
-
-def _stride(shape: Sequence[int], local: Tensor) -> tuple[int, ...]:
-    """Return the strides of a whole tensor whose dims follow each other as those of its part."""
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)

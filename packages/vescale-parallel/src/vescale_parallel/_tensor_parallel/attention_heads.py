@@ -131,6 +131,9 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched, batch_first = query.dim() == 3, module.batch_first and query.dim() == 3
+        cut_dim = borders.output
+        if batch_first and cut_dim in (0, 1):
+            cut_dim = 1 - cut_dim
         entered = _entered(boundary, borders, query, key, value)
         q_NhLD, k_NhSD, v_NhSD = _projected(module, entered, heads, batch_first=batch_first)
         rows = q_NhLD.shape[0]
@@ -150,12 +153,14 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
             y_NhLD = F.scaled_dot_product_attention(
                 *(q_NhLD, k_NhSD, v_NhSD, None if causal else mask), dropout, is_causal=causal
             )
-        y_NLF = y_NhLD.transpose(1, 2).flatten(2)
-        # In the layout of the input, whose dims the output's sum may keep a part of.
-        y = y_NLF if batch_first else y_NLF.transpose(0, 1) if batched else y_NLF.squeeze(0)
-        output = boundary.leave(F.linear(y, module.out_proj.weight), borders.output, borders.stack)
+        # In memory time is outermost, as in what torch computes: dropout draws in that order.
+        y_LNF = y_NhLD.permute(2, 0, 1, 3).flatten(2)
+        y = F.linear(y_LNF if batched else y_LNF.squeeze(1), module.out_proj.weight)
+        output = boundary.leave(y, cut_dim, borders.stack)
         if module.out_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
             output = output + module.out_proj.bias
+        if batch_first:
+            output = output.transpose(0, 1)
         if weights is not None:
             weights = _whole_weights(
                 weights, boundary, borders.stack, average=average_attn_weights

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._torch_private import TorchDispatchMode
 
+from .memory_order import Order, memory_order
 from .random_ops import drawn_shape, is_draw
 
 
@@ -25,6 +26,7 @@ class NotedDraw:
         index: Which draw within the call.
         function: What drew.
         shape: Of what was drawn.
+        order: In which its dims follow each other in memory.
     """
 
     fqn: str
@@ -32,6 +34,7 @@ class NotedDraw:
     index: int
     function: str
     shape: tuple[int, ...]
+    order: Order
 
 
 class DrawNotes:
@@ -75,7 +78,8 @@ class DrawNotes:
         fqn, call = self._running[-1]
         index = self._num_draws.get((fqn, call), 0)
         self._num_draws[fqn, call] = index + 1
-        self.draws.append(NotedDraw(fqn, call, index, str(func), drawn_shape(args)))
+        shape, order = drawn_shape(args), _order(args)
+        self.draws.append(NotedDraw(fqn, call, index, str(func), shape, order))
         return self.draws[-1]
 
     def _follow(self, fqn: str, module: nn.Module) -> None:
@@ -89,6 +93,12 @@ class DrawNotes:
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, always_call=True)
+
+
+def _order(args: tuple[Any, ...]) -> Order:
+    if isinstance(args[0], Tensor):
+        return memory_order(args[0])
+    return tuple(dim for dim, length in enumerate(drawn_shape(args)) if length > 1)
 
 
 class _Noting(TorchDispatchMode):
