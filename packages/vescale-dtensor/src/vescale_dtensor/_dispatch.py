@@ -28,7 +28,6 @@ from ._layout.layout import layout_of_spec
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._rules.foreach import is_foreach, plan_foreach
 from ._sharding.gathered_views import follow
-from ._sharding.inplace_view import resizes
 from ._sharding.local_plan import (
     LocalCall,
     Plan,
@@ -40,6 +39,7 @@ from ._sharding.local_plan import (
     plan_of_spec,
     told,
 )
+from ._sharding.mutation import resizes
 from ._sharding.op_call import OpCall, Unsupported, is_view, written_values
 from ._sharding.replicate_fallback import gathered
 from ._sharding.signature import Signature, choose

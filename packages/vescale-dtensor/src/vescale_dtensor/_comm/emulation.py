@@ -10,6 +10,7 @@ else knows whether ranks are processes or parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -250,7 +251,7 @@ def peers_of_ranks(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, 
     own = _axes_in_root(mesh, root)
     free = [own[axis] for axis in axes]
     fixed = [axis for axis in range(root.ndim) if axis not in free]
-    groups = root.mesh.permute(*fixed, *free).reshape(-1, _product(root.shape[a] for a in free))
+    groups = root.mesh.permute(*fixed, *free).reshape(-1, math.prod(root.shape[a] for a in free))
     members = {int(rank): tuple(map(int, group)) for group in groups for rank in group}
     return tuple(members[rank] for rank in range(_world().size))
 
@@ -274,13 +275,6 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         index, position = divmod(index, size)
         coordinate.insert(0, position)
     return tuple(coordinate)
-
-
-def _product(sizes: Any) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _world() -> EmulatedWorld:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vescale_dtensor._sharding.inplace_view import (
-    HANDLERS as INPLACE_VIEWS,
-    REFUSED as REFUSED_INPLACE_VIEWS,
-)
 from vescale_dtensor._sharding.local_plan import Plan
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import Signature
@@ -19,12 +15,14 @@ from . import (
     attention,
     batch_norm,
     cat_stack_repeat,
+    conj_neg,
     conv,
     dimwise,
     embedding,
     gather_scatter,
     group_norm,
     index,
+    inplace_view,
     item,
     layer_norm,
     linalg,
@@ -44,7 +42,6 @@ from . import (
     view,
     view_backward,
 )
-from .conj_neg import HANDLERS as LAZY_BITS
 
 Rule = Callable[[OpCall], Signature | View | None]
 
@@ -77,8 +74,8 @@ _FAMILIES = (
 _RULES: dict[OpOverload, Rule] = {**pointwise.RULES, **view.RULES}
 # Operators that are run by functions of ours, whatever the placements.
 HANDLERS: dict[OpOverload, Plan] = {
-    **INPLACE_VIEWS,
-    **LAZY_BITS,
+    **inplace_view.HANDLERS,
+    **conj_neg.HANDLERS,
     **as_strided.HANDLERS,
     **vector_norm.HANDLERS,
     **item.HANDLERS,
@@ -86,7 +83,7 @@ HANDLERS: dict[OpOverload, Plan] = {
 # Operators that become other operators unless all their inputs are whole.
 DECOMPOSED: dict[OpOverload, Plan] = {}
 # Operators that no distributed tensor can be given to, and why.
-REFUSED: dict[OpOverload, str] = dict(REFUSED_INPLACE_VIEWS)
+REFUSED: dict[OpOverload, str] = dict(inplace_view.REFUSED)
 
 for _family in _FAMILIES:
     _RULES.update(_family.RULES)

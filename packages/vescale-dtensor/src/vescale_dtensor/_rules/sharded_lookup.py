@@ -34,11 +34,6 @@ class Part:
     size: int
     runs: tuple[tuple[int, int, int], ...]
 
-    @property
-    def local_size(self) -> int:
-        """Of the rank's part."""
-        return sum(stop - start for start, stop, _ in self.runs)
-
     def positions(self, index: Tensor, *, elsewhere: int = 0) -> tuple[Tensor, Tensor]:
         """Return where indices are in the rank's part, and which of them are there.
 

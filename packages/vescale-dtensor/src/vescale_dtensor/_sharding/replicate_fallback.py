@@ -21,8 +21,8 @@ from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
 from .gathered_views import GatheredView
-from .inplace_view import follow_shape
 from .local_plan import distributed, finisher, whole
+from .mutation import follow_shape
 from .op_call import OpCall, Unsupported, is_view
 
 
