@@ -39,7 +39,8 @@ from ._pipeline.step import PipelineStep
 from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
-from ._rng.sharded_rng import Draws, Place
+from ._rng.known_draws import Place
+from ._rng.sharded_rng import Draws
 from ._runtime.checks import check_arguments
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine

@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from vescale_parallel._cross_replica.borders import num_rows_of
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._rng.call_forms import DrawForms
+from vescale_parallel._rng.known_draws import WHOLE, KnownDraws, Place, Scope, ShardedDraw
 from vescale_parallel._rng.predict import (
     cuts_of_example,
     draw_marks,
     scopes_of_unknown,
 )
-from vescale_parallel._rng.sharded_rng import WHOLE, Draws, KnownDraws, Place, Scope, ShardedDraw
+from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._runtime.recompute import recompute
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard

@@ -30,6 +30,7 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._verify.threads import in_fresh_thread
 
+from .known_draws import KnownDraws, Scope, ShardedDraw, common
 from .predict import (
     Draw,
     Given,
@@ -40,7 +41,6 @@ from .predict import (
     scopes_of_unknown,
 )
 from .row_order import draws_with_values, order_of_rows, twice_over
-from .sharded_rng import KnownDraws, Scope, ShardedDraw, common
 
 _NUM_ROWS = NUM_ROWS // 2  # of the smaller one of two batches
 

@@ -27,7 +27,7 @@ from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.rng_trace import NotedDraw
 from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
-from .sharded_rng import Scope, ShardedDraw, common, mark
+from .known_draws import Scope, ShardedDraw, common, mark
 
 # The FQN of a module, and the number of the draw within a call of it.
 Draw = tuple[str, int]

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import TorchDispatchMode, is_in_backward
 from vescale_parallel._trace.memory_order import (
-    NotedOrder,
     order_in_whole,
     split_in_order,
     strides_in_order,
@@ -43,79 +42,10 @@ from vescale_parallel._trace.memory_order import (
 from vescale_parallel._trace.random_ops import draw_with, drawn_shape, is_draw
 from vescale_parallel._user_line import warn_at_user_line
 
+from .known_draws import KnownDraws, Place, Scope, ShardedDraw, mark
+
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
 _WHOLE_MASK_NUMEL = 1 << 27
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedDraw:
-    """Which dims of a drawn tensor ranks hold parts of.
-
-    Attributes:
-        rows: Dim that the batch is along; None if the tensor has no batch.
-        part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
-        inner: Whether the rows are innermost in a dim that they share with something else, as
-            in (time x rows); if not, they are outermost.
-        alone: Whether they shared it with nothing in the call that was run to see.
-        order: In which order dims lie in memory; None if it was not seen, or not alike.
-            Cuts are compared without it.
-    """
-
-    rows: int | None = None
-    part: int | None = None
-    inner: bool = False
-    alone: bool = False
-    order: NotedOrder | None = field(default=None, compare=False)
-
-
-WHOLE = ShardedDraw()
-
-
-def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
-    """Return what is known of two draws alike."""
-    if one is None or other is None or one != other:
-        return None
-    return one if one.order == other.order else replace(one, order=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scope:
-    """What is known about the draws of one module, in order within one call.
-
-    Attributes:
-        cuts: One for each; None for one that nothing is known about.
-        parts: Dims that tensor-parallel ranks hold parts of, by the number of the draw, where
-            nothing else is known.
-        is_region: Whether draws that are not in ``cuts`` may be of cut activations.
-    """
-
-    cuts: Sequence[ShardedDraw | None] = ()
-    parts: Mapping[int, int]
-    is_region: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where this rank is among those that share a batch and those that share a layer."""
-
-    num_parts_of_batch: int
-    part_of_batch: int
-    tp_size: int
-    tp_rank: int
-
-
-@dataclass(kw_only=True)
-class KnownDraws:
-    """What is known of the draws of one form of call.
-
-    Attributes:
-        scopes: By the module that draws, none if the call draws nothing; None if not known, up
-            to a call that drew nothing.
-        otherwise: Returns what to go by where it is not known, or turned out otherwise.
-    """
-
-    scopes: Mapping[str, Scope] | None
-    otherwise: Callable[[], Mapping[str, Scope]]
 
 
 @dataclass(frozen=True)
@@ -436,11 +366,6 @@ def generator_state() -> tuple[bytes, ...]:
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     return tuple(state.numpy().tobytes() for state in states)
-
-
-def mark(fqn: str, index: int) -> str:
-    """Return the name that a sharding plan has for a draw of a module."""
-    return f"{fqn}.<random:{index}>".lstrip(".")
 
 
 def _placement(dim: int | None) -> Placement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,78 +21,16 @@ from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
+from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.generators import (
     set_generators,
     states_of_generators,
     untouched_generators,
 )
 
+from .region import Contradiction, Findings, How, Region
 from .threads import run_in_threads
 from .without_chance import WithoutChance
-
-
-class Contradiction(ValueError):
-    """A plan changes what a module computes.
-
-    Attributes:
-        fqn: The module.
-        why: What differs.
-    """
-
-    def __init__(self, fqn: str, why: str) -> None:
-        super().__init__(f"{fqn or 'the model'}: {why}")
-        self.fqn, self.why = fqn, why
-
-
-@dataclass(frozen=True)
-class How:
-    """How the leaves of a call's inputs and output lie over the ranks.
-
-    Attributes:
-        output: None if all of it is whole.
-    """
-
-    inputs: tuple[Placement | None, ...]
-    output: tuple[Placement | None, ...] | None
-
-
-@dataclass(eq=False)
-class Findings:
-    """What runs have shown of parameters' gradients, by parameter FQN.
-
-    Attributes:
-        partial: Whole ones of which ranks hold partial gradients.
-        whole: Whole ones of which every rank has the whole gradient, and not zero.
-        reached: Those with a gradient that is not zero.
-    """
-
-    partial: set[str] = field(default_factory=set[str])
-    whole: set[str] = field(default_factory=set[str])
-    reached: set[str] = field(default_factory=set[str])
-
-
-@dataclass(frozen=True)
-class Region:
-    """What is run.
-
-    Attributes:
-        module: A block, or a whole model.
-        fqn: Its name.
-        inputs: Leaves of the arguments: random float64 numbers, real integers.
-        spec: How the leaves make up (args, kwargs).
-        how: How they lie over ranks.
-        empty: Parameters, by identity, that need no values since nothing reads them.
-        prepare: Changes every copy of the module before it is run.
-    """
-
-    module: nn.Module
-    fqn: str
-    inputs: Sequence[Any]
-    spec: Any
-    how: How
-    empty: frozenset[int] = frozenset()
-    prepare: Callable[[nn.Module], None] = lambda _: None
 
 
 def compare(
@@ -223,32 +161,6 @@ def _completed(how: How, expected: _Results) -> How:
 def _of_floats(how: How, expected: _Results) -> list[Placement | None]:
     assert how.output is not None
     return [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
-
-
-def region_of_call(module: nn.Module, fqn: str, call: ModuleCall, how: How) -> Region:
-    """Return a module with random inputs like those of a call."""
-    leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
-    return Region(module, fqn, [_random_input(leaf) for leaf in leaves], spec, how)
-
-
-def _random_input(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.is_floating_point():
-        values = torch.randn(leaf.shape, dtype=torch.float64)
-        return values.requires_grad_(leaf.requires_grad)
-    if type(leaf) is Tensor and leaf.device.type != "meta":
-        return leaf.detach().cpu().clone()
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
-
-
-def given_input(leaf: Any) -> Any:
-    """Return an example's input in float64, random if it is only made up or has no values."""
-    if type(leaf) is Tensor and leaf.is_floating_point() and leaf.device.type != "meta":
-        values = leaf.detach().cpu().double()
-        if values.numel() and bool(values.isfinite().all()) and bool((values != 0).any()):
-            return values.clone().requires_grad_(leaf.requires_grad)
-    return _random_input(leaf)
 
 
 def _sequence_lengths(leaves: Sequence[Any], how: How) -> int:

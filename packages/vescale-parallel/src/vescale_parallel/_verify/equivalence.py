@@ -28,15 +28,10 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError, ModuleCall, dry_run_whole
 
-from .compared_runs import (
-    Contradiction as Contradiction,
-    Findings,
-    How,
-    compare,
-    region_of_call,
-)
+from .compared_runs import compare
 from .large_tables import checked_tables
 from .rank_dry_run import dry_run_rank
+from .region import Contradiction as Contradiction, Findings, How, region_of_call
 from .whole_model import passed_over, whole_region
 
 # Larger blocks, and larger models, are not run: two copies of their weights in float64 take a GiB.

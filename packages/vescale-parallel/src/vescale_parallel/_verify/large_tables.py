@@ -18,7 +18,8 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, sh
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError, readers_of
 
-from .compared_runs import Findings, How, Region, compare
+from .compared_runs import compare
+from .region import Findings, How, Region
 
 _ROWS, _FEATURES = 7, 4
 

@@ -14,7 +14,7 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import ModuleCall
 from vescale_parallel._trace.fake_tensors import bind
 
-from .compared_runs import How, Region, given_input
+from .region import How, Region, given_input
 
 
 def passed_over(
