@@ -63,7 +63,7 @@ class Search:
         constraints: Checked dotted keys.
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
-        example_batch: What sharding plans are proven on.
+        example_batch: What sharding plans are compared with one device on.
         proposals: For each tensor-parallel size that was looked at, how layers are cut.
     """
 
