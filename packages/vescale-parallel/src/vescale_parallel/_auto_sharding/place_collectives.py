@@ -169,7 +169,7 @@ def _shown(group: Group) -> str:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model that plans are proven on."""
+    """The model on which plans are compared with one device."""
 
     model: nn.Module
     batch: Any
@@ -180,7 +180,9 @@ class _Subject:
         sharding = shard(plan, self.model, self.size)
         proof = prove(self.model, self.batch, sharding, whole=self.whole)
         if proof.too_large:
-            raise ValueError(f"{proof.too_large[0]} is too large to be run for a proof")
+            raise ValueError(
+                f"{proof.too_large[0]} is too large to be run and compared with one device"
+            )
         for fqn, why in proof.unproven.items():
             raise ValueError(f"{fqn} was not compared with one device: {why}")
         return proof
@@ -296,7 +298,13 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
 
 
 def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
-    """Return a plan whose blocks pass each other activations cut along the sequence."""
+    """Return a sequence-parallel plan: blocks pass each other activations sharded along dim 1.
+
+    Of each group of layers there are a few places where its collectives can go, and which are
+    right depends on those of the others: a norm between two groups sees what both agree on. So
+    combinations are tried, likeliest first, and the first one that computes what one device does
+    is taken. Only then are layers that stay whole surrounded by all-gathers, which cost more.
+    """
     model = subject.model
     stacks = [
         stack
@@ -305,7 +313,8 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     ]
     if not stacks:
         raise ValueError(
-            "tensor_parallel.sequence needs a list of blocks whose layers are cut; none is"
+            "tensor_parallel.sequence: expected a list of blocks (nn.ModuleList) whose layers "
+            f"are sharded, and {type(model).__name__} has none; leave it out"
         )
     base: dict[str, str] = {}
     for stack in stacks:
@@ -332,7 +341,7 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
                 continue
             return plan | _grad_marks(model, proof)
     raise ValueError(
-        "tensor_parallel.sequence: no way was found to cut activations between the blocks of "
+        "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
         f"{type(model).__name__} along dim 1; leave it out ({why})"
     )
 
@@ -340,7 +349,7 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
 def _around_whole_layers(
     model: nn.Module, stacks: Sequence[Sequence[str]], kept: Kept
 ) -> dict[str, str]:
-    """Return marks that gather the sequence for layers of which nothing is cut.
+    """Return marks that gather the sequence for layers that are not sharded.
 
     Attention that stays whole, for example: every rank computes it for all positions.
     """

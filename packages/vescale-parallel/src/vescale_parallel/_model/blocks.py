@@ -37,7 +37,7 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = block_stacks(model)
     if not stacks:
         raise ValueError(
-            f"pipeline parallelism cuts between the blocks of an nn.ModuleList or "
+            f"pipeline parallelism splits between the blocks of an nn.ModuleList or "
             f"nn.Sequential, and {type(model).__name__} has none of two or more blocks"
         )
     sizes = [

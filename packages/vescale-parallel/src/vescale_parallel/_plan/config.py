@@ -67,10 +67,11 @@ class TensorParallel:
             integers are divided; ``docs/guide/plans.md`` lists them.
         communication: ``"declared"`` refuses to move cut activations where ``sharding_plan``
             does not say so: gathering logits that the plan leaves cut raises.
-        overlap: Parts that the outputs of row-cut layers are computed in; the sum over ranks of
+        overlap: Chunks that the outputs of row-wise layers are computed in; the sum over ranks of
             one is sent while the next is computed. 1 computes them whole.
-        proven_calls: For what forms of call ``sharding_plan`` was proven when it was found.
-            Other forms are proven when they occur; see ``docs/guide/tensor-parallel.md``.
+        proven_calls: For what forms of call ``sharding_plan`` was compared with one device when it
+            was found. Other forms are compared when they occur; see
+            ``docs/guide/tensor-parallel.md``.
     """
 
     size: int = 1
