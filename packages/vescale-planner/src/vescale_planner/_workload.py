@@ -142,7 +142,7 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
 
 
 def sharded_names(model: nn.Module, sharding_plan: Mapping[str, str]) -> frozenset[str]:
-    """Return the parameters that a sharding plan cuts, biases of cut outputs left out."""
+    """Return the parameters that a sharding plan shards, biases of sharded outputs left out."""
     patterns = [
         _pattern(pattern)
         for pattern, text in sharding_plan.items()

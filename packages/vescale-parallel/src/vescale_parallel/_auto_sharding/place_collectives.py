@@ -30,7 +30,7 @@ _MAX_TRIES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that are cut together, as patterns.
+    """Parameters that are sharded together, as patterns.
 
     Attributes:
         parameters: Parameter pattern to placement text.
@@ -60,12 +60,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingProposal:
-    """A sharding plan that was proven, and what was left whole for want of a proof.
+    """A sharding plan that computes what one device does, and what was left whole.
 
     Attributes:
         plan: Pattern to text.
         left_whole: Parameters that were not cut, as patterns, and why.
-        proven_call: The form of call that the plan was proven for; None without a proof.
+        proven_call: The form of call that the plan was compared with one device for, if it was.
     """
 
     plan: dict[str, str]
@@ -86,11 +86,11 @@ Kept = list[tuple[Group, dict[str, str]]]
 def place_collectives(
     model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
-    """Return a proven sharding plan for as many of the groups as can be.
+    """Return a sharding plan for as many groups as compute what one device does.
 
     Args:
         model: Whole; only run on fakes, its blocks on random numbers.
-        groups: What to cut, each proven on its own and then together; of those that share
+        groups: What to shard, each compared on its own and then together; of those that share
             parameters the first that is right.
         size: Tensor-parallel ranks.
         batch: An example, as for :func:`observe`.
@@ -127,7 +127,7 @@ def _together(kept: Kept) -> dict[str, str]:
 
 
 def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
-    """Return all groups with the likeliest borders."""
+    """Return all groups with the likeliest places of collectives."""
     kept: Kept = []
     for group in groups:
         if not _overlaps(group, kept):
@@ -138,7 +138,7 @@ def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
 
 
 def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
-    """Return the groups that can be cut, each alone and then together, and why others cannot."""
+    """Return the groups that can be sharded, alone and then together, and why others cannot."""
     kept: Kept = []
     refused: dict[str, str] = {}
     together: dict[str, str] = {}
@@ -189,7 +189,7 @@ class _Subject:
 
 
 def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]:
-    """Return the first right way to cut one group, or the reason why there is none."""
+    """Return the first right way to shard one group, or the reason why there is none."""
     why = ""
     for attributes in _attribute_options(subject.model, group, subject.size):
         for borders in _borders(subject.model, group):
@@ -215,7 +215,7 @@ def _grad_marks(model: nn.Module, proof: Proof) -> dict[str, str]:
 
 
 def _borders(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
-    """Yield the marks of a region's borders: around its layers, then around what holds them."""
+    """Yield marks of a region's collectives: around its layers, then around what holds them."""
     plain = [p for p in (*group.entries, *group.exits) if not _is_linear(model, p)]
     yield {
         **{f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain},
@@ -286,7 +286,7 @@ def _attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[s
 
 
 def _widths(model: nn.Module, group: Group) -> set[int]:
-    """Return the lengths that are cut."""
+    """Return the lengths that are sharded."""
     found: set[int] = set()
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, text in group.parameters.items():
@@ -373,7 +373,7 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
 def _sequence_borders(
     model: nn.Module, group: Group, plan: Mapping[str, str], holders: Collection[str]
 ) -> Iterator[dict[str, str]]:
-    """Yield a group's marks: what enters its region is gathered, what leaves it is cut."""
+    """Yield a group's marks: what enters its region is gathered, what leaves it is sharded."""
     inner = {p: t for p, t in plan.items() if not p.endswith((".<enter>", ".<leave>"))}
     leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
     holder = _holder(group.entries)

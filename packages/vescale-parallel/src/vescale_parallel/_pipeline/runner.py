@@ -38,7 +38,7 @@ class _Pass:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One rank's part of a pipeline.
+    """One rank of a pipeline.
 
     Attributes:
         plan: The plan.
@@ -205,7 +205,7 @@ class Pipeline:
 
     @property
     def _num_parts(self) -> int:
-        """Equal parts that the global batch is in."""
+        """Equal shards and micro-batches that the global batch is in."""
         return self.plan.data_parallel.size * self.plan.pipeline_parallel.microbatches
 
     def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:

@@ -56,7 +56,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
 
 
 def _check_moves(spec: ShardingSpec, model: nn.Module) -> None:
-    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
+    """Raise if a mark of one placement is not on a linear layer sharded that way."""
     moves = [(fqn, "<in>", move) for (fqn, _), move in spec.inputs.items()]
     moves += [(fqn, "<out>", move) for fqn, move in spec.outputs.items()]
     for fqn, mark, move in moves:
