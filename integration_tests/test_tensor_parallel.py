@@ -140,7 +140,7 @@ def planned(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(NO_SEQUENCE))
 def test_a_model_that_cannot_cut_its_sequence_is_refused_with_the_reason(family: str) -> None:
-    why = "needs a list of blocks" if family == "branching" else "no way was found to cut"
+    why = "expected a list of blocks" if family == "branching" else "no way was found to shard"
     with pytest.raises(ValueError, match=f"tensor_parallel.sequence.* {why}"):
         planned(family)
 

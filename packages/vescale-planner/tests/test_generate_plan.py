@@ -308,7 +308,7 @@ def test_heads_that_do_not_divide_stay_whole_with_the_reason() -> None:
 
 
 def test_a_model_without_blocks_has_no_pipeline() -> None:
-    with pytest.raises(ValueError, match=r"cuts between the blocks"):
+    with pytest.raises(ValueError, match=r"splits between the blocks"):
         generate_plan(nn.Linear(4, 4), {"pipeline_parallel.size": 2}, world_size=2, cluster=CPU)
 
 

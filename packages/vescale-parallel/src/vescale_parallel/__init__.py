@@ -1,4 +1,23 @@
-"""Run a module nD-parallel: the plan as data, and what carries it out."""
+"""Run a module nD-parallel: the plan as data, and what carries it out.
+
+The rooms, in the order in which data passes through them:
+
+- ``_parallelize``: the entry point, which goes through the others.
+- ``_plan``: a parallel plan as frozen data.
+- ``_model``: what a module is made of.
+- ``_mesh``: the DeviceMesh and its process groups.
+- ``_trace``: forwards on fake tensors.
+- ``_auto_sharding``: proposes a sharding plan.
+- ``_verify``: compares a sharding plan with one device, numerically.
+- ``_parameters``: a parameter, sharded (a DTensor) and unsharded (a plain tensor).
+- ``_tensor_parallel``: collectives where sharded regions begin and end.
+- ``_pipeline``: stages, schedules, point-to-point.
+- ``_data_parallel``: ZeRO parameter groups, the data loader.
+- ``_rng``: every rank's share of one device's random numbers.
+- ``_cross_replica``: what is computed over rows of the global batch.
+- ``_loss``: the loss of one device from those of its shards.
+- ``_runtime``: one call of the model, one backward, one optimizer step.
+"""
 
 from ._auto_sharding.place_collectives import ShardingProposal as ShardingProposal
 from ._auto_sharding.policies import (

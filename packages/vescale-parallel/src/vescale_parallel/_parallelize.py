@@ -284,7 +284,7 @@ def _zero_state(
     blocks: Sequence[str],
 ) -> ZeroState:
     rank, size = axis_rank(mesh, "pp"), plan.pipeline_parallel.size
-    # A borrowed weight is no member here: it is gathered and reduced where it is owned.
+    # Not with a tied weight of another stage: it is gathered and reduced where it is owned.
     owned = [param for param in params if param.stages[0] % size == rank]
     root, param_groups = group_parameters(
         model,

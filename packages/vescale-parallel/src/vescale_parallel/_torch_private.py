@@ -61,7 +61,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
-    """Return a tensor without memory, on the CPU: a parameter if the given one is a parameter.
+    """Return a tensor without storage, on the CPU: a parameter if the given one is a parameter.
 
     ``torch.empty`` within the mode and ``nn.Parameter`` around it do the same and take 15 times as
     long, which with a model's parameters for every dry run was a sixth of finding a plan.

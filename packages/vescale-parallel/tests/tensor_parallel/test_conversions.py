@@ -174,8 +174,8 @@ def test_a_call_that_skips_where_a_sequence_is_cut_or_gathered_is_refused() -> N
     # Also of half the tokens, as many as the part of the call before had.
     for given in (x_BSF, x_BSF[:, :2]):
         for called in ((1, 2), (2,)):
-            with pytest.raises(ValueError, match=r"'blocks\.0' should have cut in this call"):
+            with pytest.raises(ValueError, match=r"'blocks\.0' should have sharded in this call"):
                 stack(given, called)
-    with pytest.raises(ValueError, match=r"'blocks\.0' cut is gathered by 'blocks\.2'"):
+    with pytest.raises(ValueError, match=r"'blocks\.0' sharded is gathered by 'blocks\.2'"):
         stack(x_BSF, (0, 1))
     assert stack(x_BSF).shape == x_BSF.shape

@@ -114,7 +114,7 @@ def test_a_plan_that_cuts_nothing_in_blocks_is_proven_as_well() -> None:
     model, plan = WithHead(), {"head.weight": "Shard(0)", "head.<out>": "Shard(-1)"}
     guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     called(guarded, (torch.zeros(2, 8),), {})
-    with pytest.warns(UserWarning, match="was not proven for calls with"):
+    with pytest.warns(UserWarning, match="was not compared with one device for calls with"):
         called(guarded, (torch.zeros(2, 8), torch.tensor(1.0)), {})
 
 

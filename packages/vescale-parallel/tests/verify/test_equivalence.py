@@ -149,7 +149,9 @@ def test_the_sequence_is_gathered_around_layers_that_stay_whole() -> None:
 
 
 def test_a_block_that_mixes_positions_cannot_be_cut_along_the_sequence() -> None:
-    with pytest.raises(ValueError, match="no way was found to cut activations between the blocks"):
+    with pytest.raises(
+        ValueError, match="no way was found to shard activations between the blocks"
+    ):
         place_collectives(Model(Scanned), [ATTENTION], 2, BATCH, sequence=True)
 
 

@@ -250,7 +250,7 @@ def _pipelines(
 def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
     if rows.global_size is None:
         return (
-            f"the example batch of {rows.example} rows cannot be cut into "
+            f"the example batch of {rows.example} rows cannot be split into "
             f"{microbatches} equal microbatches"
         )
     return (

@@ -48,7 +48,7 @@ def reasons(
 
 
 def left_whole(parameters: Mapping[str, str]) -> list[str]:
-    """Return what tensor parallelism could not cut, a few reasons in full."""
+    """Return what tensor parallelism could not shard, a few reasons in full."""
     shown = [f"left whole: {name}: {why}" for name, why in list(parameters.items())[:_SHOWN]]
     if len(parameters) > _SHOWN:
         shown.append(f"left whole: {len(parameters) - _SHOWN} more")

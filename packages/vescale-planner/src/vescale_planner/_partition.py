@@ -1,4 +1,4 @@
-"""Where the pipeline is cut, and what each rank of it then owns."""
+"""Where the pipeline is split, and what each rank of it then owns."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Search:
         constraints: Checked dotted keys.
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
-        example_batch: What sharding plans are proven on.
+        example_batch: What sharding plans are compared with one device on.
         proposals: For each tensor-parallel size that was looked at, how layers are cut.
     """
 
@@ -85,7 +85,7 @@ class Search:
 
     @property
     def sequence(self) -> bool:
-        """Whether activations between blocks are cut along the sequence."""
+        """Whether activations between blocks are sharded along the sequence."""
         return bool(self.constraints.get("tensor_parallel.sequence", False))
 
     def run(self, world_size: int) -> SearchResult:
@@ -143,7 +143,7 @@ class Search:
         return self._sharding[tp]
 
     def with_sequence(self) -> Search:
-        """Return a search that scores the same sharding plans with a cut sequence, unproven."""
+        """Return a search of the same sharding plans with a sharded sequence, not yet checked."""
         constraints = {**self.constraints, "tensor_parallel.sequence": True}
         return replace(self, constraints=constraints, _ranks={})
 

@@ -1,4 +1,4 @@
-"""What every kind of cut asks of an axis: who owns it, and where it is in its owners."""
+"""What every kind of candidate asks of an axis: who owns it, and where it is in its owners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vescale_parallel._trace.axes import Axes, Dim, Graph, Obstacle, RefusedErro
 
 @dataclass(eq=False)
 class Search:
-    """A forward, and the ranks among which its parameters are to be cut.
+    """A forward, and the ranks among which its parameters are to be sharded.
 
     Attributes:
         graph: The forward.
@@ -67,7 +67,7 @@ class Search:
         self.rejected.append((f"{pattern} dim {dim} length {self.axes.sizes[atom]}", reason))
 
     def placements(self, atom: int, owners: list[Value]) -> dict[str, str]:
-        """Return the placement that cuts an atom, of every parameter that has it."""
+        """Return the placement that shards an atom, of every parameter that has it."""
         found: dict[str, str] = {}
         for value in owners:
             dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]

@@ -1,4 +1,4 @@
-"""What a tensor-parallel cut of a model is."""
+"""A sharding candidate: one axis that parameters may be sharded along."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["features", "vocabulary", "experts"]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One axis that a model's parameters may be cut along, in every parameter at once.
+    """One axis that a model's parameters may be sharded along, in every parameter at once.
 
     Attributes:
         length: Elements along the axis: key-value heads, features, rows, experts.

@@ -13,7 +13,7 @@ from .candidate import Candidate
 
 
 def experts(search: Search) -> Iterable[Candidate]:
-    """Return a cut for each module whose own parameters are stacked experts."""
+    """Return a candidate for each module whose own parameters are stacked experts."""
     atoms = _expert_atoms(search)
     for module in sorted({module for _, module in search.trace.experts}):
         owned = {
@@ -48,7 +48,7 @@ def _expert_atoms(search: Search) -> set[int]:
 def _experts_of(
     search: Search, module: str, stacked: list[Value], length: int
 ) -> Candidate | None:
-    """Return a cut, unless the module returns something for each expert."""
+    """Return a candidate, unless the module returns something for each expert."""
     steps = [step for step in search.trace.steps if is_within(step.module, module)]
     made = {value.index: value for step in steps for value in step.outputs}
     leaving = [

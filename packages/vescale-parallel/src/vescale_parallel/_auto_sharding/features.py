@@ -15,7 +15,7 @@ from .candidate import Candidate
 
 
 def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
-    """Return the cut along an axis that parameters begin and end.
+    """Return the candidate along an axis that parameters begin and end.
 
     Raises:
         RefusedError: If there is none.
@@ -62,7 +62,7 @@ def _leaving(search: Search, flow: Flow) -> int:
 
 
 def gathered(search: Search, model: nn.Module, chosen: Iterable[Candidate]) -> Iterable[Candidate]:
-    """Return a cut of the columns of each linear layer that no other cut is in."""
+    """Return a candidate, the columns, for each linear layer that no other candidate has."""
     taken = {name for cut in chosen for name in cut.parameters}
     for fqn, module in model.named_modules():
         kind = linear_kind(module)

@@ -1,4 +1,4 @@
-"""Propose tensor-parallel cuts of any model, from the axes that one forward on fakes shows."""
+"""Find tensor-parallel candidates in any model, from the axes of one forward on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .vocabulary import vocabulary
 def find_candidates(
     model: nn.Module, batch: Any, size: int, *, trace: Trace | None = None
 ) -> Candidates:
-    """Propose cuts of a model's parameters among ``size`` ranks.
+    """Propose shardings of a model's parameters among ``size`` ranks.
 
     Args:
         model: May be real, on the meta device, or deferred; it is not changed.

@@ -1,4 +1,4 @@
-"""Which parameters belong together: those of a sharding plan, or of cuts that were found."""
+"""Which parameters belong together: those of a sharding plan, or of candidates that were found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .place_collectives import Group
 
 
 def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
-    """Sort a plan's cut linear layers into column-then-row groups of siblings.
+    """Sort a plan's sharded linear layers into column-then-row groups of siblings.
 
     Returns:
         The groups, embeddings and heads last.
@@ -75,7 +75,7 @@ def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> b
 
 
 def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
-    """Put the cuts of equal blocks together.
+    """Put the candidates of equal blocks together.
 
     Returns:
         The groups, best first, tables of embeddings and heads last.

@@ -18,7 +18,7 @@ from vescale_parallel._verify.single_module import proven_alone
 
 
 def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
-    """Return a sharding plan for modules whose linears pair up, proven class by class.
+    """Return a sharding plan for modules whose linears pair up, each class checked by running it.
 
     Args:
         model: Whole.

@@ -32,7 +32,7 @@ _MAX_TRIES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that are cut together, as patterns.
+    """Parameters that are sharded together, as patterns.
 
     Attributes:
         parameters: Parameter pattern to placement text.
@@ -62,12 +62,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingProposal:
-    """A sharding plan that was proven, and what was left whole for want of a proof.
+    """A sharding plan that computes what one device does, and what was left whole.
 
     Attributes:
         plan: Pattern to text.
         left_whole: Parameters that were not cut, as patterns, and why.
-        proven_call: The form of call that the plan was proven for; None without a proof.
+        proven_call: The form of call that the plan was compared with one device for, if it was.
     """
 
     plan: dict[str, str]
@@ -97,11 +97,11 @@ Kept = list[tuple[Group, dict[str, str]]]
 def place_collectives(
     model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
 ) -> ShardingProposal:
-    """Return a proven sharding plan for as many of the groups as can be.
+    """Return a sharding plan for as many groups as compute what one device does.
 
     Args:
         model: Whole; only run on fakes, its blocks on random numbers.
-        groups: What to cut, each proven on its own and then together; of those that share
+        groups: What to shard, each compared on its own and then together; of those that share
             parameters the first that is right.
         size: Tensor-parallel ranks.
         batch: An example, as for :func:`observe`.
@@ -138,7 +138,7 @@ def _together(kept: Kept) -> dict[str, str]:
 
 
 def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
-    """Return all groups with the likeliest borders."""
+    """Return all groups with the likeliest places of collectives."""
     kept: Kept = []
     for group in groups:
         if not _overlaps(group, kept):
@@ -149,7 +149,7 @@ def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
 
 
 def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
-    """Return the groups that can be cut, each alone and then together, and why others cannot."""
+    """Return the groups that can be sharded, alone and then together, and why others cannot."""
     kept: Kept = []
     refused: dict[str, str] = {}
     together: dict[str, str] = {}
@@ -180,7 +180,7 @@ def _shown(group: Group) -> str:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model that plans are proven on."""
+    """The model on which plans are compared with one device."""
 
     model: nn.Module
     batch: Any
@@ -191,14 +191,16 @@ class _Subject:
         sharding = shard(plan, self.model, self.size)
         proof = prove(self.model, self.batch, sharding, whole=self.whole)
         if proof.too_large:
-            raise ValueError(f"{proof.too_large[0]} is too large to be run for a proof")
+            raise ValueError(
+                f"{proof.too_large[0]} is too large to be run and compared with one device"
+            )
         for fqn, why in proof.unproven.items():
             raise ValueError(f"{fqn} was not compared with one device: {why}")
         return proof
 
 
 def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]:
-    """Return the first right way to cut one group, or the reason why there is none."""
+    """Return the first right way to shard one group, or the reason why there is none."""
     why = ""
     for attributes in _attribute_options(subject.model, group, subject.size):
         for borders in _borders(subject.model, group):
@@ -224,7 +226,7 @@ def _grad_marks(model: nn.Module, proof: Proof) -> dict[str, str]:
 
 
 def _borders(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
-    """Yield the marks of a region's borders: around its layers, then around what holds them."""
+    """Yield marks of a region's collectives: around its layers, then around what holds them."""
     plain = [p for p in (*group.entries, *group.exits) if not _is_linear(model, p)]
     yield {
         **{f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain},
@@ -295,7 +297,7 @@ def _attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[s
 
 
 def _widths(model: nn.Module, group: Group) -> set[int]:
-    """Return the lengths that are cut."""
+    """Return the lengths that are sharded."""
     found: set[int] = set()
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, text in group.parameters.items():
@@ -307,7 +309,13 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
 
 
 def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
-    """Return a plan whose blocks pass each other activations cut along the sequence."""
+    """Return a sequence-parallel plan: blocks pass each other activations sharded along dim 1.
+
+    Of each group of layers there are a few places where its collectives can go, and which are
+    right depends on those of the others: a norm between two groups sees what both agree on. So
+    combinations are tried, likeliest first, and the first one that computes what one device does
+    is taken. Only then are layers that stay whole surrounded by all-gathers, which cost more.
+    """
     model = subject.model
     stacks = [
         stack
@@ -316,7 +324,8 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     ]
     if not stacks:
         raise ValueError(
-            "tensor_parallel.sequence needs a list of blocks whose layers are cut; none is"
+            "tensor_parallel.sequence: expected a list of blocks (nn.ModuleList) whose layers "
+            f"are sharded, and {type(model).__name__} has none; leave it out"
         )
     base: dict[str, str] = {}
     for stack in stacks:
@@ -343,7 +352,7 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
                 continue
             return plan | _grad_marks(model, proof)
     raise ValueError(
-        "tensor_parallel.sequence: no way was found to cut activations between the blocks of "
+        "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
         f"{type(model).__name__} along dim 1; leave it out ({why})"
     )
 
@@ -351,7 +360,7 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
 def _around_whole_layers(
     model: nn.Module, stacks: Sequence[Sequence[str]], kept: Kept
 ) -> dict[str, str]:
-    """Return marks that gather the sequence for layers of which nothing is cut.
+    """Return marks that gather the sequence for layers that are not sharded.
 
     Attention that stays whole, for example: every rank computes it for all positions.
     """
@@ -375,7 +384,7 @@ def _names_below(model: nn.Module, fqn: str) -> list[str]:
 def _sequence_borders(
     model: nn.Module, group: Group, plan: Mapping[str, str], holders: Collection[str]
 ) -> Iterator[dict[str, str]]:
-    """Yield a group's marks: what enters its region is gathered, what leaves it is cut."""
+    """Yield a group's marks: what enters its region is gathered, what leaves it is sharded."""
     inner = {p: t for p, t in plan.items() if not p.endswith((".<enter>", ".<leave>"))}
     leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
     holder = _holder(group.entries)

@@ -64,7 +64,7 @@ def propose_sharding(
 
     Args:
         model: Any module; real, on the meta device or deferred.
-        policy: ``"auto"`` cuts the axes that one forward of the example shows: heads,
+        policy: ``"auto"`` shards the axes that one forward of the example shows: heads,
             features, vocabulary. ``"huggingface"`` takes the plan transformers ships for the
             model. ``"megatron"`` pairs linears that run alike whole and cut, see
             :mod:`vescale_parallel._auto_sharding.megatron`. Without an example ``"auto"`` is
@@ -139,7 +139,7 @@ def _proposed(
             return _by_axes(model, size, batch, sequence=sequence)
         except (ObservationError, DryRunError) as error:
             # A forward that needs values; the layers may be recognised all the same.
-            why[type(model).__name__] = f"only layers of known kinds are cut: {error}"
+            why[type(model).__name__] = f"only layers of known kinds are sharded: {error}"
     plan, undivided = _recognised(model, policy, size)
     whole = {**why, **undivided}
     if batch is None:
@@ -207,7 +207,7 @@ def _is_attention(pattern: str) -> bool:
 
 
 def _undivided_heads(model: nn.Module, size: int) -> str:
-    """Return why attention cannot be cut by heads, empty if it can."""
+    """Return why attention cannot be sharded by heads, empty if it can."""
     for fqn, module in model.named_modules():
         config = getattr(module, "config", None)
         for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
@@ -243,7 +243,7 @@ def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
 def _group_plan(
     model: nn.Module, start: str, group: Mapping[str, str], size: int
 ) -> dict[str, str]:
-    """Translate the styles of sibling modules; nothing if one of them cannot be cut evenly."""
+    """Translate the styles of sibling modules; nothing if one does not divide evenly."""
     plan: dict[str, str] = {}
     fqns = [fqn for fqn, _ in model.named_modules()]
     for pattern, style in group.items():

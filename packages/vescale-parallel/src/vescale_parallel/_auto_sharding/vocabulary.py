@@ -12,7 +12,7 @@ from .candidate import Candidate
 
 
 def vocabulary(search: Search, atom: int, owners: list[Value]) -> Candidate | None:
-    """Return the cut along rows of a table, None if the axis is something else.
+    """Return the candidate along rows of a table, None if the axis is something else.
 
     Raises:
         RefusedError: If it is one that cannot, or need not, be cut.

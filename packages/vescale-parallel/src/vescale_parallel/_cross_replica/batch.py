@@ -87,9 +87,10 @@ class BatchRows:
         if bool((found != digest).any()):
             names = ", ".join(repr(fqn or "the model") for fqn in self.meetings.regions)
             raise ValueError(
-                f"rows of the batch meet in {names}, so all data-parallel ranks need batches of "
-                f"the same shapes, and they have others; this rank has {shapes}. Pad to one "
-                "length on all ranks and drop a last batch that does not divide"
+                f"rows of the batch depend on each other in {names}, so all data-parallel ranks "
+                f"need batches of the same shapes, and they have others; this rank has "
+                f"{shapes}. Pad to one length on all ranks and drop a last batch that does not "
+                "divide"
             )
 
 
@@ -111,8 +112,8 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
 def _refusal(meetings: RowMeetings, num_parts: int) -> str:
     found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in meetings.regions.items())
     return (
-        f"rows of the batch meet ({found}), but a pipeline runs it in {num_parts} parts one after "
-        "the other. Use pipeline_parallel.size 1, under which data-parallel ranks compute that "
-        "part over the whole batch, or a loss that is a mean over rows (F.cross_entropy counts "
-        "the targets of all parts)"
+        f"rows of the batch depend on each other ({found}), but a pipeline runs it in "
+        f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1, under "
+        "which data-parallel ranks compute that code over the whole batch, or a loss that is a "
+        "mean over rows (F.cross_entropy counts the targets of all micro-batches)"
     )

@@ -114,7 +114,7 @@ class RowRegions:
             border = self.meetings.border(fqn, (args, kwargs))
             if border is None:
                 raise ValueError(
-                    f"rows of the batch meet in {fqn or 'the model'!r} "
+                    f"rows of the batch depend on each other in {fqn or 'the model'!r} "
                     f"({self.meetings.reason(fqn)}), and where they are in what it is called "
                     "with could not be told; use data_parallel.size 1, or give it tensors whose "
                     "first dim is the batch"

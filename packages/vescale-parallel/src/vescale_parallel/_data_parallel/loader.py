@@ -50,7 +50,10 @@ class ParallelLoader:
             )
         size = plan.batch.global_size
         if size is None:
-            raise ValueError("a data set needs batch.global_size in the plan, got None")
+            raise ValueError(
+                "a data set needs batch.global_size in the plan, got None; set it to the number "
+                "of rows of one step over all ranks"
+            )
         count = len(dataset)
         if size > count:
             raise ValueError(
@@ -59,7 +62,8 @@ class ParallelLoader:
             )
         if not plan.batch.drop_last and count % size:
             raise ValueError(
-                f"{count} samples do not fill batches of {size} and batch.drop_last is False"
+                f"{count} samples do not fill batches of {size} and batch.drop_last is False; "
+                "set it to True, or choose a batch.global_size that divides the data set"
             )
         self._batch, self._size, self._count = plan.batch, size, count
         self._dataset = cast("Dataset[Any]", dataset)

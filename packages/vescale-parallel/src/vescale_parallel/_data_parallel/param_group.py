@@ -1,6 +1,6 @@
 """ZeRO: gather the parameters of a block for compute, sum their gradients back to the owners.
 
-A param_group is a block of the model, or everything outside the blocks. Its parameters travel
+A parameter group is a block of the model, or everything outside the blocks. Its parameters travel
 together: one all-gather in, one reduce-scatter out.
 """
 
@@ -28,7 +28,7 @@ class ParamGroup:
         mesh: The plan's mesh.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
-        number: Tells param_groups apart; ranks that mix them up are found by :attr:`mixed_up`.
+        number: Tells groups apart; ranks that mix them up are found by :attr:`mixed_up`.
     """
 
     params: Sequence[ShardedParameter]
@@ -70,7 +70,7 @@ class ParamGroup:
                 param.unsharded.grad = None
 
     def take_mixed_up(self) -> Tensor | None:
-        """Return whether a collective met another param_group's since the last call, if it ran."""
+        """Return whether a collective was paired with another group's since the last call."""
         mixed_up, self._mixed_up = self._mixed_up, None
         return mixed_up
 
@@ -91,7 +91,7 @@ class ParamGroup:
                 param.unsharded.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
-        """Sum gradients over ranks and keep this rank's part. Every rank must call this.
+        """Sum gradients over ranks and keep this rank's shard. Every rank must call this.
 
         A parameter without gradient on this rank counts as zero: another rank may have one.
         The result is the mean over data-parallel ranks; :meth:`take` hands it out.
@@ -105,7 +105,7 @@ class ParamGroup:
         }
 
     def reduce_over_data(self, grads: dict[ShardedParameter, Tensor]) -> None:
-        """Average gradients over data-parallel ranks; keep this rank's part."""
+        """Average gradients over data-parallel ranks; keep this rank's shard."""
         for sharded in _by_dtype([param for param in grads if param.shard_dim is not None]):
             self._reduce_scatter(sharded, grads)
         whole = [param for param in grads if param.shard_dim is None]
@@ -165,6 +165,8 @@ class ParamGroup:
             return
         ranks = axis_size(self.mesh, "dp_shard")
         dtype = _unsharded_data(params[0]).dtype
+        # Shards are of torch.chunk, so the last ones may be short: each is padded to the largest,
+        # which makes the offset of a parameter the same in the row of every rank.
         parts = [_padded(param.local.to(dtype), _chunk(param, ranks)) for param in params]
         rows = all_gather(torch.cat([self._tag(parts[0]), *parts]), group)  # (ranks, numel)
         self._check_tags(rows[:, 0] != rows[0, 0])
@@ -189,6 +191,7 @@ class ParamGroup:
             ],
             dim=1,
         )
+        # Summed, the tags of ranks that reduce the same group are `ranks` times this one.
         tag = self._tag(rows)
         own = reduce_scatter(torch.cat([tag.expand(ranks, 1), rows], dim=1), group)
         self._check_tags(own[:1] != tag * ranks)
@@ -209,13 +212,13 @@ def group_parameters(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
-    """Return the param_group of what is outside of blocks, and the blocks with theirs.
+    """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
     Args:
         model: Holds the parameters.
         mesh: The plan's mesh.
         params: The parameters that this rank computes with.
-        blocks: FQNs, in order. One without parameters here has no param_group.
+        blocks: FQNs, in order. One without parameters here has no group.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
     """
@@ -298,7 +301,11 @@ def _padded(local: Tensor, chunk: torch.Size) -> Tensor:
 
 
 def _join(parts: Tensor, target: Tensor, dim: int) -> None:
-    """Copy the shards of all ranks, (ranks, *chunk), into the whole tensor."""
+    """Copy the shards of all ranks, (ranks, *chunk), into the whole tensor.
+
+    Not one view or cat: shards of a dim other than the first are strided in the whole, and the
+    padding of the last ranks, which may be all of a shard, must be left out.
+    """
     step = parts.shape[dim + 1]
     for rank, part in enumerate(parts.unbind()):
         size = min(step, target.shape[dim] - rank * step)
@@ -307,7 +314,10 @@ def _join(parts: Tensor, target: Tensor, dim: int) -> None:
 
 
 def _rows(grad: Tensor, dim: int, chunk: torch.Size, ranks: int) -> Tensor:
-    """Cut a whole gradient into one padded row per rank: (ranks, chunk numel)."""
+    """Split a whole gradient into one padded row per rank: (ranks, chunk numel).
+
+    The inverse of :func:`_join`. Padding is summed along, and left out afterwards.
+    """
     step = chunk[dim]
     rows = grad.new_zeros(ranks, *chunk)
     for rank in range(ranks):

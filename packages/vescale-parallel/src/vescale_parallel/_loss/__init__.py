@@ -1,1 +1,1 @@
-"""The loss of one device from parts of its batch."""
+"""The loss of one device from shards of its batch."""

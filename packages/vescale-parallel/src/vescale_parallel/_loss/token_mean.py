@@ -1,4 +1,4 @@
-"""The loss of one device, although every rank sees a part of the batch.
+"""The loss of one device, although every rank sees a shard of the batch.
 
 A rank's batch, or micro-batch, is one of R equal parts of the global batch. Gradients are
 averaged over the parts, which is one device's gradient if the loss is a mean over equally
@@ -24,7 +24,7 @@ _COUNTED = {F.cross_entropy, F.nll_loss}
 
 
 class TokenMeans(TorchFunctionMode):
-    """Replaces local token means so that their average over parts is the global mean.
+    """Replaces local token means so that their average over ranks is the global mean.
 
     Args:
         num_parts: Equal parts the global batch is in.
@@ -65,10 +65,10 @@ class TokenMeans(TorchFunctionMode):
         if sums:
             warn_at_user_line(
                 f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
-                f"part, one of {self._num_parts}, and gradients are averaged over the parts: "
+                f"rows, one of {self._num_parts} shards, and gradients are averaged over shards: "
                 "that is one device's gradient if the sum is divided by a number of items that "
-                "is the same in every part, and not otherwise. F.cross_entropy and F.nll_loss "
-                "with reduction='mean' count over all parts.",
+                "is the same in every shard, and not otherwise. F.cross_entropy and F.nll_loss "
+                "with reduction='mean' count over all shards.",
             )
 
 

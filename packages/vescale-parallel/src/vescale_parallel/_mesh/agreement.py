@@ -36,5 +36,6 @@ def check_agreement(**described: str) -> None:
         if differing:
             raise ValueError(
                 f"expected the same {name} on every rank, but ranks {differing} differ from "
-                f"rank 0; this is rank {dist.get_rank()} with {described[name][:500]!r}"
+                f"rank 0; this is rank {dist.get_rank()} with {described[name][:500]!r}; "
+                "start all ranks with the same script and arguments"
             )

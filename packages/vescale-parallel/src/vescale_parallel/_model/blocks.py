@@ -1,4 +1,4 @@
-"""What a model is made of: its parameters, its repeated blocks, and where to cut between them."""
+"""What a model is made of: its parameters, its repeated blocks, where to split between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the FQNs of the blocks that a pipeline is cut between, in order.
+    """Return the FQNs of the blocks that a pipeline is split between, in order.
 
     Raises:
         ValueError: If there is no list of blocks, or more than one that matters.
@@ -37,7 +37,7 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     stacks = block_stacks(model)
     if not stacks:
         raise ValueError(
-            f"pipeline parallelism cuts between the blocks of an nn.ModuleList or "
+            f"pipeline parallelism splits between the blocks of an nn.ModuleList or "
             f"nn.Sequential, and {type(model).__name__} has none of two or more blocks"
         )
     sizes = [

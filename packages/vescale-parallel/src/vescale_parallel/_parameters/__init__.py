@@ -1,1 +1,1 @@
-"""A parameter sharded and unsharded, and a model of which only this rank's part exists."""
+"""A parameter sharded and unsharded, and a model of which only this rank's shards exist."""

@@ -44,7 +44,7 @@ def shard_parameters(
     placeholder: Placeholder,
     read: Read,
 ) -> list[ShardedParameter]:
-    """Replace every parameter by its sharded, holding this rank's part only.
+    """Replace every parameter by a DTensor that holds this rank's shard only.
 
     Args:
         plan: What to do.
@@ -134,7 +134,7 @@ def _shard_parameter(
 def _unfilled(
     shape: torch.Size, mesh: DeviceMesh, tp: Placement, like: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return memory for a tensor-parallel rank's part of a parameter."""
+    """Return memory for a tensor-parallel rank's shard of a parameter."""
     part = local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
     return torch.empty(part, dtype=dtype, device=like.device)
 

@@ -28,7 +28,8 @@ class ShardedParameter:
         placeholder: What forward finds in its place on stages that do not use it.
         shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
         partial_over_tp: Whether tensor-parallel ranks hold partial values of its gradient.
-        stages: Pipeline stages that use it; the first one owns it, others borrow it.
+        stages: Pipeline stages that use it; the first one owns it, and
+            sends it to the others for a step.
     """
 
     fqns: tuple[str, ...]
@@ -49,7 +50,7 @@ class ShardedParameter:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the sharded parameter, without autograd."""
+        """This rank's shard of the parameter, without autograd."""
         return self.distributed._local_tensor
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class ShardedParameter:
                 )
 
     def refuse_calls_outside(self) -> None:
-        """Have modules whose parameter is cut run within a call of the model only.
+        """Have modules whose parameter is sharded run within a call of the model only.
 
         Their hooks expect this rank's part; with anything else results would be wrong.
         """
@@ -97,7 +98,7 @@ class ShardedParameter:
         plain = self.unsharded if self.unsharded is not None else self.placeholder
         if plain is not None:
             for module, name in self.sites:
-                module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: stands in for a Parameter
+                module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: used as a Parameter
 
 
 def _check_part(name: str, fqn: str, shape: torch.Size, module: nn.Module, args: object) -> None:
@@ -105,15 +106,15 @@ def _check_part(name: str, fqn: str, shape: torch.Size, module: nn.Module, args:
     if isinstance(held, DTensor) or (held is not None and held.shape != shape):
         raise ValueError(
             f"the module of {fqn!r} was called from outside of the parallelized model, or with "
-            "another parameter; ranks hold parts of it, which only a call of the model brings "
-            f"together: expected this rank's part of shape {tuple(shape)}, got "
+            "another parameter; ranks hold shards of it, which only a call of the model brings "
+            f"together: expected this rank's shard of shape {tuple(shape)}, got "
             f"{type(held).__name__} of shape {tuple(held.shape)}. Call the model that "
             "parallelize returned, or parallelize the module that you call"
         )
 
 
 def shard_dim_of(shape: torch.Size, tp: Placement) -> int | None:
-    """Return the dim that data-parallel sharding cuts: the first that tp leaves whole."""
+    """Return the dim that data-parallel ranks shard: the first that tp leaves whole."""
     taken = tp.dim if isinstance(tp, Shard | InterleavedShard) else None
     return next((dim for dim in range(min(len(shape), 2)) if dim != taken), None)
 

@@ -83,7 +83,11 @@ def _run_all(
             activation = done.activation.detach()
             continue
         if not last or staging.run.blocks_called != num_blocks:
-            raise ValueError("the module returned before it called all of its blocks")
+            raise ValueError(
+                f"expected forward to call all {num_blocks} blocks before it returns, as pipeline "
+                f"parallelism needs, got {staging.run.blocks_called}; "
+                "use pipeline_parallel.size 1 for a model that skips blocks"
+            )
         if not any(map(is_loss, pytree.tree_leaves(output))):
             raise ValueError(
                 "pipeline parallelism needs a module whose forward returns its loss (a scalar "

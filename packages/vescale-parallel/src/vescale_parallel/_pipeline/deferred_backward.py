@@ -71,7 +71,10 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.finish is None:
-            raise RuntimeError("backward was called a second time on a loss of one pipeline step")
+            raise RuntimeError(
+                "backward was called a second time on the loss of one pipeline step, which "
+                "keeps no graph; call the model again"
+            )
         finish, ctx.finish = ctx.finish, None
         with announced_failures():
             finish(grad)

@@ -1,4 +1,4 @@
-"""A batch in equal parts: the micro-batches of a pipeline."""
+"""Micro-batches: the equal chunks of a batch that a pipeline runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vescale_parallel._torch_private import pytree
 def split_batch(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut a batch into equal parts along dim 0 of its tensors.
+    """Split a batch into micro-batches along dim 0 of its tensors.
 
     A tensor is cut if its dim 0 has the size of the first tensor's; others go to every part.
 

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: consecutive blocks to each stage."""
+"""Where a pipeline is split: consecutive blocks to each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that stand in for what another pipeline stage computes."""
+"""Placeholders: tensors without storage for what another pipeline stage computes."""
 
 from __future__ import annotations
 

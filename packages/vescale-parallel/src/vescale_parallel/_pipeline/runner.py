@@ -38,7 +38,7 @@ class _Pass:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One rank's part of a pipeline.
+    """One rank of a pipeline.
 
     Attributes:
         plan: The plan.
@@ -162,7 +162,11 @@ class Pipeline:
             self.staging.run = None
             Placeholder.usable = was_usable
         if not last or run.blocks_called != self.num_blocks:
-            raise ValueError("the module returned before it called all of its blocks")
+            raise ValueError(
+                f"expected forward to call all {self.num_blocks} blocks before it returns, as "
+                f"pipeline parallelism needs, got {run.blocks_called}; "
+                "use pipeline_parallel.size 1 for a model that skips blocks"
+            )
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
@@ -173,8 +177,9 @@ class Pipeline:
     ) -> list[Tensor]:
         """Return what each token mean of the module counts over the global batch.
 
-        Runs forward with every block and every other module with parameters standing in, so
-        that the targets of all micro-batches are known before the first backward pass.
+        Runs forward with placeholders for what every block and every other module with
+        parameters returns, so that the targets of all micro-batches are known before the first
+        backward pass.
         """
         found: list[list[Tensor]] = []
         devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
@@ -187,7 +192,11 @@ class Pipeline:
                 self.staging.run = None
             found.append(mode.counts)
         if len({len(counts) for counts in found}) > 1:
-            raise ValueError("the module computes another number of losses for each micro-batch")
+            raise ValueError(
+                "expected as many token-mean losses in every micro-batch, got "
+                f"{[len(counts) for counts in found]}; compute them unconditionally, or use "
+                "pipeline_parallel.size 1"
+            )
         return [self.total(torch.stack(counts).sum(0)) for counts in zip(*found, strict=True)]
 
     @property
@@ -196,7 +205,7 @@ class Pipeline:
 
     @property
     def _num_parts(self) -> int:
-        """Equal parts that the global batch is in."""
+        """Equal shards and micro-batches that the global batch is in."""
         return self.plan.data_parallel.size * self.plan.pipeline_parallel.microbatches
 
     def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:

@@ -42,14 +42,19 @@ def actions_of(
         ...     "1f1b", 0, size=2, virtual_stages=1, microbatches=3)]
         ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
+    # A schedule is three runs: `warmup` forwards, pairs of one forward and one backward, and the
+    # backwards that are left. The orders of forwards and of backwards are the same in all of them.
     total = microbatches * virtual_stages
     forwards = [_forward(k, rank, size, virtual_stages) for k in range(total)]
     backwards = [_backward(k, rank, size, virtual_stages) for k in range(total)]
     if schedule == "gpipe":
         warmup = total
     elif virtual_stages == 1:
+        # One for each rank behind this one: only then has the last one the first micro-batch.
         warmup = min(total, size - rank - 1)
     else:
+        # All chunks but the last run their first `size` micro-batches; then come as many more
+        # as there are hops from here to the last rank and, for the first backward, back.
         warmup = min(total, (size - rank - 1) * 2 + (virtual_stages - 1) * size)
     steady = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
     return (*forwards[:warmup], *steady, *backwards[total - warmup :])
@@ -74,7 +79,11 @@ def _backward(k: int, rank: int, size: int, virtual_stages: int) -> Action:
 
 
 def _position(k: int, size: int, virtual_stages: int) -> tuple[int, int]:
-    """Return (chunk, micro-batch) of a rank's k-th pass: groups of ``size`` per chunk."""
+    """Return (chunk, micro-batch) of a rank's k-th pass: groups of ``size`` per chunk.
+
+    After ``size`` micro-batches of one chunk the first one has gone round all ranks and is back
+    for the next chunk, so no rank waits; hence micro-batches must be a multiple of ``size``.
+    """
     if virtual_stages == 1:
         return 0, k
     group, within = divmod(k, size * virtual_stages)

@@ -4,7 +4,7 @@
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
 the stage does not own returns a placeholder: the right shape and dtype, no memory, no compute.
-Stand-ins require a gradient, so anything computed from them does too; that is how a stage
+Placeholders require a gradient, so anything computed from them does too; that is how a stage
 knows which argument of its first own block must come from the stage before. After its last
 own block a stage that is not the last one leaves forward by :class:`StageDone`.
 """
@@ -48,7 +48,7 @@ class StageRun:
         receive: Returns the activation from the stage before, given a tensor of its shape.
         owns_outside: Whether modules outside the blocks may run on their stage.
         blocks_called: Number of blocks called so far.
-        last_output: What the block before returned, if it stood in.
+        last_output: What the block before returned, if it was a placeholder.
     """
 
     stage: int
@@ -62,7 +62,7 @@ class StageRun:
 
     @classmethod
     def counting(cls, num_blocks: int) -> StageRun:
-        """Return a run in which everything with parameters stands in, to see the targets."""
+        """Return a run in which modules with parameters give placeholders, to see the targets."""
 
         def receive(like: Tensor) -> Tensor:
             raise AssertionError("nothing is received while counting")
@@ -114,7 +114,7 @@ class StagedModule(nn.Module):
         if role.index == run.first_block:
             if run.stage > 0:
                 args, kwargs = _with_received(role, run, args, kwargs)
-            # Whatever stands in now is not needed any more; using it would be a mistake.
+            # No placeholder is needed any more; using one would be a mistake.
             Placeholder.usable = False
         _refuse_placeholders(role, args, kwargs)
         output = super().__call__(*args, **kwargs)
@@ -251,7 +251,7 @@ def _with_received(
         raise ValueError(
             f"pipeline parallelism passes the output of one block to the next, but {role.fqn!r} "
             "is not called with what the block before it returned; move what happens between "
-            "the blocks into a block, or cut elsewhere (pipeline_parallel.split_points)"
+            "the blocks into a block, or split elsewhere (pipeline_parallel.split_points)"
         )
     received = run.receive(expected)
     for index in places:
@@ -278,7 +278,7 @@ def _first_floating(output: Any) -> Placeholder | None:
 def _activation(role: _Role, output: Any) -> Tensor:
     """Return what goes to the next stage: the tensor that the next stage expects there.
 
-    Other tensors that a block returns stand in on later stages, which raises if one is used.
+    Other tensors that a block returns are placeholders on later stages, which raise if used.
     """
     leaves = pytree.tree_leaves(output)
     floating = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())

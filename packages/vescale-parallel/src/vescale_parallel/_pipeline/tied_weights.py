@@ -1,7 +1,7 @@
-"""Weights that two pipeline stages use: one owns them, the others borrow them each step.
+"""Tied weights of a pipeline: one stage owns them, and the others get them for each step.
 
 Tied embeddings are used by the first and the last stage. The owner sends the weight before
-the step and gets the borrower's gradient back after it, so there is one optimizer state and
+the step and gets the other stage's gradient back after it, so there is one optimizer state and
 one value, and the bytes are those of an all-reduce between the two.
 """
 
@@ -23,53 +23,59 @@ def pipeline_ranks(param: ShardedParameter, size: int) -> list[int]:
 
 
 def send_tied_weights(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
-    """Send owners' weights to borrowers. Every rank of the pipeline's group must call this."""
+    """Send tied weights to the stages that do not own them.
+
+    Every rank of the pipeline's group must call this.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for owner, borrower, param in _loans(params, size):
-        if rank in (owner, borrower):
+    for owner, user, param in _transfers(params, size):
+        if rank in (owner, user):
             assert param.unsharded is not None
-            _move(param.unsharded.data, group, owner, borrower)
+            _move(param.unsharded.data, group, owner, user)
 
 
 def return_tied_gradients(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
-    """Add borrowers' gradients to owners'. Every rank of the pipeline's group must call this."""
+    """Add other stages' gradients to the owner's.
+
+    Every rank of the pipeline's group must call this.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    loans: dict[tuple[int, int], list[ShardedParameter]] = {}
-    for owner, borrower, param in _loans(params, size):
-        if rank in (owner, borrower) and param.sharded.requires_grad:
-            loans.setdefault((owner, borrower), []).append(param)
-    for (owner, borrower), lent in loans.items():
-        tensors = [param.unsharded for param in lent if param.unsharded is not None]
+    transfers: dict[tuple[int, int], list[ShardedParameter]] = {}
+    for owner, user, param in _transfers(params, size):
+        if rank in (owner, user) and param.sharded.requires_grad:
+            transfers.setdefault((owner, user), []).append(param)
+    for (owner, user), sent in transfers.items():
+        tensors = [param.unsharded for param in sent if param.unsharded is not None]
         # What no stage uses has no gradient, which is not the same as one of zero.
         flags = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8)
         flags = flags.to(tensors[0].device)
-        _move(flags, group, borrower, owner)
+        _move(flags, group, user, owner)
         for tensor, has_grad in zip(tensors, flags.tolist(), strict=True):
             if has_grad:
-                _return_gradient(tensor, group, owner, borrower)
+                _return_gradient(tensor, group, owner, user)
 
 
 def _return_gradient(
-    tensor: nn.Parameter, group: dist.ProcessGroup, owner: int, borrower: int
+    tensor: nn.Parameter, group: dist.ProcessGroup, owner: int, user: int
 ) -> None:
-    if dist.get_rank(group) == borrower:
+    if dist.get_rank(group) == user:
         assert tensor.grad is not None
-        _move(tensor.grad, group, borrower, owner)
+        _move(tensor.grad, group, user, owner)
         tensor.grad = None
         return
     theirs = torch.empty_like(tensor, requires_grad=False)
-    _move(theirs, group, borrower, owner)
+    _move(theirs, group, user, owner)
     tensor.grad = theirs if tensor.grad is None else tensor.grad.detach() + theirs
 
 
-def _loans(
+def _transfers(
     params: Sequence[ShardedParameter], size: int
 ) -> list[tuple[int, int, ShardedParameter]]:
-    """Return (owner, borrower, param) for every loan, in an order all ranks share."""
+    """Return (owner, user, param) for every stage but the owner, in an order all ranks share."""
     found: list[tuple[int, int, ShardedParameter]] = []
     for param in params:
-        owner, *borrowers = pipeline_ranks(param, size)
-        found += [(owner, borrower, param) for borrower in borrowers]
+        owner, *users = pipeline_ranks(param, size)
+        found += [(owner, user, param) for user in users]
     return found
 
 

@@ -53,7 +53,7 @@ class FrozenMapping(dict[str, str]):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Which tensors are cut inside one layer.
+    """Which tensors are sharded inside one layer.
 
     Attributes:
         size: Ranks that share one copy of a layer.
@@ -65,12 +65,13 @@ class TensorParallel:
             ``"layers.*.mlp.up.weight": "Shard(0)"``. Marks in angle brackets say where
             activations are summed, gathered or cut, whose gradients are partial values, and which
             integers are divided; ``docs/guide/plans.md`` lists them.
-        communication: ``"declared"`` refuses to move cut activations where ``sharding_plan``
-            does not say so: gathering logits that the plan leaves cut raises.
-        overlap: Parts that the outputs of row-cut layers are computed in; the sum over ranks of
+        communication: ``"declared"`` refuses to redistribute sharded activations where
+            ``sharding_plan`` does not say so: gathering logits that it leaves sharded raises.
+        overlap: Chunks that the outputs of row-wise layers are computed in; the sum over ranks of
             one is sent while the next is computed. 1 computes them whole.
-        proven_calls: For what forms of call ``sharding_plan`` was proven when it was found.
-            Other forms are proven when they occur; see ``docs/guide/tensor-parallel.md``.
+        proven_calls: For what forms of call ``sharding_plan`` was compared with one device when it
+            was found. Other forms are compared when they occur; see
+            ``docs/guide/tensor-parallel.md``.
     """
 
     size: int = 1
@@ -91,7 +92,7 @@ class TensorParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel:
-    """How the sequence of blocks is cut into stages.
+    """How the sequence of blocks is split into stages.
 
     Attributes:
         size: Ranks in the pipeline.

@@ -148,7 +148,10 @@ class ParallelPlan:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         lines = [f"plan for {ranks}" + (f", {self.model}" if self.model else "")]
         for name, value in self.dotted().items():
-            lines.append(f"  {name}: {json.dumps(value, default=dict)}")
+            # One line an entry, so that a sharding plan can be read, compared and pasted.
+            indent = 2 if isinstance(value, dict) and len(value) > 1 else None  # pyright: ignore[reportUnknownArgumentType]: a plan's mapping
+            text = json.dumps(value, default=dict, indent=indent).replace("\n", "\n  ")
+            lines.append(f"  {name}: {text}")
         if self.estimate:
             gib = self.estimate.memory_bytes / 2**30
             lines.append(

@@ -18,14 +18,20 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ValueError("the model has lazy parameters; run it once before parallelizing it")
+        raise ValueError(
+            "expected parameters that have a shape, got lazy ones (nn.LazyLinear, ..); run the "
+            "model once, then parallelize it"
+        )
     hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(
-            f"{hooked[0]!r} has a post-accumulate-grad hook; register it after parallelize"
+            f"{hooked[0]!r} has a post-accumulate-grad hook, which would hang on a parameter that "
+            "parallelize replaces; register it after parallelize"
         )
     if isinstance(model, ParallelModule):
-        raise ValueError(f"{type(model).__name__} is parallelized already")
+        raise ValueError(
+            f"{type(model).__name__} is parallelized already; give parallelize the plain module"
+        )
     for name, value in (("optimizer_fn", optimizer_fn), ("lr_scheduler_fn", lr_scheduler_fn)):
         if value is not None and (isinstance(value, Optimizer) or not callable(value)):
             raise TypeError(f"expected {name} to be a function, got {type(value).__name__}")

@@ -28,12 +28,12 @@ from .same_inputs import SameInputs
 
 
 class ProvesCalls(Protocol):
-    """What a plan was proven for, and a proof of it for other calls."""
+    """What calls a plan was compared with one device for, and the check for others."""
 
     def proven(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Prove the plan for a call, unless one of its form was seen, and run the call inside."""
+        """Compare the plan with one device for a call of a new form; run the call inside."""
         ...
 
 
@@ -147,9 +147,9 @@ class Engine:
             if isinstance(leaf, DTensor) and not self.logits.is_ours(leaf):
                 read = read_in(leaf, self.parameters.params_of_blocks)
                 raise ValueError(
-                    f"forward returned a distributed tensor, because it read {read} "
+                    f"expected forward to return plain tensors, got a DTensor: it read {read} "
                     "outside of the forward of its block, where data_parallel.zero_stage 2 and 3 "
-                    "keep it cut. Its plain tensors are this "
-                    "rank's rows, so the two do not mix. Use data_parallel.zero_stage 1, or read "
+                    "keep it sharded. Its plain tensors are this rank's rows, so the two do not "
+                    "mix. Use data_parallel.zero_stage 1, or read "
                     "what you need as parameter.full_tensor()"
                 )

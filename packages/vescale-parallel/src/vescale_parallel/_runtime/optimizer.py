@@ -1,4 +1,4 @@
-"""Torch optimizers on this rank's parts of the parameters."""
+"""Torch optimizers on this rank's shards of the parameters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ class ParallelOptimizer(Optimizer):
     _vescale_engine: weakref.ref[Engine]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]: torch overloads it
-        """Update this rank's part of every parameter. ``closure`` is refused."""
+        """Update this rank's shard of every parameter. ``closure`` is refused."""
         with announced_failures():
             if closure is not None:
-                raise ValueError("step(closure) is not supported by a parallelized optimizer")
+                raise ValueError(
+                    "step(closure) is not supported by a parallelized optimizer; call the "
+                    "model and backward() first, then step() without arguments"
+                )
             return self._vescale_step()
 
     def _vescale_step(self) -> Any:
@@ -139,7 +142,7 @@ class ParallelOptimizer(Optimizer):
 
 
 def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """Make an optimizer update this rank's parts, in place.
+    """Make an optimizer update this rank's shards, in place.
 
     Args:
         optimizer: Built on the parameters of ``model``, which is parallelized already.
@@ -156,8 +159,8 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     held = [sharded for group in optimizer.param_groups for sharded in group["params"]]
     if any(sharded not in names for sharded in held):
         raise ValueError(
-            "the optimizer holds a tensor that is no parameter of the parallelized model; "
-            "build it in optimizer_fn from the model it is given"
+            "expected an optimizer of the parallelized model's parameters, got one that holds "
+            "another tensor; build it in optimizer_fn from the model it is given"
         )
     step = inspect.unwrap(type(optimizer).step)
     owner = step.__qualname__.partition(".")[0]
@@ -170,7 +173,7 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     if cut and not elementwise:
         raise ValueError(
             f"{type(optimizer).__name__}.step is not known to update every element on its own, "
-            f"but ranks hold only parts of {len(cut)} parameters ({cut[0]!r}, ...); use one of "
+            f"but ranks hold only shards of {len(cut)} parameters ({cut[0]!r}, ...); use one of "
             f"{sorted(_ELEMENTWISE)} or a plan that shards no parameter"
         )
     cls = type(optimizer)
@@ -185,7 +188,7 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
 
 
 def _part(sharded: nn.Parameter) -> nn.Parameter:
-    """Return this rank's part of a parameter and its gradient, as a plain parameter."""
+    """Return this rank's shard of a parameter and its gradient, as a plain parameter."""
     assert isinstance(sharded, DTensor)
     part = nn.Parameter(sharded._local_tensor, requires_grad=sharded.requires_grad)
     if sharded.grad is not None:
@@ -201,7 +204,7 @@ def _part(sharded: nn.Parameter) -> nn.Parameter:
 
 
 def _localized(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with distributed tensors replaced by their local parts."""
+    """Return a parameter's state with distributed tensors replaced by their local shards."""
     return {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in state.items()}
 
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism on plain local tensors: shardings, and collectives at region borders."""
+"""Tensor parallelism on plain local tensors: shardings, and collectives around regions."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism on plain local tensors: hooks that put collectives at region borders.
+"""Tensor parallelism on plain local tensors: hooks with collectives where regions begin and end.
 
 Weights are already cut when these hooks run. A column-wise linear reads a whole activation and
 leaves one that is cut; a row-wise linear reads that and leaves partial values. Between the two the
@@ -31,7 +31,7 @@ from .vocab_embedding import shard_embedding_rows
 
 
 class KeepCut(Protocol):
-    """Makes a column-wise linear hand on its output as it is cut."""
+    """Makes a column-wise linear hand on its output as it is sharded."""
 
     def __call__(self, module: nn.Module, *, num_features: int) -> None: ...
 
@@ -155,7 +155,7 @@ def _add_exits(target: _Target) -> None:
 
 
 def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
-    """Return, of every stack of blocks, which one cuts the sequence and which one gathers it."""
+    """Return, of every stack of blocks, which one shards the sequence and which one gathers it."""
     found: dict[str, tuple[str, str]] = {}
     lasts = {
         stack_of(fqn): fqn
@@ -186,7 +186,7 @@ def _attention_borders(fqn: str, spec: ShardingSpec) -> Borders:
 def _keep_from_nesting(
     modules: Mapping[str, nn.Module], attention: Mapping[str, nn.Module]
 ) -> None:
-    """Have encoders of torch that hold cut attention pass on plain tensors in evaluation, too."""
+    """Have torch encoders with sharded attention pass on plain tensors in evaluation, too."""
     for fqn, module in modules.items():
         below = f"{fqn}." if fqn else ""
         if isinstance(module, nn.TransformerEncoder) and any(
@@ -199,8 +199,8 @@ def _divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
     value = getattr(module, attribute, None)
     if not isinstance(value, int) or value % parts:
         raise ValueError(
-            f"expected {fqn}.{attribute} to be a multiple of {parts}, the parts that "
-            f"tensor-parallel ranks have of it, got {value!r}"
+            f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be an integer that "
+            f"tensor-parallel ranks can divide by {parts}, got {value!r}; leave it out"
         )
     setattr(module, attribute, value // parts)
 
@@ -217,9 +217,9 @@ def _column_wise(
 
 
 def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundary) -> None:
-    """Compute one part of a whole layer's output: key-value heads that several ranks share.
+    """Compute one chunk of a whole layer's output: key-value heads that several ranks share.
 
-    The gradient of the weight is zero outside the part; the sum over ranks is the whole one.
+    The gradient of the weight is zero outside the chunk; the sum over ranks is the whole one.
     """
     length: int = getattr(module, kind.out_attribute) // parts
     first = boundary.ranks.rank * parts // boundary.ranks.size * length
@@ -239,7 +239,7 @@ def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundar
         whole.clear()
 
     module.register_forward_pre_hook(before)
-    # Also when forward raises: the module must not be left with a part.
+    # Also when forward raises: the module must not be left with a chunk.
     module.register_forward_hook(after, prepend=True, always_call=True)
 
 
@@ -294,7 +294,7 @@ def _output(
     boundary: Boundary,
     keep_cut: KeepCut | None,
 ) -> None:
-    """Gather the output of a column-wise linear, or hand it on as it is cut."""
+    """Gather the output of a column-wise linear, or hand it on as it is sharded."""
     if move.source == move.target and keep_cut is not None:
         keep_cut(module, num_features=boundary.lengths[f"{fqn}.<out>"])
         return

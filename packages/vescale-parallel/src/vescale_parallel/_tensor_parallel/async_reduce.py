@@ -1,9 +1,10 @@
-"""Compute a layer's output in parts, and sum one part over ranks while the next is computed.
+"""Asynchronous reduction: a chunk of a layer's output is reduced while the next is computed.
 
-[Note: overlap] The input of a row-cut layer is split along its positions. When the partial output
-of a part is there, its sum starts beside the program, and so does, where activations are cut
-along the sequence, the gathering of a part's gradient before the layer's backward needs it. Sums
-are the same numbers, of matrix products that may be blocked otherwise: the last bits can differ.
+[Note: overlap] The input of a row-wise layer is split along its positions. When the partial output
+of a chunk is there, its all-reduce starts beside the program, and so does, where activations are
+sharded along the sequence, the all-gather of its gradient before the layer's backward needs it.
+Sums are the same numbers, of matrix products that may be blocked otherwise: the last bits can
+differ.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def sum_in_parts(
     Args:
         compute: The layer: each position of its output depends on that position of its input.
         x: Its input, positions in all dims but the last.
-        dim: Keep this rank's part of the sum along it, which ranks must divide; None to keep all.
-        num_parts: How many parts, at most.
+        dim: Keep this rank's shard of the sum along it, which ranks must divide; None to keep all.
+        num_parts: How many chunks, at most.
         beside: What the sums are computed on.
     """
     steps: list[_Step] = []
@@ -106,13 +107,14 @@ def sum_in_parts(
 def _parts(x: Tensor, dim: int | None, num_parts: int, num_ranks: int) -> Sequence[Tensor]:
     if dim is None:
         return x.chunk(num_parts, -2)
-    # A part is one of every rank's positions, so that ranks keep their own in order.
+    # A chunk has some of every rank's positions: reduce-scatter gives each rank a piece of its
+    # own shard, and the pieces, joined in order, are the shard. Chunks of x would be shuffled.
     by_rank = x.unflatten(dim, (num_ranks, -1))
     return [part.flatten(dim, dim + 1) for part in by_rank.chunk(num_parts, dim + 1)]
 
 
 class _Step:
-    """One part on its way, forward and backward."""
+    """One chunk on its way, forward and backward."""
 
     def __init__(self, beside: Beside, dim: int | None) -> None:
         self._beside, self._dim = beside, dim
@@ -132,7 +134,11 @@ class _Step:
         return wait()
 
     def start_grad(self, grad: Tensor) -> Tensor:
-        """Begin to gather a gradient; return what stands for it until it was taken."""
+        """Begin to all-gather a gradient; return a placeholder of its shape until it is taken.
+
+        Autograd demands a gradient of the chunk's shape at once; it hands it, unread, to
+        :class:`_Arrive`, which waits for the real one. The placeholder has one element of memory.
+        """
         ranks, dim, length = self._beside.ranks, self._dim, self._length
         if dim is None:
             return grad
@@ -140,13 +146,13 @@ class _Step:
         shape = (*grad.shape[:dim], length, *grad.shape[dim + 1 :])
         return grad.new_empty(()).expand(shape)
 
-    def take_grad(self, stand_in: Tensor) -> Tensor:
+    def take_grad(self, placeholder: Tensor) -> Tensor:
         wait, self._grad = self._grad, None
-        return stand_in if wait is None else wait()
+        return placeholder if wait is None else wait()
 
 
 class _Arrive(torch.autograd.Function):
-    """Nothing forward; backward a part's gradient is waited for."""
+    """Nothing forward; backward a chunk's gradient is waited for."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: _Step) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,7 +166,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """The sums of all parts; backward every part's gradient is started."""
+    """The sums of all chunks; backward the all-gather of every chunk's gradient is started."""
 
     @staticmethod
     def forward(ctx: Any, steps: Sequence[_Step], dim: int, *partial: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -172,6 +178,6 @@ class _Together(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = grad.split(ctx.lengths, ctx.dim)
-        # Autograd runs the last part's layer first.
+        # Autograd runs the last chunk's layer first, so its gradient is needed first.
         started = [s.start_grad(g) for s, g in zip(ctx.steps[::-1], grads[::-1], strict=True)]
         return None, None, *started[::-1]

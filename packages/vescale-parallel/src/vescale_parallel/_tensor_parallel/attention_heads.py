@@ -25,7 +25,7 @@ PACKED = InterleavedShard(0, 3)
 
 
 def parameters_by_heads(module: nn.Module, size: int) -> dict[str, str]:
-    """Return how an attention layer's parameters are cut by heads, nothing if they cannot be."""
+    """Return how an attention layer's parameters are sharded by heads, nothing if not."""
     if not isinstance(module, nn.MultiheadAttention) or _why_not(module, size):
         return {}
     found = {"in_proj_weight": "InterleavedShard(0, 3)"}
@@ -54,7 +54,7 @@ def _why_not(module: nn.MultiheadAttention, size: int) -> str:
 def cut_attention(
     modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]
 ) -> dict[str, nn.MultiheadAttention]:
-    """Return the attention layers of torch that a plan cuts by heads."""
+    """Return the attention layers of torch that a plan shards by heads."""
     return {
         fqn: module
         for fqn, module in modules.items()
@@ -66,7 +66,7 @@ def cut_attention(
 def check_attention(
     modules: Mapping[str, nn.Module], placements: Mapping[str, Placement], size: int
 ) -> None:
-    """Raise if a plan cuts an attention layer in a way that is not known.
+    """Raise if a plan shards an attention layer in a way that is not known.
 
     Raises:
         ValueError: With the parameters and what would be right.
@@ -93,7 +93,7 @@ def check_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class Borders:
-    """How activations reach and leave an attention layer: the dim that they are cut along.
+    """How activations reach and leave an attention layer: the dim that they are sharded along.
 
     Attributes:
         query: Of the query, None if it is whole.
@@ -111,7 +111,7 @@ class Borders:
 
 
 def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: Borders) -> None:
-    """Have a layer that holds a rank's part of the parameters compute this rank's heads."""
+    """Have a layer that holds a rank's shard of the parameters compute this rank's heads."""
     size, rank = boundary.ranks.size, boundary.ranks.rank
     heads = module.num_heads // size
     first = rank * heads

@@ -19,7 +19,7 @@ from .chunks import part_sizes
 
 
 class Ranks(Protocol):
-    """Ranks that share a layer. Parts of a dim are those of ``torch.chunk``, in rank order."""
+    """Ranks that share a layer. Shards of a dim are those of ``torch.chunk``, in rank order."""
 
     @property
     def size(self) -> int:
@@ -36,16 +36,16 @@ class Ranks(Protocol):
         ...
 
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
-        """Return the parts of all ranks along ``dim``, which is ``length`` long together."""
+        """Return the shards of all ranks along ``dim``, which is ``length`` long together."""
         ...
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part along ``dim`` of the sum over ranks."""
+        """Return this rank's shard along ``dim`` of the sum over ranks."""
         ...
 
 
 def own_part(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have whole."""
+    """Return this rank's shard of a tensor that all ranks have whole."""
     sizes = part_sizes(x.shape[dim], ranks.size)
     return x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]).contiguous()
 
@@ -135,7 +135,7 @@ class ThreadExchange:
     """Where threads exchange tensors.
 
     Args:
-        size: How many threads meet.
+        size: How many threads exchange tensors.
         turns: If given, only one thread runs at a time, between what they exchange.
     """
 

@@ -122,8 +122,8 @@ class Boundary:
             for stack in self._cut:
                 first, last = self._ends[stack]
                 raise ValueError(
-                    f"tensor_parallel.sequence: the sequence that {first!r} cut is gathered by "
-                    f"{last!r}, which was not the last of {stack!r} to be called; {_ALWAYS}"
+                    f"tensor_parallel.sequence: the sequence that {first!r} sharded is gathered "
+                    f"by {last!r}, which was not the last of {stack!r} to be called; {_ALWAYS}"
                 )
 
         if ends:
@@ -140,7 +140,7 @@ class Boundary:
             first, _ = self._ends[stack]
             raise ValueError(
                 f"tensor_parallel.sequence: a block of {stack!r} got {x.shape[dim]} tokens, "
-                f"which {first!r} should have cut in this call and did not; {_ALWAYS}"
+                f"which {first!r} should have sharded in this call and did not; {_ALWAYS}"
             )
 
     def enter(self, x: Tensor, dim: int | None, stack: str) -> Tensor:

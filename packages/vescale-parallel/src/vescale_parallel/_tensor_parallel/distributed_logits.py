@@ -1,4 +1,4 @@
-"""Where distributed logits meet the caller of a model: its inputs, its results, and backward."""
+"""Where distributed logits reach the caller of a model: its inputs, its results, and backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .vocab_parallel import LiftPlain, is_on, plain_gradient, returned
 
 
 class DistributedLogits:
-    """The calls of a model whose logits may stay cut by vocabulary; see [Note: sharded logits].
+    """Calls of a model whose logits may stay sharded by vocabulary; see [Note: sharded logits].
 
     Args:
         mesh: Tensor-parallel ranks; None if there is one.
-        lift: Lifts plain tensors to distributed ones where they meet.
+        lift: Lifts plain tensors to DTensors where an operator has both.
         communication: ``"declared"`` to refuse what the plan does not name.
     """
 
@@ -48,7 +48,7 @@ class DistributedLogits:
         return run
 
     def declared(self) -> contextlib.AbstractContextManager[None]:
-        """Refuse to gather what the plan leaves cut, if it has to name what is moved."""
+        """Refuse to gather what the plan leaves sharded, if it has to name what is moved."""
         if self._mesh is None or self._communication == "implicit":
             return contextlib.nullcontext()
         hint = (

@@ -34,7 +34,7 @@ class Applied:
     Attributes:
         sharding: How its tensors are sharded.
         boundary: What does the collectives; None for one rank.
-        left_whole: Patterns of parameters that were not cut, and why.
+        left_whole: Patterns of parameters that were not sharded, and why.
     """
 
     sharding: TensorSharding
@@ -56,9 +56,9 @@ class ModuleReport:
 
     Attributes:
         pattern: Its names, ``*`` for numbers.
-        outcome: ``"erased"``: its own forward on this rank's parts, plain tensors;
-            ``"localised"``: likewise, with integers divided that count local things;
-            ``"DTensor behind"``: it hands on a distributed tensor; ``"whole"``: every rank
+        outcome: ``"erased"``: its own forward on this rank's shards, as plain tensors;
+            ``"localised"``: likewise, with the integers divided that count heads or features;
+            ``"DTensor behind"``: it returns a DTensor; ``"whole"``: every rank
             does the same.
         reason: What makes it so.
         modules: How many there are.
@@ -72,7 +72,7 @@ class ModuleReport:
 
 @dataclass
 class Traffic:
-    """What one line of the model sent at the borders of regions.
+    """What one line of the model sent where sharded regions begin and end.
 
     Attributes:
         source: File and line of the model's code.
@@ -208,8 +208,8 @@ def _why_whole(fqn: str, own: Sequence[str], left_whole: Mapping[str, str]) -> s
     for said, why in left_whole.items():
         patterns = [each.partition(" ")[0] for each in said.split(", ")]
         if any(matching(pattern, names) for pattern in patterns):
-            return f"nothing of it is cut: {why}"
-    return "nothing of it is cut"
+            return f"not sharded: {why}"
+    return "not sharded"
 
 
 def _collectives(crossing: Crossing) -> tuple[str, str]:
@@ -246,7 +246,7 @@ def _follow(model: nn.Module, inside: list[str], stack: ExitStack) -> None:
 
 
 def _source() -> str:
-    """Return the innermost line that is neither torch's nor ours."""
+    """Return the innermost line that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename

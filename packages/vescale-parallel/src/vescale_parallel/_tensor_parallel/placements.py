@@ -37,9 +37,15 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
         uneven = rows or head or (len(shape) == 1 and isinstance(placement, Shard))
         _check_divides(fqn, shape, placement, size, even=not uneven)
         if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
-            raise ValueError(f"{owner_fqn} has max_norm set and cannot be sharded")
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {owner_fqn!r} is an embedding with max_norm, "
+                "which rescales whole rows in place, and cannot be sharded; leave it out"
+            )
         if rows and not all(part_sizes(model.get_parameter(fqn).shape[0], size)):
-            raise ValueError(f"{owner_fqn} has too few rows for tensor_parallel.size {size}")
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {owner_fqn!r} has too few rows ({shape[0]}) for "
+                f"tensor_parallel.size {size}: every rank needs one; leave it out"
+            )
         if kind is None or name != "weight" or owner._parameters.get("bias") is None:
             continue
         if placement.dim == kind.out_dim:
@@ -50,7 +56,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
 
 
 def _check_moves(spec: ShardingSpec, model: nn.Module) -> None:
-    """Raise if a mark of one placement is on something else than a linear layer cut that way."""
+    """Raise if a mark of one placement is not on a linear layer sharded that way."""
     moves = [(fqn, "<in>", move) for (fqn, _), move in spec.inputs.items()]
     moves += [(fqn, "<out>", move) for fqn, move in spec.outputs.items()]
     for fqn, mark, move in moves:
@@ -63,8 +69,9 @@ def _check_moves(spec: ShardingSpec, model: nn.Module) -> None:
         if kind is None or cut != wanted or not (stays or move.target == Replicate()):
             raise ValueError(
                 f"tensor_parallel.sharding_plan: {fqn}.{mark} with one placement is for the "
-                "cut features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
-                f"{fqn!r} is none that is cut so; write 'Replicate() -> Shard(1)' for a move"
+                "sharded features of a linear layer, 'Replicate()' or, of an output, 'Shard(-1)'; "
+                f"{fqn!r} is none that is sharded so; write 'Replicate() -> Shard(1)' to "
+                "redistribute an activation"
             )
 
 
@@ -74,7 +81,8 @@ def _check_shared(spec: ShardingSpec, model: nn.Module, size: int) -> None:
         kind = linear_kind(module)
         if kind is None or f"{fqn}.weight" in spec.parameters:
             raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer that is whole"
+                f"tensor_parallel.sharding_plan: {fqn}.<part> is for a linear layer whose weight "
+                f"is not sharded; leave out <part>, or the placement of {fqn}.weight"
             )
         length = module.get_parameter("weight").shape[kind.out_dim]
         if size % parts or length % parts:
@@ -91,7 +99,7 @@ def _check_divides(
     if not 0 <= placement.dim < len(shape):
         raise ValueError(
             f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
-            f"{placement.dim} to cut"
+            f"{placement.dim} to shard"
         )
     length = shape[placement.dim]
     if even and length % unit:

@@ -20,7 +20,7 @@ def cut_parameters(
     rank: int,
     prefix: str = "",
 ) -> None:
-    """Replace whole parameters by a rank's parts, tied ones by tied ones."""
+    """Replace whole parameters by a rank's shards, tied ones by tied ones."""
     parts: dict[int, nn.Parameter] = {}
     for fqn, parameter in list(module.named_parameters(remove_duplicate=False)):
         placement = placements.get(f"{prefix}.{fqn}".strip("."), Replicate())
@@ -43,7 +43,7 @@ def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Ten
 
 
 def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | None:
-    """Return how the first rank's part of an activation lies in the whole; None if it does not."""
+    """Return how rank 0's shard of an activation lies in the whole; None if it does not."""
     if whole.dim() != part.dim():
         return None
     different = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]

@@ -1,4 +1,4 @@
-"""Logits that stay cut by vocabulary: distributed from the head on, plain again once reduced.
+"""Logits that stay sharded by vocabulary: distributed from the head on, plain again once reduced.
 
 [Note: sharded logits] A head whose weight is cut by output features computes this rank's part of
 the logits. Gathering them would make every rank hold, and send, tokens x vocabulary elements. So
@@ -33,7 +33,7 @@ from vescale_parallel._torch_private import pytree
 def keep_sharded(
     module: nn.Module, mesh: DeviceMesh, *, num_features: int, lift: LiftPlain | None = None
 ) -> None:
-    """Have a module that returns this rank's part of its features return a DTensor of them all.
+    """Have a module that returns this rank's shard of its features return a DTensor of them all.
 
     Nothing is sent, in forward or backward. Hooks that were there before see the DTensor.
 

@@ -1,4 +1,4 @@
-"""Run a module on tensors without memory: its skeleton, a batch of fake tensors, real integers."""
+"""Run a module on fake tensors: its skeleton, a batch of fake tensors, real integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe a model: one forward without memory, and what it computed, kept and passed on."""
+"""Observe a model: one forward on fake tensors, and what it computed, kept and passed on."""
 
 from __future__ import annotations
 

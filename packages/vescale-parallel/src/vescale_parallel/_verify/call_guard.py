@@ -1,7 +1,7 @@
-"""Prove a plan again when its model is called in a form that it was not proven for.
+"""Numeric equivalence check of a plan when its model is called in a new form.
 
-A proof shows that a plan is right for the way that forward takes for one example. An argument that
-the example lacks may lead elsewhere: another mask, a second input, a branch. Sizes may not.
+The check shows that a plan is right for the way that forward takes for one example. An argument
+that the example lacks may lead elsewhere: another mask, a second input, a branch. Sizes may not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallGuard:
 
     @contextlib.contextmanager
     def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Prove the plan for a call, unless one of its form was seen, and run the call inside.
+        """Compare the plan with one device for a call of a new form, and run the call inside.
 
         Raises:
             ValueError: With the module that the plan has compute something else.
@@ -69,7 +69,8 @@ class CallGuard:
         self._proven.add(form)
         if doubt is not None:
             warn_at_user_line(
-                f"the sharding plan was not proven for calls with ({form}), and cannot be: "
+                f"the sharding plan was not compared with one device for calls with ({form}), "
+                f"and cannot be: "
                 f"{doubt}",
             )
 
@@ -81,9 +82,9 @@ class CallGuard:
             return in_fresh_thread(lambda: self._prove(small))
         except Contradiction as error:
             raise ValueError(
-                f"the sharding plan was not proven for calls with ({form}), and is wrong for "
-                f"them: in {self._told(error.fqn)}, {error.why}. Make a plan with such a call as "
-                "example_batch, and call the model in no other form"
+                f"the sharding plan was made for other calls, and is wrong for those with "
+                f"({form}): in {self._told(error.fqn)}, {error.why}. Make a plan with such a call "
+                "as example_batch, and call the model in no other form"
             ) from error
         except DryRunError as error:
             return str(error)

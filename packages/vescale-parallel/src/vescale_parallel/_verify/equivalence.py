@@ -1,4 +1,4 @@
-"""Prove a sharding plan by running it: every kind of block, and the model, whole and on all ranks.
+"""Numeric equivalence check of a sharding plan: blocks and the model on one device and all ranks.
 
 The ranks are threads, each with its own part of the parameters and the very hooks that will
 run. In float64 and on random weights, what a block returns, what the model returns and every

@@ -86,7 +86,7 @@ def _warn_of_unproven(proof: Proof) -> None:
 
 
 def _check_kinds(model: nn.Module, spec: ShardingSpec) -> None:
-    """Refuse cuts that only a run can show to be right."""
+    """Refuse placements that only a run can show to be right."""
     for fqn, placement in spec.parameters.items():
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)
@@ -95,6 +95,6 @@ def _check_kinds(model: nn.Module, spec: ShardingSpec) -> None:
         if placement != Replicate() and not rows and not linear:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: {fqn!r} cannot be {placement!r} without an "
-                "example to prove it on; without one, weights of linear layers and rows of "
-                "embeddings can be cut. Give parallelize a data set"
+                "example to compare it with one device on; without one, only weights of linear "
+                "layers and rows of embeddings can be sharded. Give parallelize a data set"
             )

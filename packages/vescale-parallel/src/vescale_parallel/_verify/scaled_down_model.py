@@ -1,4 +1,4 @@
-"""A small model of the same make as a large one of transformers, to prove plans on."""
+"""A scaled-down model of the same class as a large one of transformers, to compare plans on."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What cutting one axis does to the rest of the forward, and of the backward.
+"""What sharding one axis does to the rest of the forward, and of the backward.
 
 [Note: whole, cut, partial value]
 With an axis cut, a tensor of the forward is *whole* on every rank, *cut* if one of its
 dimensions has the axis, or *partial*, to be summed over the ranks: what an operator returns that
 contracts the axis. A partial value becomes whole where the module that made it returns; until then
 only operators that are linear may touch it. The gradient of a whole tensor is whole, or
-partial if what it met was cut; it becomes whole where the module that was called with the
-tensor begins. A cut that cannot be arranged so is refused, with the operator that forbids it.
+partial if it was used with what is cut; it becomes whole where the module that was called with the
+tensor begins. A sharding whose collectives cannot be placed so is refused, with the
+operator that forbids it.
 """
 
 from __future__ import annotations
@@ -148,8 +149,11 @@ def _forward(graph: Graph, atom: int, flow: Flow) -> None:
 def _spread(
     graph: Graph, flow: Flow, step: Step, made_at: str, waiting: list[int], seen: set[int]
 ) -> None:
-    """Note that a step's outputs are partial values, and ask their readers."""
-    if step.into_view:
+    """Note that a step's outputs are partial values, and queue their readers.
+
+    A step is queued once and taken in the order of the trace, so all of its inputs are known then.
+    """
+    if step.into_view:  # the rest of that tensor is whole, and one tensor cannot be both
         raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
     for value in step.outputs:
         flow.partial[value.index] = made_at
@@ -233,6 +237,8 @@ class _Again(Exception):
 
 
 def _backward(graph: Graph, flow: Flow) -> None:
+    # That a module must not sum its inputs' gradients can show at a value made before it, when
+    # what follows from the sum was decided already: start over, without that sum.
     unsummed: set[str] = set()
     while True:
         flow.summed.clear()
