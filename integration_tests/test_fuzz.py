@@ -54,6 +54,8 @@ FOUND = [
     '{"reparametrized": "weight", "tp": 2, "policy": "megatron"}',
     '{"tie": "blocks", "loader": false, "tp": 2}',
     '{"functional": true, "dp": 2, "zero": 2}',
+    # Key-value heads that ranks share, where equal blocks are not cut alike.
+    '{"blocks": "grouped+grouped", "functional": true, "tp": 4}',
 ]
 
 

@@ -134,7 +134,9 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
         size: Tensor-parallel ranks.
     """
     groups = [group for group in groups_of_cuts(model, cuts) if group.entries]
-    lengths = {generalize_first(fqn): cut.length for cut in cuts for fqn in cut.parameters}
+    lengths = {fqn: cut.length for cut in cuts for fqn in cut.parameters}
+    # A group of equal blocks has patterns, one of a block that differs has names.
+    lengths |= {generalize_first(fqn): length for fqn, length in lengths.items()}
     found: list[Group] = []
     for group in groups:
         num_shared = lengths[next(iter(group.parameters))]
