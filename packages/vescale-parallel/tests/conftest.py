@@ -13,6 +13,8 @@ from torch import _C  # pyright: ignore[reportPrivateUsage]
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from vescale_parallel._mesh.process_group import start_process_group
+
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 
 # What torch tests its own collectives with; seen in torch 2.11 to 2.15. Without it a process has
@@ -65,3 +67,13 @@ def _run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """The process group that ``parallelize`` starts without torchrun, and its end."""
+    is_ours = not dist.is_initialized()
+    start_process_group()
+    yield
+    if is_ours and dist.is_initialized():
+        dist.destroy_process_group()
