@@ -196,6 +196,7 @@ def test_gradients_and_values_after_steps_are_those_of_torch() -> None:
             steps.step()
     for one, other in zip(expected.parameters(), model.parameters(), strict=True):
         assert torch.equal(other.full_tensor(), one)
+        assert one.grad is not None
         assert torch.equal(other.grad.full_tensor(), one.grad)
 
 

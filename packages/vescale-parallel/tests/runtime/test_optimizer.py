@@ -99,12 +99,16 @@ def test_steps_on_parts_are_those_of_torch_on_wholes(in_threads: InThreads, name
         for index, values in reference.state_dict()["state"].items()
         for key, value in values.items()
     }
+    # torch's fused kernel rounds the last few elements of a tensor, which do not fill a vector
+    # register, in another way: which ones they are depends on the part.
+    tolerance = 1e-12 if name == "AdamW fused" else 0.0
     for values, held in in_threads(WORLD, steps):
         for got, parameter in zip(values, expected.parameters(), strict=True):
-            assert torch.equal(got, parameter)
+            assert torch.allclose(got, parameter, rtol=0, atol=tolerance)
         assert held.keys() == state.keys()
         for key, value in state.items():
-            assert torch.equal(torch.as_tensor(held[key]), torch.as_tensor(value)), key
+            got, wanted = torch.as_tensor(held[key]), torch.as_tensor(value)
+            assert torch.allclose(got, wanted, rtol=0, atol=tolerance), key
 
 
 def one(make: Callable[[Any], Optimizer] | None = None, model: nn.Module | None = None) -> Any:
@@ -269,15 +273,9 @@ def test_a_plain_gradient_is_refused_with_how_to_distribute_it() -> None:
     model, optimizer = one()
     give(model, 0)
     weight = model.get_parameter("0.weight")
-    # As only a program that goes around the setter of .grad can.
-    class Plain:
-        pass
-
-    before = weight.detach().full_tensor()
-    weight.grad = None
-    with torch.no_grad():
-        optimizer.step()  # no gradient, no step
-    assert torch.equal(weight.detach().full_tensor(), before)
+    weight.grad = torch.ones(OUT, IN, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"of shape \(5, 3\) to be a distributed tensor, got Te"):
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -331,7 +329,10 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     other = net()
     with pytest.raises(ValueError, match="holds a tensor that is no parameter of the parallel"):
         one(lambda _: torch.optim.SGD(other.parameters(), lr=0.1))
-    wrong: Any = lambda _: "SGD"  # noqa: E731
+
+    def wrong(_: Any) -> Any:
+        return "SGD"
+
     with pytest.raises(TypeError, match="expected optimizer_fn to return a torch optimizer"):
         one(wrong)
 
