@@ -20,6 +20,7 @@ from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import build_mesh
 from vescale_parallel._pipeline.placeholders import Placeholder
 from vescale_parallel._pipeline.runner import Pipeline
+from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.stage_assignment import stage_map
 from vescale_parallel._pipeline.stage_module import Staging, stage_model
 
@@ -73,8 +74,8 @@ class TakingTurns(Pipeline):
             self.turn.acquire()
             Placeholder.usable = usable
 
-    def _receive(self, *args: Any) -> None:
-        self._waiting(super()._receive, *args)
+    def _receive(self, into: Tensor, stage: int, action: Action) -> None:
+        self._waiting(super()._receive, into, stage, action)
 
     def _finish_sends(self) -> None:
         self._waiting(super()._finish_sends)
