@@ -313,18 +313,21 @@ def test_a_forward_that_raised_leaves_the_model_as_it_was(
     def fail(when: str) -> None:
         raise KeyError("in forward")
 
-    def steps(rank: int) -> tuple[bool, dict[str, Tensor | None]]:
+    def steps(rank: int) -> tuple[bool, int, dict[str, Tensor | None]]:
         model = parallel(models[rank], stage)
         model.blocks[1].seen = fail
         with pytest.raises(KeyError, match="in forward"):
             model(rows_of(rank))
         shown = all(isinstance(p, DTensor) for p in model.parameters())
+        nbytes = _bytes_of(model)
         model.blocks[1].seen = None
         model(rows_of(rank)).backward()
-        return shown, wholes(model)
+        return shown, nbytes, wholes(model)
 
-    for shown, got in in_threads(WORLD, steps):
+    for shown, nbytes, got in in_threads(WORLD, steps):
         assert shown
+        if stage == 3:  # what is outside of blocks, which backward would need
+            assert nbytes == 8 * WIDTH * WIDTH
         assert_close(got, expected)
 
 
