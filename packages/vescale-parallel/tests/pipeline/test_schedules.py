@@ -88,3 +88,48 @@ def test_evaluation_runs_the_forward_passes_in_the_same_order(
     for rank, program in enumerate(programs_of(schedule, size, virtual, microbatches)):
         alone = forward_actions(rank, size=size, virtual_stages=virtual, microbatches=microbatches)
         assert alone == tuple(action for action in program if action.kind == "F")
+
+
+def _transfers(
+    program: tuple[Action, ...], rank: int, size: int, virtual: int
+) -> dict[tuple[str, str, int], list[Action]]:
+    """Return what a rank sends and receives, in order, by pass and by the other rank."""
+    found: dict[tuple[str, str, int], list[Action]] = {}
+    last = size * virtual - 1
+    for action in program:
+        forward = 1 if action.kind == "F" else -1
+        source, target = action.stage - forward, action.stage + forward
+        if 0 <= source <= last:
+            found.setdefault((action.kind, "receives", source % size), []).append(action)
+        if 0 <= target <= last:
+            # Named by the pass that needs it.
+            needed = Action(action.kind, target, action.microbatch)
+            found.setdefault((action.kind, "sends", target % size), []).append(needed)
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "size", "virtual", "microbatches"), CASES)
+def test_a_rank_receives_from_each_other_in_the_order_in_which_that_one_sends(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> None:
+    """NCCL knows no tags: messages of one group between two ranks arrive in order."""
+    programs = programs_of(schedule, size, virtual, microbatches)
+    transfers = [_transfers(p, rank, size, virtual) for rank, p in enumerate(programs)]
+    num_sends = 0
+    for rank, (kind, what, peer) in [(r, key) for r, each in enumerate(transfers) for key in each]:
+        if what == "sends":
+            num_sends += 1
+            assert transfers[rank][kind, what, peer] == transfers[peer][kind, "receives", rank]
+    assert num_sends >= 2 * (size - 1)
+
+
+@pytest.mark.parametrize(("schedule", "size", "virtual", "microbatches"), CASES)
+def test_backward_passes_of_a_stage_are_in_the_order_of_its_forward_passes(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> None:
+    """So that gradients are summed in the order of micro-batches on every stage."""
+    for rank, program in enumerate(programs_of(schedule, size, virtual, microbatches)):
+        for stage in range(rank, size * virtual, size):
+            for kind in ("F", "B"):
+                order = [a.microbatch for a in program if (a.kind, a.stage) == (kind, stage)]
+                assert order == list(range(microbatches))

@@ -91,7 +91,9 @@ class SameInputs:
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         names = [*self._names, *(f"argument {i}" for i in range(len(self._names), len(args)))]
-        return dict(zip(names, args, strict=False)) | dict(kwargs)
+        named = dict(zip(names, args, strict=False)) | dict(kwargs)
+        # In which order a call names its arguments makes no difference to the call.
+        return {name: named[name] for name in sorted(named)}
 
     def _look(self, call: int, digest: Digest, arriving: _Arriving) -> None:
         if len(set(arriving.wait())) == 1:

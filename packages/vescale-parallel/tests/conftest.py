@@ -1,0 +1,79 @@
+"""Ranks that are threads of this process: several of them cost a tenth of a second."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import _C  # pyright: ignore[reportPrivateUsage]
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: public
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from vescale_parallel._mesh.process_group import start_process_group
+
+InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
+
+# What torch tests its own collectives with; seen in torch 2.11 to 2.15. Without it a process has
+# one default group, and so is one rank.
+_isolate: Callable[[bool], None] = _C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]: the stubs lack it
+
+
+@pytest.fixture
+def in_threads() -> Iterator[InThreads]:
+    """Run a function of the rank on every rank of a gloo world; return what they returned.
+
+    Modules are made outside of it: torch's generator is one for all threads. So are placeholders
+    of a pipeline, whose stages have to take turns.
+    """
+    _isolate(True)
+    multi_threaded_pg._install_threaded_pg()
+    try:
+        yield _run
+    finally:
+        multi_threaded_pg._uninstall_threaded_pg()
+        _isolate(False)
+
+
+def _run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+    store = HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """The process group that ``parallelize`` starts without torchrun, and its end."""
+    is_ours = not dist.is_initialized()
+    start_process_group()
+    yield
+    if is_ours and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,223 @@
+"""How the parameters of a group are packed for one collective, and unpacked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from vescale_dtensor import DTensor
+from vescale_parallel._data_parallel.param_group import (
+    _by_dtype,
+    _join,
+    _padded,
+    _rows,
+    _unflatten,
+    accumulate,
+    group_parameters,
+)
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+CASES = st.tuples(
+    st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(0, 1), st.booleans()
+)
+
+
+def _mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", [0], mesh_dim_names=("dp_shard",))
+
+
+def _param(
+    *fqns: str,
+    tensor: Tensor | None = None,
+    stages: tuple[int, ...] = (0,),
+    requires_grad: bool = True,
+) -> ShardedParameter:
+    local = torch.zeros(2, 3) if tensor is None else tensor
+    sharded = nn.Parameter(
+        DTensor.from_local(local, _mesh(), (Replicate(),)), requires_grad=requires_grad
+    )
+    unsharded = nn.Parameter(local, requires_grad=requires_grad)
+    return ShardedParameter(fqns, (), sharded, unsharded, True, None, False, stages)
+
+
+def _whole(rows: int, columns: int) -> Tensor:
+    return torch.arange(1.0, rows * columns + 1).view(rows, columns)
+
+
+def _chunks(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Return the parts of torch.chunk, and empty ones for the ranks it leaves without."""
+    chunks = list(whole.chunk(ranks, dim))
+    return chunks + [whole.narrow(dim, 0, 0)] * (ranks - len(chunks))
+
+
+def _shape_of_chunk(whole: Tensor, ranks: int, dim: int) -> torch.Size:
+    shape = list(whole.shape)
+    shape[dim] = -(-shape[dim] // ranks)
+    return torch.Size(shape)
+
+
+@settings(deadline=None)
+@given(CASES)
+def test_padded_parts_of_all_ranks_are_joined_to_the_whole(
+    case: tuple[int, int, int, int, bool],
+) -> None:
+    rows, columns, ranks, dim, is_transposed = case
+    whole = _whole(columns, rows).t() if is_transposed else _whole(rows, columns)
+    chunk = _shape_of_chunk(whole, ranks, dim)
+    parts = torch.stack([_padded(part, chunk).view(chunk) for part in _chunks(whole, ranks, dim)])
+    target = torch.full_like(whole, -1)
+    _join(parts, target, dim)
+    assert torch.equal(target, whole)
+
+
+@settings(deadline=None)
+@given(CASES)
+def test_row_r_of_a_gradient_is_the_part_of_rank_r(case: tuple[int, int, int, int, bool]) -> None:
+    rows, columns, ranks, dim, is_transposed = case
+    whole = _whole(columns, rows).t() if is_transposed else _whole(rows, columns)
+    chunk = _shape_of_chunk(whole, ranks, dim)
+    packed = _rows(whole, dim, chunk, ranks)
+    assert packed.shape == (ranks, chunk.numel())
+    for row, part in zip(packed, _chunks(whole, ranks, dim), strict=True):
+        inside = row.view(chunk)[tuple(slice(size) for size in part.shape)]
+        assert torch.equal(inside, part)
+        # What is padded must not count in the sum over ranks.
+        assert row.sum() == part.sum()
+
+
+def test_a_part_that_fills_its_chunk_is_not_copied() -> None:
+    part = _whole(2, 3)
+    assert _padded(part, part.shape).data_ptr() == part.data_ptr()
+    assert _padded(part, torch.Size([3, 3])).tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0]
+
+
+def test_a_flat_sum_is_cut_back_into_the_shapes_it_was_put_together_from() -> None:
+    params = [_param("a"), _param("b"), _param("c")]
+    shapes = [(2, 3), (), (4,)]
+    grads = {param: torch.zeros(shape) for param, shape in zip(params, shapes, strict=True)}
+    _unflatten(torch.arange(11.0), params, grads)
+    assert grads[params[0]].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert grads[params[1]].tolist() == 6
+    assert grads[params[2]].tolist() == [7, 8, 9, 10]
+
+
+def test_parameters_of_one_dtype_travel_together() -> None:
+    single, double = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    params = [_param("a", tensor=single), _param("b", tensor=double), _param("c", tensor=single)]
+    groups = _by_dtype(params)
+    assert [[param.fqns[0] for param in group] for group in groups] == [["a", "c"], ["b"]]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 2, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+
+def _groups(params: list[ShardedParameter]) -> tuple[list[str], dict[int, list[str]]]:
+    model = Tied()
+    blocks = [f"blocks.{index}" for index in range(3)]
+    root, of_blocks = group_parameters(
+        model, _mesh(), params, blocks, param_dtype=None, reduce_dtype=None
+    )
+    modules = list(model.blocks)
+    return [p.fqns[0] for p in root.params], {
+        modules.index(module): [p.fqns[0] for p in group.params] for module, group in of_blocks
+    }
+
+
+def test_a_group_is_a_block_and_the_rest_is_the_root() -> None:
+    params = [_param("embed.weight"), _param("blocks.0.weight"), _param("blocks.0.bias")]
+    params += [_param("blocks.2.weight")]
+    assert _groups(params) == (
+        ["embed.weight"],
+        {0: ["blocks.0.weight", "blocks.0.bias"], 2: ["blocks.2.weight"]},
+    )
+
+
+def test_what_two_blocks_or_a_block_and_the_rest_share_is_in_the_root() -> None:
+    params = [_param("embed.weight", "blocks.0.weight"), _param("blocks.1.bias", "blocks.2.bias")]
+    assert _groups(params) == (["embed.weight", "blocks.1.bias"], {})
+
+
+def test_groups_of_ranks_that_hold_other_blocks_have_the_same_numbers() -> None:
+    model, blocks = Tied(), [f"blocks.{index}" for index in range(3)]
+
+    def numbers(*fqns: str) -> list[int]:
+        params = [_param(fqn) for fqn in fqns]
+        root, groups = group_parameters(
+            model, _mesh(), params, blocks, param_dtype=None, reduce_dtype=None
+        )
+        return [root.number, *(group.number for _, group in groups)]
+
+    assert numbers("blocks.0.bias", "blocks.1.bias", "blocks.2.bias") == [0, 1, 2, 3]
+    assert numbers("blocks.2.bias") == [0, 3]
+
+
+def _grad(param: ShardedParameter) -> Tensor:
+    assert isinstance(param.sharded.grad, DTensor)
+    return param.sharded.grad.to_local()
+
+
+def test_a_gradient_is_added_to_what_is_there_in_place_scaled() -> None:
+    param = _param("a")
+    accumulate(param, torch.ones(2, 3), None)
+    first = _grad(param)
+    accumulate(param, torch.ones(2, 3), torch.tensor(0.5))
+    assert torch.equal(_grad(param), torch.full((2, 3), 1.5))
+    assert _grad(param).data_ptr() == first.data_ptr()
+
+
+def test_a_scale_of_another_dtype_does_not_change_that_of_the_gradient() -> None:
+    param = _param("a", tensor=torch.zeros(2, dtype=torch.bfloat16))
+    accumulate(param, torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5))
+    assert _grad(param).dtype == torch.bfloat16
+
+
+def test_hooks_see_each_gradient_and_then_the_sum() -> None:
+    param = _param("a")
+    seen: list[float] = []
+    param.sharded.register_hook(lambda grad: grad * 2)
+    param.sharded.register_hook(lambda grad: seen.append(float(grad.to_local()[0, 0])))
+    param.sharded.register_post_accumulate_grad_hook(
+        lambda _: seen.append(float(_grad(param)[0, 0]))
+    )
+    for _ in range(2):
+        accumulate(param, torch.ones(2, 3), None)
+    assert seen == [2, 2, 2, 4]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_only_parameters_that_train_are_reduced(requires_grad: bool) -> None:
+    model, param = Tied(), _param("embed.weight", requires_grad=requires_grad)
+    root, _ = group_parameters(
+        model, _mesh(), [param], (), param_dtype=None, reduce_dtype=torch.float64
+    )
+    root.reduce()
+    taken = root.take()
+    assert list(taken) == ([param] if requires_grad else [])
+    assert root.take() == {}
+    assert root.take_used() == set()
+
+
+def test_reductions_before_a_take_add_up_and_forgotten_ones_do_not() -> None:
+    param = _param("embed.weight")
+    root, _ = group_parameters(Tied(), _mesh(), [param], (), param_dtype=None, reduce_dtype=None)
+    assert param.unsharded is not None
+    for _ in range(2):
+        param.unsharded.grad = torch.ones(2, 3)
+        root.reduce()
+        assert param.unsharded.grad is None
+    assert root.take_used() == {param}
+    assert torch.equal(root.take()[param], torch.full((2, 3), 2.0))
+    param.unsharded.grad = torch.ones(2, 3)
+    root.reduce()
+    root.forget()
+    assert root.take() == {}

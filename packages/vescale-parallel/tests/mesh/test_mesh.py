@@ -1,0 +1,97 @@
+"""The mesh of a plan, and what ranks find out about each other on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel._mesh.agreement import check_agreement
+from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._mesh.mesh import (
+    axis_group,
+    axis_rank,
+    axis_size,
+    build_mesh,
+    data_groups,
+    second_group,
+)
+
+InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
+
+
+def plan_of(**constraints: Any) -> ParallelPlan:
+    return with_constraints(
+        ParallelPlan(), {name.replace("__", "."): value for name, value in constraints.items()}
+    )
+
+
+def test_a_mesh_has_the_axes_of_more_than_one_rank_outermost_first(in_threads: InThreads) -> None:
+    plan = plan_of(pipeline_parallel__size=2, data_parallel__size=2, data_parallel__zero_stage=1)
+
+    def described(rank: int) -> Any:
+        mesh = build_mesh(plan)
+        axes = ("pp", "dp_replicate", "dp_shard", "tp")
+        sizes = [axis_size(mesh, axis) for axis in axes]
+        ranks = [axis_rank(mesh, axis) for axis in axes]
+        return mesh.mesh_dim_names, sizes, ranks, [axis_group(mesh, a) is None for a in axes]
+
+    for rank, found in enumerate(in_threads(4, described)):
+        assert found == (
+            ("pp", "dp_shard"),
+            [2, 1, 2, 1],
+            [rank // 2, 0, rank % 2, 0],
+            [False, True, False, True],
+        )
+
+
+def test_one_rank_has_a_mesh_of_one(in_threads: InThreads) -> None:
+    def described(rank: int) -> Any:
+        mesh = build_mesh(ParallelPlan())
+        ranks = DataRanks(mesh)
+        return mesh.mesh_dim_names, ranks.size, ranks.rank, len(data_groups(mesh))
+
+    assert in_threads(1, described) == [(("dp_shard",), 1, 0, 1)]
+
+
+def test_data_ranks_sum_in_the_order_of_ranks(in_threads: InThreads) -> None:
+    plan = plan_of(
+        data_parallel__size=4, data_parallel__zero_stage=1, data_parallel__replicate_size=2
+    )
+    # Of float32 values so unequal, every order has another sum.
+    values = [1.0, 2.0**25, -(2.0**25), 1.0]
+
+    def total(rank: int) -> tuple[int, float, float]:
+        ranks = DataRanks(build_mesh(plan))
+        assert ranks.size == 4
+        value = torch.tensor(values[rank])
+        return ranks.rank, float(ranks.total(value)), float(ranks.mean(value))
+
+    one = torch.tensor(values)
+    expected = float((one[0] + one[1]) + (one[2] + one[3]))
+    assert in_threads(4, total) == [(rank, expected, expected / 4) for rank in range(4)]
+
+
+def test_ranks_that_were_given_different_things_all_say_so(in_threads: InThreads) -> None:
+    def check(rank: int) -> str:
+        check_agreement(plan="same", model="same")
+        with pytest.raises(ValueError, match="expected the same model on every rank") as caught:
+            check_agreement(plan="same", model="other" if rank == 2 else "same")
+        return str(caught.value)
+
+    for rank, told in enumerate(in_threads(3, check)):
+        held = "other" if rank == 2 else "same"
+        assert f"but ranks [2] differ from rank 0; this is rank {rank} with {held!r}" in told
+
+
+def test_a_second_group_has_the_same_ranks_and_is_another(in_threads: InThreads) -> None:
+    def second(rank: int) -> tuple[bool, int, int]:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp_shard", "tp"))
+        group = second_group(mesh, "tp")
+        return group is mesh.get_group("tp"), group.size(), group.rank()
+
+    assert in_threads(4, second) == [(False, 2, rank % 2) for rank in range(4)]

@@ -1,0 +1,156 @@
+"""Where a model is cut, and which stage uses which parameter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel._pipeline.partition import split_blocks, stage_starts
+from vescale_parallel._pipeline.stage_assignment import (
+    StageMap,
+    modules_outside_blocks,
+    stage_map,
+)
+
+
+class Model(nn.Module):
+    """An embedding, five blocks in a decoder, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.decoder = nn.Module()
+        self.decoder.positions = nn.Embedding(8, 4)
+        self.decoder.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.decoder.norm = nn.LayerNorm(4)
+        self.gate = nn.Parameter(self.embed.weight.new_ones(4))
+        self.drop = nn.Dropout()
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+BLOCKS = [f"decoder.layers.{index}" for index in range(5)]
+
+
+def plan_of(size: int = 2, **section: Any) -> ParallelPlan:
+    constraints = {f"pipeline_parallel.{name}": value for name, value in section.items()}
+    return with_constraints(ParallelPlan(), {"pipeline_parallel.size": size, **constraints})
+
+
+def staged(**section: Any) -> StageMap:
+    stages = stage_map(plan_of(**section), Model())
+    assert stages is not None
+    return stages
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_the_heaviest_part_is_as_light_as_of_any_cut(weights: list[int], parts: int) -> None:
+    if parts > len(weights):
+        with pytest.raises(ValueError, match="at most as many pipeline stages as blocks"):
+            split_blocks(weights, parts)
+        return
+
+    def heaviest(starts: tuple[int, ...]) -> int:
+        ends = (*starts[1:], len(weights))
+        return max(sum(weights[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    cuts = itertools.combinations(range(1, len(weights)), parts - 1)
+    starts = split_blocks(weights, parts)
+    assert starts == sorted({0, *starts})
+    assert len(starts) == parts
+    assert heaviest(tuple(starts)) == min(heaviest((0, *cut)) for cut in cuts)
+
+
+def test_parameters_outside_of_blocks_are_on_the_first_or_the_last_stage() -> None:
+    assert modules_outside_blocks(Model()) == {
+        "embed": "before",
+        "decoder.positions": "before",
+        "decoder.norm": "after",
+        "head": "after",
+    }
+    assert staged().outside == {
+        "embed": 0,
+        "decoder.positions": 0,
+        "decoder.norm": 1,
+        "head": 1,
+    }
+
+
+def test_blocks_are_on_consecutive_stages() -> None:
+    stages = staged(size=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=2)
+    assert stages.num_stages == 4
+    owners = [stages.stage_of_block(index) for index in range(5)]
+    assert owners == sorted(owners)
+    assert set(owners) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("fqns", "expected"),
+    [
+        (["decoder.layers.0.weight"], (0,)),
+        (["decoder.layers.4.bias"], (1,)),
+        (["embed.weight", "head.weight"], (0, 1)),
+        (["head.weight", "embed.weight"], (0, 1)),
+        (["decoder.layers.0.weight", "decoder.layers.1.weight"], (0,)),
+        (["decoder.layers.4.weight", "embed.weight"], (0, 1)),
+        (["gate"], (0, 1)),
+    ],
+)
+def test_the_stages_of_a_weight_are_those_of_all_its_names_the_owner_first(
+    fqns: list[str], expected: tuple[int, ...]
+) -> None:
+    assert staged(split_points=("decoder.layers.3",)).stages_of(fqns) == expected
+
+
+def test_a_name_that_begins_like_a_block_is_not_in_it() -> None:
+    stages = StageMap(["layers.1"], [0], {"layers.1_norm": 0})
+    assert stages.stages_of(["layers.1_norm.weight"]) == (0,)
+    both = StageMap(["layers.0", "layers.1"], [0, 1], {"layers.10": 0})
+    assert both.stages_of(["layers.10.weight"]) == (0,)
+
+
+def test_a_module_that_is_called_last_is_put_there_by_name() -> None:
+    assert staged(tail_modules=("embed",)).outside["embed"] == 1
+    with pytest.raises(ValueError, match=r"tail_modules: 'wrong' is no module with parameters"):
+        staged(tail_modules=("wrong",))
+
+
+def test_without_a_pipeline_there_are_no_stages() -> None:
+    assert stage_map(ParallelPlan(), nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("points", "told"),
+    [
+        (("decoder.layers.1", "decoder.layers.2"), "expected 1 pipeline_parallel.split_points"),
+        (("decoder.norm",), "'decoder.norm' is no block of Model; blocks are 'decoder.layers.0'"),
+        (("decoder.layers.0",), "in the order of the blocks, none the first block"),
+    ],
+)
+def test_split_points_that_do_not_fit_are_refused(points: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        stage_starts(plan_of(split_points=points), Model(), BLOCKS)
+
+
+def test_split_points_out_of_order_are_refused() -> None:
+    points = ("decoder.layers.3", "decoder.layers.1")
+    with pytest.raises(ValueError, match="in the order of the blocks"):
+        stage_starts(plan_of(size=3, split_points=points), Model(), BLOCKS)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"at most 5 pipeline stages, .* got 6 \(.*size 6 x virt"):
+        stage_starts(plan_of(size=6), Model(), BLOCKS)
+
+
+def test_blocks_are_weighed_by_their_parameters_if_the_plan_says_so() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(50, 50))
+    blocks = ["0", "1", "2", "3"]
+    assert stage_starts(plan_of(), model, blocks) == [0, 2]
+    assert stage_starts(plan_of(split_method="parameters"), model, blocks) == [0, 3]
