@@ -11,7 +11,6 @@ import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -19,10 +18,11 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
+from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._verify.call_signature import CallForms, proof_record
-from vescale_parallel._verify.equivalence import Proof, blocks_of_whole, prove
+from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.equivalence import Proof, prove
 
 # Combinations of borders that are tried for sequence parallelism.
 _MAX_TRIES = 24
@@ -84,28 +84,28 @@ Kept = list[tuple[Group, dict[str, str]]]
 
 
 def place_collectives(
-    model: nn.Module, groups: Sequence[Group], size: int, batch: Any, *, sequence: bool
+    runs: DryRuns, groups: Sequence[Group], size: int, *, sequence: bool
 ) -> ShardingProposal:
     """Return a proven sharding plan for as many of the groups as can be.
 
     Args:
-        model: Whole; only run on fakes, its blocks on random numbers.
+        runs: Of the whole model, which is only run on fakes, its blocks on random numbers.
         groups: What to cut, each proven on its own and then together; of those that share
             parameters the first that is right.
         size: Tensor-parallel ranks.
-        batch: An example, as for :func:`observe`.
         sequence: Candidate activations between regions along dim 1.
 
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.
     """
+    model, needs_values = runs.model, False
     try:
-        whole = blocks_of_whole(model, batch)
+        runs.blocks()
     except DryRunError:
         if sequence:
             raise
-        whole = dict[str, ModuleCall]()  # it needs values; the model as one region is left
-    subject = _Subject(model, batch, whole, size)
+        needs_values = True  # the model as one region is left
+    subject = _Subject(runs, size, needs_values)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
     try:
         proof = subject.proof_of(_together(kept))
@@ -118,7 +118,7 @@ def place_collectives(
         plan = _in_sequence(subject, kept)
     else:
         plan = _together(kept) | ({} if proof is None else _grad_marks(model, proof))
-    form = CallForms(model).form(*bind(model, batch))
+    form = CallForms(model).form(*bind(model, runs.batch))
     return ShardingProposal(plan=plan, left_whole=refused, proven_call=form)
 
 
@@ -171,14 +171,40 @@ def _shown(group: Group) -> str:
 class _Subject:
     """The model that plans are proven on."""
 
-    model: nn.Module
-    batch: Any
-    whole: Mapping[str, ModuleCall]
+    runs: DryRuns
     size: int
+    needs_values: bool
+    _proofs: dict[tuple[tuple[str, str], ...], Proof | str] = field(
+        default_factory=dict["tuple[tuple[str, str], ...]", "Proof | str"]
+    )
+
+    @property
+    def model(self) -> nn.Module:
+        return self.runs.model
 
     def proof_of(self, plan: Mapping[str, str]) -> Proof:
+        """Prove a plan, once: the likeliest one is tried alone and together with others.
+
+        Raises:
+            ValueError: If it is wrong, or not all of it was compared.
+        """
+        key = tuple(plan.items())
+        found = self._proofs.get(key)
+        if isinstance(found, str):
+            raise ValueError(found)
+        if found is None:
+            try:
+                found = self._proofs[key] = self._prove(plan)
+            except DryRunError:
+                raise
+            except ValueError as error:
+                self._proofs[key] = str(error)  # the error would keep what was compared
+                raise
+        return found
+
+    def _prove(self, plan: Mapping[str, str]) -> Proof:
         sharding = shard(plan, self.model, self.size)
-        proof = prove(self.model, self.batch, sharding, whole=self.whole)
+        proof = prove(self.runs, sharding, needs_values=self.needs_values)
         if proof.too_large:
             raise ValueError(f"{proof.too_large[0]} is too large to be run for a proof")
         for fqn, why in proof.unproven.items():

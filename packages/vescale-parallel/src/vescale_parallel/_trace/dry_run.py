@@ -36,13 +36,16 @@ class ModuleCall:
     output: Any
 
 
-def dry_run_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> dict[str, ModuleCall]:
+def dry_run_whole(
+    model: nn.Module, batch: Any, watched: Collection[str], *listeners: Listener
+) -> dict[str, ModuleCall]:
     """Return the first call of every watched module in a forward of the whole model.
 
     Raises:
         DryRunError: If the forward needs values.
     """
-    return dry_run(model, bind(model, opened(batch)), watched, lambda _: None)
+    given = bind(model, opened(batch))
+    return dry_run(model, given, watched, lambda _: None, lambda _: listeners)
 
 
 def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
@@ -157,6 +160,10 @@ class _Calls(Listener):
     def left(self, fqn: str, output: Any) -> None:
         if fqn in self._watched and fqn not in self.found:
             self.found[fqn] = ModuleCall(*self._given[fqn].pop(), snapshot(output))
+
+    def raised(self, fqn: str) -> None:
+        if self._given.get(fqn):
+            self._given[fqn].pop()
 
 
 class _Readers(Listener):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -42,6 +43,9 @@ class Listener:
     def left(self, fqn: str, output: Any) -> None:
         """The module that was entered last and not left returns."""
 
+    def raised(self, fqn: str) -> None:
+        """The module that was entered last and not left raises; its caller may go on."""
+
     def operator(self, ran: Operator) -> None:
         """An operator has run, in the module that was entered last and not left."""
 
@@ -75,11 +79,14 @@ class FakeRun:
         self.operator = ""
         self._refused = refused or _observation_error
         self._inside: list[str] = []
+        self._raised: tuple[BaseException, str] | None = None
 
     @property
     def fqn(self) -> str:
-        """Of the innermost module that is running, or that raised."""
-        return self._inside[-1] if self._inside else ""
+        """Of the innermost module that is running, or, behind the forward, that raised."""
+        if self._inside or self._raised is None:
+            return self._inside[-1] if self._inside else ""
+        return self._raised[1]
 
     def forward(
         self, given: tuple[tuple[Any, ...], Mapping[str, Any]], *listeners: Listener
@@ -103,8 +110,13 @@ class FakeRun:
         except Exception as error:
             raise self._refused(self, error) from error
         finally:
+            self._raised = None  # an error keeps the tensors of its frames
             for handle in handles:
                 handle.remove()
+
+    def heard(self, func: Any) -> None:
+        """Keep the name of an operator that is about to run."""
+        self.operator, self._raised = str(func), None
 
     def _register(
         self, listeners: tuple[Listener, ...]
@@ -113,20 +125,31 @@ class FakeRun:
         for fqn, module in self.model.named_modules():
             entered, left = self._hooks(fqn, listeners)
             yield module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True)
-            yield module.register_forward_hook(left)
+            yield module.register_forward_hook(left, always_call=True)
 
     def _hooks(
         self, fqn: str, listeners: tuple[Listener, ...]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
+        handled: list[BaseException | None] = []
+
         def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside.append(fqn)
+            handled.append(sys.exception())
             for each in listeners:
                 each.entered(fqn, args, kwargs)
 
         def left(_: nn.Module, args: Any, output: Any) -> None:
             self._inside.pop()
+            error = sys.exception()
+            if error is handled.pop():
+                error = None  # that of a caller that calls the module to handle it
+            if error is not None and (self._raised is None or self._raised[0] is not error):
+                self._raised = error, fqn
             for each in listeners:
-                each.left(fqn, output)
+                if error is None:
+                    each.left(fqn, output)
+                else:
+                    each.raised(fqn)
 
         return entered, left
 
@@ -144,7 +167,7 @@ class _Mode(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # asked for by most operators, through us
             return args[0].fake_device
         kwargs = kwargs or {}
-        self._run.operator = str(func)
+        self._run.heard(func)
         inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         is_integer = all_integer(inputs, kwargs, func, args)
         if is_integer:

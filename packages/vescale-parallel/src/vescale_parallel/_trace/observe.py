@@ -167,6 +167,9 @@ class _Observer(Listener):
             self.output_bytes[index] = _activation_bytes(output)
             self.where = index + (index == len(self.blocks) - 1)
 
+    def raised(self, fqn: str) -> None:
+        self.call = self.calls[self.call].parent
+
     def operator(self, ran: Operator) -> None:
         for storage in (tensor.untyped_storage() for tensor in ran.inputs):
             if storage in self._parameters:
