@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
-from vescale_parallel._model.inputs import small_example
+from vescale_parallel._model.inputs import has_rows_first, small_example
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
@@ -225,9 +225,7 @@ def _shaped(shape: tuple[int, ...]) -> Tensor:
 
 def _doubled(batch: Any) -> Any:
     """Return a batch with every row twice, None if it cannot be told what the rows are."""
-    leaves = pytree.tree_leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    if len({tensor.shape[0] for tensor in tensors}) != 1:
+    if not has_rows_first(batch):
         return None
 
     def twice(x: Tensor) -> Tensor:
