@@ -183,11 +183,7 @@ class _Subject:
         return self.runs.model
 
     def proof_of(self, plan: Mapping[str, str]) -> Proof:
-        """Prove a plan, once: the likeliest one is tried alone and together with others.
-
-        Raises:
-            ValueError: If it is wrong, or not all of it was compared.
-        """
+        """Prove a plan, once; raise ValueError if it is wrong or was not compared in full."""
         key = tuple(plan.items())
         found = self._proofs.get(key)
         if isinstance(found, str):
@@ -195,10 +191,9 @@ class _Subject:
         if found is None:
             try:
                 found = self._proofs[key] = self._prove(plan)
-            except DryRunError:
-                raise
             except ValueError as error:
-                self._proofs[key] = str(error)  # the error would keep what was compared
+                if not isinstance(error, DryRunError):
+                    self._proofs[key] = str(error)  # the error would keep what was compared
                 raise
         return found
 
