@@ -168,5 +168,7 @@ class AsksForValues(nn.Module):
 
 
 def test_a_forward_that_needs_values_is_refused_with_operator_and_module() -> None:
-    with pytest.raises(ObservationError, match=r"in module '0' at operator aten\."):
+    with pytest.raises(
+        ObservationError, match=r"in module '0' \(AsksForValues\) at operator aten\."
+    ):
         infer_axes(nn.Sequential(AsksForValues()), torch.zeros(2, 2))

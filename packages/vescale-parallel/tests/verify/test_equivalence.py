@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
-from vescale_parallel._auto_sharding.place_collectives import Group, place_collectives
+from vescale_parallel._auto_sharding.candidate import Group
+from vescale_parallel._auto_sharding.place_collectives import place_collectives
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify import equivalence
+from vescale_parallel._trace import dry_run
+from vescale_parallel._verify import compared_runs, dry_runs, equivalence, rank_dry_run
+from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import Contradiction, prove
 
 from .one_device import proposed
@@ -93,7 +96,7 @@ BATCH = (torch.randn(2, 6, 8),)
 
 def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> frozenset[str]:
     model = Model() if model is None else model
-    return prove(model, BATCH, shard(plan, model, size)).partial_grads
+    return prove(DryRuns(model, BATCH), shard(plan, model, size)).partial_grads
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
@@ -123,7 +126,7 @@ def test_a_wrong_plan_is_contradicted(name: str) -> None:
 
 
 def test_borders_and_integers_are_found() -> None:
-    found = place_collectives(Model(), [ATTENTION, FEATURES], 2, BATCH, sequence=False)
+    found = place_collectives(DryRuns(Model(), BATCH), [ATTENTION, FEATURES], 2, sequence=False)
     assert found.plan["blocks.*.attention.<attr:num_heads>"] == "Shard(0)"
     assert ATTENTION.parameters.items() <= found.plan.items()
     # The gate reads what enters the region, but no border around its layers alone is right.
@@ -131,7 +134,7 @@ def test_borders_and_integers_are_found() -> None:
 
 
 def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
-    plan = place_collectives(Model(), [ATTENTION], 2, BATCH, sequence=True).plan
+    plan = place_collectives(DryRuns(Model(), BATCH), [ATTENTION], 2, sequence=True).plan
     assert plan["blocks.0.<in>"] == "Replicate() -> Shard(1)"
     assert plan["blocks.2.<out>"] == "Shard(1) -> Replicate()"
     assert plan["blocks.*.attention.out.<leave>"] == "Shard(1)"
@@ -140,7 +143,7 @@ def test_activations_between_blocks_are_cut_along_the_sequence() -> None:
 
 
 def test_the_sequence_is_gathered_around_layers_that_stay_whole() -> None:
-    plan = place_collectives(Model(Ungated), [FEATURES], 2, BATCH, sequence=True).plan
+    plan = place_collectives(DryRuns(Model(Ungated), BATCH), [FEATURES], 2, sequence=True).plan
     assert plan["blocks.*.attention.<in>"] == "Shard(1) -> Replicate()"
     assert plan["blocks.*.attention.<out>"] == "Replicate() -> Shard(1)"
     found = run(plan, Model(Ungated))
@@ -152,13 +155,13 @@ def test_a_block_that_mixes_positions_cannot_be_cut_along_the_sequence() -> None
     with pytest.raises(
         ValueError, match="no way was found to shard activations between the blocks"
     ):
-        place_collectives(Model(Scanned), [ATTENTION], 2, BATCH, sequence=True)
+        place_collectives(DryRuns(Model(Scanned), BATCH), [ATTENTION], 2, sequence=True)
 
 
 def test_nothing_is_drawn_and_nothing_changed() -> None:
     model, state = Model(), torch.get_rng_state()
     before: dict[str, Any] = {name: p.clone() for name, p in model.named_parameters()}
-    place_collectives(model, [ATTENTION], 2, BATCH, sequence=True)
+    place_collectives(DryRuns(model, BATCH), [ATTENTION], 2, sequence=True)
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -188,27 +191,27 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[str] = []
-    dry_runs: list[str] = []
-    held = [vars(equivalence)[name] for name in ("compare", "dry_run_whole", "dry_run_rank")]
+    made: list[str] = []
+    held = [compared_runs.compare, dry_run.dry_run_whole, rank_dry_run.dry_run_rank]
 
     def compare(make: Any, *args: Any, **kwargs: Any) -> None:
         compared.append(make().fqn)
         held[0](make, *args, **kwargs)
 
     def whole(*args: Any) -> Any:
-        dry_runs.append("whole")
+        made.append("whole")
         return held[1](*args)
 
     def part(*args: Any) -> Any:
-        dry_runs.append("part")
+        made.append("part")
         return held[2](*args)
 
     monkeypatch.setattr(equivalence, "compare", compare)
-    monkeypatch.setattr(equivalence, "dry_run_whole", whole)
-    monkeypatch.setattr(equivalence, "dry_run_rank", part)
+    monkeypatch.setattr(dry_runs, "dry_run_whole", whole)
+    monkeypatch.setattr(dry_runs, "dry_run_rank", part)
     run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
-    assert dry_runs == ["whole", "part"]
+    assert made == ["whole", "part"]
 
 
 X = torch.linspace(-1, 1, 2 * 4 * 8).sin().view(2, 4, 8)
@@ -255,4 +258,4 @@ def test_a_plan_that_says_different_things_of_one_module_is_refused() -> None:
     plan = {"blocks.0.up.weight": "Shard(0)", "blocks.2.up.weight": "Shard(1)"}
     model = Shared()
     with pytest.raises(ValueError, match=r"'blocks\.2\.up\.weight' is 'blocks\.0\.up\.weight'"):
-        prove(model, X, shard(plan, model, 2))
+        prove(DryRuns(model, X), shard(plan, model, 2))

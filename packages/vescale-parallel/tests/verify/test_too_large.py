@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vescale_parallel import propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._verify import equivalence, scaled_down_model
-from vescale_parallel._verify.equivalence import blocks_of_whole
+from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.manual_plan import checked_plan
 from vescale_parallel._verify.whole_model import passed_over
 
@@ -87,7 +87,7 @@ def test_a_plan_by_hand_is_taken_with_a_warning() -> None:
 
 def test_equal_blocks_in_the_middle_are_passed_over() -> None:
     model = nn.Sequential(*[odd.Block() for _ in range(6)], nn.Identity())
-    calls = blocks_of_whole(model, (torch.zeros(2, 6, 12),))
+    calls = DryRuns(model, (torch.zeros(2, 6, 12),)).blocks()
     over = passed_over(model, calls, dict.fromkeys(calls, "equal"))
     assert over == {"1": ["2", "3", "4"]}
     assert passed_over(model, calls, {fqn: fqn for fqn in calls}) == {}

@@ -64,3 +64,33 @@ class Candidates:
     gathered: tuple[Candidate, ...]
     rejected: tuple[tuple[str, str], ...]
     unknown: tuple[UnknownOperator, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that are sharded together, as patterns.
+
+    Attributes:
+        parameters: Parameter pattern to placement text.
+        entries: Patterns of modules that read a whole activation and leave a cut one.
+        exits: Patterns of modules that read a cut activation and leave partial values.
+        shared: Patterns of linear layers that stay whole, each rank computing one of
+            ``num_shared`` parts of their output: key-value heads, fewer than ranks.
+        num_shared: Number of those parts; 0 if there are no such layers.
+        ratio: Query heads that share a key-value head.
+        moves: Marks that belong to the parameters: the logits of a head stay cut.
+    """
+
+    parameters: Mapping[str, str]
+    entries: tuple[str, ...]
+    exits: tuple[str, ...]
+    shared: tuple[str, ...] = ()
+    num_shared: int = 0
+    ratio: int = 1
+    moves: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def placed(self) -> dict[str, str]:
+        """What a plan says of the parameters."""
+        parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
+        return {**self.parameters, **parts, **self.moves}

@@ -13,8 +13,8 @@ from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.attention_heads import parameters_by_heads, why_whole
 from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
+from .candidate import Group
 from .find_candidates import Candidate
-from .place_collectives import Group
 
 
 def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:

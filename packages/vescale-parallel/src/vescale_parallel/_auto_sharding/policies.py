@@ -16,13 +16,15 @@ from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
+from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
+from .candidate import Group
 from .find_candidates import find_candidates
 from .groups import attention_groups, groups_of, groups_of_cuts, shared_groups
 from .megatron import paired_linears
-from .place_collectives import Group, ShardingProposal, place_collectives
+from .place_collectives import ShardingProposal, place_collectives
 
 _HUGGINGFACE_STYLES = {
     "colwise",
@@ -109,8 +111,9 @@ def _propose(
         if found is not None:
             return found
     batch = small_example(batch)
-    proposal = _proposed(model, policy, size, batch, sequence=sequence)
-    draws = draw_marks(model, batch, proposal.plan, size)
+    runs = DryRuns(model, batch)
+    proposal = _proposed(runs, policy, size, sequence=sequence)
+    draws = draw_marks(model, batch, proposal.plan, size, runs)
     return replace(proposal, plan={**proposal.plan, **draws})
 
 
@@ -130,13 +133,12 @@ def _of_smaller(
     return replace(found, plan=plan)
 
 
-def _proposed(
-    model: nn.Module, policy: str, size: int, batch: Any, *, sequence: bool
-) -> ShardingProposal:
+def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> ShardingProposal:
+    model, batch = runs.model, runs.batch
     why: dict[str, str] = {}
     if policy == "auto" and batch is not None:
         try:
-            return _by_axes(model, size, batch, sequence=sequence)
+            return _by_axes(runs, size, sequence=sequence)
         except (ObservationError, DryRunError) as error:
             # A forward that needs values; the layers may be recognised all the same.
             why[type(model).__name__] = f"only layers of known kinds are sharded: {error}"
@@ -147,7 +149,7 @@ def _proposed(
     attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
     groups = [*attention, *groups_of(model, plan)]
     try:
-        arranged = place_collectives(model, groups, size, batch, sequence=sequence)
+        arranged = place_collectives(runs, groups, size, sequence=sequence)
     except DryRunError as error:
         if sequence:
             raise
@@ -156,13 +158,14 @@ def _proposed(
     return replace(arranged, left_whole={**whole, **others, **arranged.left_whole})
 
 
-def _by_axes(model: nn.Module, size: int, batch: Any, *, sequence: bool) -> ShardingProposal:
+def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
+    model, batch = runs.model, runs.batch
     trace = infer_axes(model, batch)
     proposed = find_candidates(model, batch, size, trace=trace)
     attention, whole = attention_groups(model, size)
     shared = _with_shared_heads(model, batch, size, trace)
     groups = [*attention, *shared, *groups_of_cuts(model, proposed.chosen)]
-    arranged = place_collectives(model, groups, size, batch, sequence=sequence)
+    arranged = place_collectives(runs, groups, size, sequence=sequence)
     # An axis of a parameter that is cut along another one is no loss.
     cut = arranged.plan
     rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}

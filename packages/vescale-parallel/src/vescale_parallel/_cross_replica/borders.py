@@ -74,11 +74,17 @@ class RowMeetings:
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        if self.given is not None and len(self.given) == len(leaves):
-            for leaf, rows in zip(leaves, self.given, strict=True):
-                if rows is not None and isinstance(leaf, Tensor):
-                    return leaf.shape[rows.dim]
+        for leaf, rows in zip(leaves, self.rows_of(args, kwargs) or (), strict=False):
+            if rows is not None and isinstance(leaf, Tensor):
+                return leaf.shape[rows.dim]
         return num_rows_of(args, kwargs)
+
+    def rows_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Rows | None, ...] | None:
+        """Return where the rows are in every leaf of a call's arguments, None if not looked at."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        return self.given if self.given is not None and len(self.given) == len(leaves) else None
 
     def is_region(self, fqn: str) -> bool:
         """Whether rows meet in a module's own code."""

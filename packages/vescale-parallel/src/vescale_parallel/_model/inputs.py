@@ -15,6 +15,38 @@ from vescale_parallel._torch_private import pytree
 _ROWS, _LENGTH = 2, 16
 
 
+def batch_dims(batch: Any) -> tuple[int | None, ...]:
+    """Return the dim of every leaf of a batch that its rows are along, None of one without rows.
+
+    [Note: which dim is the batch] The rows are the first dim of the first tensor that has dims,
+    and of every other tensor whose first dim is as long. It is what torch's data loaders give, and
+    all that can be said without a run. A model that is called with (time x batch) and targets of
+    (batch) is told from one that is called with (batch x time) and positions of (time) by a run
+    alone. So what splits or joins real batches asks the cross-replica check first, which runs the
+    model: ``RowMeetings.rows_of``. Its guesses, ``row_counts``, are in the order in which they are
+    tried, and no rule.
+    """
+    leaves = pytree.tree_leaves(batch)
+    num_rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+    return tuple(
+        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else None for x in leaves
+    )
+
+
+def has_rows_first(batch: Any) -> bool:
+    """Whether every tensor of a batch that has dims has its rows, the same number, first.
+
+    What makes a batch smaller or larger needs that: tensors without rows may have to fit others.
+    """
+    leaves = pytree.tree_leaves(batch)
+    dims = [dim for x, dim in zip(leaves, batch_dims(leaves), strict=True) if _has_dims(x)]
+    return bool(dims) and None not in dims
+
+
+def _has_dims(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
 def example_from(dataset: Any) -> Any:
     """Return two samples of a map-style data set as a batch, None of others."""
     if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -26,10 +58,9 @@ def small_example(batch: Any) -> Any:
     """Return the first rows of a batch, and the first positions if all its tensors are (B, S)."""
     if isinstance(batch, Mapping):
         batch = dict(batch)  # pytree does not open every mapping
-    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
-    if not tensors or len({x.shape[0] for x in tensors}) > 1:
+    if not has_rows_first(batch):
         return batch
-    length = common_length(batch, tensors[0].shape[0])
+    length = common_length(batch, next(filter(_has_dims, pytree.tree_leaves(batch))).shape[0])
 
     def small(x: Tensor) -> Tensor:
         rows = x[:_ROWS]

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
+from vescale_parallel._cross_replica.borders import Rows, part_of_rows
+from vescale_parallel._model.inputs import batch_dims
 from vescale_parallel._torch_private import pytree
 
 
 def split_batch(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], num_parts: int
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_parts: int,
+    rows: Sequence[Rows | None] | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Split a batch into micro-batches along dim 0 of its tensors.
+    """Split a batch into micro-batches; tensors without rows go to every one.
 
-    A tensor is cut if its dim 0 has the size of the first tensor's; others go to every part.
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        num_parts: Micro-batches.
+        rows: Where the rows are in every leaf; None for what :func:`batch_dims` says.
 
     Raises:
         ValueError: If there is no tensor, or its rows do not divide into the parts.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim), None)
-    if rows is None or rows % num_parts:
+    if rows is None or not any(rows):
+        rows = [None if dim is None else Rows(dim) for dim in batch_dims(leaves)]
+    pairs = list(zip(leaves, rows, strict=True))
+    # Where rows share a dim with something else it is longer.
+    num_rows = min((x.shape[at.dim] for x, at in pairs if at is not None), default=None)
+    if num_rows is None or num_rows % num_parts:
         raise ValueError(
             f"expected a batch whose rows divide into {num_parts} micro-batches "
-            f"(pipeline_parallel.microbatches), got {rows} rows"
+            f"(pipeline_parallel.microbatches), got {num_rows} rows"
         )
-    step = rows // num_parts
-    parts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    for index in range(num_parts):
-        cut = [
-            x[index * step : (index + 1) * step]
-            if isinstance(x, Tensor) and x.ndim and x.shape[0] == rows
-            else x
-            for x in leaves
-        ]
-        parts.append(pytree.tree_unflatten(cut, spec))
-    return parts
+
+    def part(x: Any, at: Rows | None, index: int) -> Any:
+        return x if at is None else part_of_rows(x, at, index, num_parts, num_rows)
+
+    cut = [[part(x, at, index) for x, at in pairs] for index in range(num_parts)]
+    return [pytree.tree_unflatten(each, spec) for each in cut]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
+from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.agreement import meet
@@ -81,6 +82,7 @@ class Pipeline:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None = None,
         *,
         train: bool,
     ) -> Any:
@@ -92,6 +94,7 @@ class Pipeline:
             forward: The model's own call.
             args: Positional arguments: this rank's batch.
             kwargs: Keyword arguments, likewise.
+            rows: Where the rows are in every leaf of these; None if that is not known.
             train: Whether to run backward passes.
 
         Returns:
@@ -99,7 +102,7 @@ class Pipeline:
             for other tensors.
         """
         pipeline = self.plan.pipeline_parallel
-        parts = split_batch(args, kwargs, pipeline.microbatches)
+        parts = split_batch(args, kwargs, pipeline.microbatches, rows)
         rank = axis_rank(self.mesh, "pp")
         shape = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
         if train:

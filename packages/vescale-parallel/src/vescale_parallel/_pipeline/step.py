@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._rng.own_streams import OwnStreams
@@ -42,9 +43,19 @@ class PipelineStep:
         self._streams = OwnStreams(pipeline.mesh)
 
     def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: Sequence[Rows | None] | None = None,
     ) -> Any:
         """Run one step on this rank's batch. Every rank must call this.
+
+        Args:
+            forward: The model's own call.
+            args: Positional arguments: this rank's batch.
+            kwargs: Keyword arguments, likewise.
+            rows: Where the rows are in every leaf of these; None if that is not known.
 
         Returns:
             The module's output with a tensor for each scalar and None for other tensors.
@@ -55,7 +66,7 @@ class PipelineStep:
         if self._buffers is not None:
             runs = self._buffers.call(forward)
         with self._streams.of_call(), runs as forward:
-            output = pipeline.run(forward, args, kwargs, train=train)
+            output = pipeline.run(forward, args, kwargs, rows, train=train)
         device = pipeline.mesh.device_type
         if not train:
             return pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)

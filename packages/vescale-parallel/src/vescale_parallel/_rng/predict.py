@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
-from vescale_parallel._model.inputs import small_example
+from vescale_parallel._model.inputs import has_rows_first, small_example
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
@@ -25,6 +25,7 @@ from vescale_parallel._trace.dry_run import DryRunError, opened
 from vescale_parallel._trace.fake_tensors import ObservationError, bind
 from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.rng_trace import NotedDraw
+from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
 from .known_draws import Scope, ShardedDraw, common, mark
@@ -35,7 +36,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cuts_of_example(
-    model: nn.Module, batch: Any, sharding: TensorSharding
+    model: nn.Module, batch: Any, sharding: TensorSharding, runs: DryRuns | None = None
 ) -> Mapping[Draw, ShardedDraw | None] | None:
     """Return how what a model draws in training is cut, None if an example does not show it.
 
@@ -43,18 +44,19 @@ def cuts_of_example(
         model: Whole.
         batch: An example; None if there is none.
         sharding: Of the model; what it says of draws goes before what is found.
+        runs: Of the model on the batch, if there were some.
     """
     if batch is None:
         return None
     batch = small_example(batch)
     doubled = _doubled(batch)
     try:
-        once = bind(model, opened(batch))
-        if doubled is None:
-            draws = draws_of_rank(model, once, training=True)
-            return None if draws else {}
-        twice = bind(model, opened(doubled))
-        noted = drawn_by_shape(model, once, twice, sharding, training=True)
+        runs = DryRuns(model, batch) if runs is None else runs
+        few = runs.draws()
+        if not few or doubled is None:
+            return None if few else {}
+        many = draws_of_rank(model, bind(model, opened(doubled)), training=True)
+        noted = Noted(few, many, runs.draws(sharding))
     except (DryRunError, ObservationError):
         return None
     return noted.cuts(sharding)
@@ -98,8 +100,6 @@ def drawn_by_shape(
     once: Given,
     twice: Given,
     sharding: TensorSharding,
-    *,
-    training: bool = False,
 ) -> Noted:
     """Return what a model draws, seen without memory.
 
@@ -108,25 +108,30 @@ def drawn_by_shape(
         once: Positional and keyword arguments.
         twice: The same with every row twice.
         sharding: Of the model; what it says of draws goes before what is found.
-        training: Whether to run all of it in training mode.
 
     Raises:
         DryRunError: If its forward needs values.
         ObservationError: If it cannot be copied.
     """
-    few = draws_of_rank(model, once, training=training)
+    few = draws_of_rank(model, once)
     if not few:
         return Noted((), (), ())
-    many = draws_of_rank(model, twice, training=training)
+    many = draws_of_rank(model, twice)
     part = few
     if sharding.size > 1:
-        part = draws_of_rank(model, once, sharding, training=training)
+        part = draws_of_rank(model, once, sharding)
     return Noted(few, many, part)
 
 
-def draw_marks(model: nn.Module, batch: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
+def draw_marks(
+    model: nn.Module,
+    batch: Any,
+    plan: Mapping[str, str],
+    size: int,
+    runs: DryRuns | None = None,
+) -> dict[str, str]:
     """Return the marks of draws that a plan cuts over tensor-parallel ranks."""
-    found = cuts_of_example(model, batch, shard(plan, model, size))
+    found = cuts_of_example(model, batch, shard(plan, model, size), runs)
     cut: dict[tuple[int, int], set[str]] = {}
     for (fqn, index), each in (found or {}).items():
         if each is not None and each.part is not None:
@@ -220,9 +225,7 @@ def _shaped(shape: tuple[int, ...]) -> Tensor:
 
 def _doubled(batch: Any) -> Any:
     """Return a batch with every row twice, None if it cannot be told what the rows are."""
-    leaves = pytree.tree_leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    if len({tensor.shape[0] for tensor in tensors}) != 1:
+    if not has_rows_first(batch):
         return None
 
     def twice(x: Tensor) -> Tensor:

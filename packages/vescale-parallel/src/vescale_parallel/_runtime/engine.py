@@ -96,7 +96,8 @@ class Engine:
                     self.rows.of_call(model, args, kwargs),
                 ):
                     if self.pipeline is not None:
-                        return self.pipeline.run(forward, args, kwargs)
+                        rows = self.rows.meetings.rows_of(args, kwargs)
+                        return self.pipeline.run(forward, args, kwargs, rows)
                     num_rows = self.rows.meetings.num_rows(args, kwargs)
                     with self.draws.of_call(model, args, kwargs, num_rows):
                         return self._watched(self._call_directly(forward, args, kwargs))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._model.copies import drop_hooks, snapshot
-from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from vescale_parallel._model.copies import snapshot
+from vescale_parallel._torch_private import pytree
 
-from .fake_tensors import all_integer, bind, fake_batch, fake_output, skeleton
-from .generators import untouched_generators
+from .fake_run import FakeRun, Listener, Operator
+from .fake_tensors import bind, fake_batch
 
 
 class DryRunError(ValueError):
@@ -36,13 +36,16 @@ class ModuleCall:
     output: Any
 
 
-def dry_run_whole(model: nn.Module, batch: Any, watched: Collection[str]) -> dict[str, ModuleCall]:
+def dry_run_whole(
+    model: nn.Module, batch: Any, watched: Collection[str], *listeners: Listener
+) -> dict[str, ModuleCall]:
     """Return the first call of every watched module in a forward of the whole model.
 
     Raises:
         DryRunError: If the forward needs values.
     """
-    return dry_run(model, bind(model, opened(batch)), watched, lambda _: None)
+    given = bind(model, opened(batch))
+    return dry_run(model, given, watched, lambda _: None, lambda _: listeners)
 
 
 def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
@@ -51,16 +54,14 @@ def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
     Raises:
         DryRunError: If the forward needs values.
     """
-    found: dict[int, set[str]] = {}
-    named: dict[str, int] = {}
+    made: list[_Readers] = []
 
-    def prepare(copied: nn.Module) -> None:
-        named.update((n, id(p)) for n, p in copied.named_parameters(remove_duplicate=False))
-        kept.append(copied)
+    def listen(run: FakeRun) -> tuple[Listener]:
+        made.append(_Readers(run))
+        return (made[0],)
 
-    kept: list[nn.Module] = []  # or identities would be used again
-    dry_run(model, bind(model, opened(batch)), (), prepare, found)
-    return {fqn: found.get(identity, set()) for fqn, identity in named.items()}
+    dry_run(model, bind(model, opened(batch)), (), lambda _: None, listen)
+    return made[0].by_name()
 
 
 def opened(batch: Any) -> Any:
@@ -73,29 +74,31 @@ def dry_run(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     watched: Collection[str],
     prepare: Callable[[nn.Module], None],
-    readers: dict[int, set[str]] | None = None,
+    make_listeners: Callable[[FakeRun], Sequence[Listener]] = lambda _: (),
 ) -> dict[str, ModuleCall]:
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = skeleton(model, fake_mode)
-    drop_hooks(copied)
-    with fake_mode:
-        prepare(copied)
-    calls: dict[str, ModuleCall] = {}
-    inside: list[str] = []
-    mode = _FloatsAreFake(fake_mode, inside, readers)
-    for first, others in equal_blocks(copied):
-        _repeat(copied, first, others)
-    for fqn, module in copied.named_modules():
-        _watch(fqn, module, inside, calls if fqn in watched else None)
+    """Return the first call of every watched module.
+
+    Args:
+        model: Not changed.
+        given: Positional and keyword arguments.
+        watched: FQNs.
+        prepare: Changes the copy that is run.
+        make_listeners: Returns who else hears the run.
+
+    Raises:
+        DryRunError: If the forward raises.
+    """
+    run = FakeRun(model, refused=lambda run, error: DryRunError(run.fqn, error))
+    with run.fake_mode:
+        prepare(run.model)
+    for first, others in equal_blocks(run.model):
+        _repeat(run.model, first, others)
+    calls = _Calls(watched)
     # A forward may change objects that it is given, caches for example.
-    args, kwargs = snapshot(fake_batch(given, fake_mode))
-    try:
-        with untouched_generators(), torch.enable_grad(), _quiet(), mode:
-            copied(*args, **kwargs)
-    # Arbitrary user code: whatever it raises means that it cannot be dry run.
-    except Exception as error:
-        raise DryRunError(inside[-1] if inside else "", error) from error
-    return calls
+    args, kwargs = snapshot(fake_batch(given, run.fake_mode))
+    with torch.enable_grad(), _quiet():
+        run.forward((args, kwargs), calls, *make_listeners(run))
+    return calls.found
 
 
 def equal_blocks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -142,46 +145,42 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _watch(
-    fqn: str, module: nn.Module, inside: list[str], calls: dict[str, ModuleCall] | None
-) -> None:
-    given: list[tuple[Any, Any]] = []
+class _Calls(Listener):
+    """Keeps the first call of every watched module."""
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        inside.append(fqn)
-        if calls is not None and fqn not in calls:
-            given.append(snapshot((args, kwargs)))
+    def __init__(self, watched: Collection[str]) -> None:
+        self.found: dict[str, ModuleCall] = {}
+        self._watched = frozenset(watched)
+        self._given: dict[str, list[tuple[Any, Any]]] = {}
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        inside.pop()
-        if calls is not None and fqn not in calls:
-            calls[fqn] = ModuleCall(*given.pop(), snapshot(output))
+    def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if fqn in self._watched and fqn not in self.found:
+            self._given.setdefault(fqn, []).append(snapshot((args, kwargs)))
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
+    def left(self, fqn: str, output: Any) -> None:
+        if fqn in self._watched and fqn not in self.found:
+            self.found[fqn] = ModuleCall(*self._given[fqn].pop(), snapshot(output))
+
+    def raised(self, fqn: str) -> None:
+        if self._given.get(fqn):
+            self._given[fqn].pop()
 
 
-class _FloatsAreFake(TorchDispatchMode):
-    """Runs operators on fake tensors, and for real if all they see and give is integer."""
+class _Readers(Listener):
+    """Keeps the modules in whose own forward each parameter is read."""
 
-    def __init__(
-        self,
-        fake_mode: FakeTensorMode,
-        inside: Sequence[str] = (),
-        readers: dict[int, set[str]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._fake_mode, self._inside, self._readers = fake_mode, inside, readers
+    def __init__(self, run: FakeRun) -> None:
+        self._run = run
+        # With the tensors, or identities would be used again.
+        self._read: dict[int, tuple[Tensor, set[str]]] = {
+            id(parameter): (parameter, set()) for parameter in run.model.parameters()
+        }
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        if self._readers is not None:
-            where = self._inside[-1] if self._inside else ""
-            for each in inputs:
-                self._readers.setdefault(id(each), set()).add(where)
-        if all_integer(inputs, kwargs, func, args):
-            return func(*args, **kwargs)
-        return fake_output(func, args, kwargs, self._fake_mode)
+    def operator(self, ran: Operator) -> None:
+        for each in ran.inputs:
+            if id(each) in self._read:
+                self._read[id(each)][1].add(self._run.fqn)
+
+    def by_name(self) -> dict[str, set[str]]:
+        named = self._run.model.named_parameters(remove_duplicate=False)
+        return {fqn: self._read[id(parameter)][1] for fqn, parameter in named}

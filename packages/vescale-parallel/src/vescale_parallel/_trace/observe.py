@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,20 +13,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vescale_parallel._model.blocks import pipeline_blocks
-from vescale_parallel._model.copies import drop_hooks
-from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from vescale_parallel._torch_private import pytree
 
-from .fake_tensors import (
-    ObservationError,
-    all_integer,
-    bind,
-    fake_batch,
-    fake_output,
-    is_float,
-    skeleton,
-)
+from .fake_run import FakeRun, Listener, Operator
+from .fake_tensors import bind, fake_batch, is_float
 from .flops import Uncounted, flops_of
-from .generators import untouched_generators
 from .observation import (
     BlockObservation,
     ModuleObservation,
@@ -70,17 +61,17 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
             ),
             outside=tuple(OutsideObservation(fqn=f, numel=n) for f, n in _owners(model, blocks)),
         )
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = skeleton(model, fake_mode)
-    drop_hooks(copied)
-    run = _Run(fake_mode, copied, blocks)
-    args, kwargs = bind(copied, fake_batch(batch, fake_mode))
-    output = run.forward(args, kwargs)
-    return _summary(run, output, batch)
+    run = FakeRun(model)
+    observer = _Observer(run.model, blocks)
+    given = bind(run.model, fake_batch(batch, run.fake_mode))
+    hooks = saved_tensors_hooks(observer.saved, lambda saved: saved.tensor)
+    with torch.enable_grad(), hooks:
+        output = run.forward(given, observer)
+    return _summary(observer, output, batch)
 
 
-def _summary(run: _Run, output: Any, batch: Any) -> Observation:
-    """Add up what a run recorded. ``output`` keeps alive what backward would need."""
+def _summary(run: _Observer, output: Any, batch: Any) -> Observation:
+    """Add up what was heard of a run. ``output`` keeps alive what backward would need."""
     saved, modules = run.saved_bytes(), run.module_observations()
     blocks = tuple(
         BlockObservation(
@@ -140,10 +131,9 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Run:
-    """One forward: where it is (-1 before the blocks, then the block) and what it did there."""
+class _Observer(Listener):
+    """Where a forward is (-1 before the blocks, then the block) and what it did there."""
 
-    fake_mode: FakeTensorMode
     model: nn.Module
     blocks: tuple[str, ...]
     where: int = -1
@@ -153,68 +143,52 @@ class _Run:
     read: dict[torch.UntypedStorage, int] = field(
         default_factory=dict["torch.UntypedStorage", int]
     )
-    operator: str = ""
     calls: list[_Call] = field(default_factory=list[_Call])
     call: int = -1
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
 
     def __post_init__(self) -> None:
         self.uncounted = Uncounted(self.model.parameters())
+        self._indices = {fqn: index for index, fqn in enumerate(self.blocks)}
+        self._parameters = {each.untyped_storage() for each in self.model.parameters()}
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        handles = list(self._register())
-        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
-        try:
-            # Real integer operators may draw; forking also covers dropout's checks.
-            with untouched_generators(), torch.enable_grad(), hooks, _Mode(self):
-                return self.model(*args, **kwargs)
-        except Exception as error:
-            where = self.calls[self.call].fqn if self.calls else ""
-            inside = f"{where!r} ({type(self.model.get_submodule(where)).__name__})"
-            raise ObservationError(
-                f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
-                f"module {inside} at operator {self.operator or 'none'}: {error}"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
+    def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
+        self.call = len(self.calls) - 1
+        self.where = self._indices.get(fqn, self.where)
+        self.called.setdefault(fqn, self.where)
 
-    def _register(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        # On the copy, whose hooks nobody else sees.
-        indices = {fqn: index for index, fqn in enumerate(self.blocks)}
-        for fqn, module in self.model.named_modules():
-            index = indices.get(fqn)
-            entered = self._entered(fqn, index)
-            yield module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True)
-            yield module.register_forward_hook(self._left(index))
+    def left(self, fqn: str, output: Any) -> None:
+        call = self.calls[self.call]
+        call.outputs = _shapes(output)
+        self.call = call.parent
+        index = self._indices.get(fqn)
+        if index is not None:
+            self.output_bytes[index] = _activation_bytes(output)
+            self.where = index + (index == len(self.blocks) - 1)
 
-    def _entered(self, fqn: str, index: int | None) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
-            self.call = len(self.calls) - 1
-            if index is not None:
-                self.where = index
-            self.called.setdefault(fqn, self.where)
+    def raised(self, fqn: str) -> None:
+        self.call = self.calls[self.call].parent
 
-        return hook
+    def operator(self, ran: Operator) -> None:
+        for storage in (tensor.untyped_storage() for tensor in ran.inputs):
+            if storage in self._parameters:
+                self.read.setdefault(storage, self.where)
+        if ran.is_integer:
+            return
+        flops = flops_of(ran.func, ran.args, ran.kwargs, ran.output)
+        if flops is None:
+            self.uncounted.see(ran.func, ran.inputs, ran.output)
+        else:
+            self._add_flops(flops)
 
-    def _left(self, index: int | None) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            call = self.calls[self.call]
-            call.outputs = _shapes(output)
-            self.call = call.parent
-            if index is not None:
-                self.output_bytes[index] = _activation_bytes(output)
-                self.where = index + (index == len(self.blocks) - 1)
-
-        return hook
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
+    def saved(self, tensor: torch.Tensor) -> _Saved:
+        """Take note of a tensor that autograd keeps, and return what it is to keep instead."""
         saved = _Saved(tensor, self.where, self.call)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def add_flops(self, flops: int) -> None:
+    def _add_flops(self, flops: int) -> None:
         """Count the flops of an operator where it ran."""
         self.flops[self.where] = self.flops.get(self.where, 0) + flops
         self.calls[self.call].flops += flops
@@ -279,37 +253,6 @@ class _Run:
         if where < 0:
             return "before"
         return "after" if where == len(self.blocks) else "between"
-
-
-class _Mode(TorchDispatchMode):
-    """Runs every operator: on fake tensors, or for real if all it sees and gives is integer."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run = run
-        self.parameters = {parameter.untyped_storage() for parameter in run.model.parameters()}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked for by most operators, through us
-            return args[0].fake_device
-        kwargs = kwargs or {}
-        run = self.run
-        run.operator = str(func)
-        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-        for storage in (tensor.untyped_storage() for tensor in inputs):
-            if storage in self.parameters:
-                run.read.setdefault(storage, run.where)
-        if all_integer(inputs, kwargs, func, args):
-            return func(*args, **kwargs)
-        out = fake_output(func, args, kwargs, run.fake_mode)
-        flops = flops_of(func, args, kwargs, out)
-        if flops is None:
-            run.uncounted.see(func, inputs, out)
-        else:
-            run.add_flops(flops)
-        return out
 
 
 def _block_fqns(model: nn.Module) -> tuple[str, ...]:

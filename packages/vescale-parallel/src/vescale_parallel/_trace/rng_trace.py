@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._torch_private import TorchDispatchMode
 
+from .fake_run import Listener, Operator
 from .memory_order import Order, memory_order
 from .random_ops import drawn_shape, is_draw
 
@@ -37,8 +38,8 @@ class NotedDraw:
     order: Order
 
 
-class DrawNotes:
-    """Notes the draws of a model that runs to see.
+class DrawNotes(Listener):
+    """Notes the draws of a model that runs to see, or of a run that it listens to.
 
     Attributes:
         draws: In order.
@@ -82,14 +83,27 @@ class DrawNotes:
         self.draws.append(NotedDraw(fqn, call, index, str(func), shape, order))
         return self.draws[-1]
 
+    def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        call = self._num_calls.get(fqn, 0)
+        self._num_calls[fqn] = call + 1
+        self._running.append((fqn, call))
+
+    def left(self, fqn: str, output: Any) -> None:
+        self._running.pop()
+
+    def raised(self, fqn: str) -> None:
+        self._running.pop()
+
+    def operator(self, ran: Operator) -> None:
+        if is_draw(ran.func, ran.args, ran.kwargs):
+            self.note(ran.func, ran.args)
+
     def _follow(self, fqn: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any) -> None:
-            call = self._num_calls.get(fqn, 0)
-            self._num_calls[fqn] = call + 1
-            self._running.append((fqn, call))
+            self.entered(fqn, (), {})
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            self._running.pop()
+            self.left(fqn, output)
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, always_call=True)

@@ -23,7 +23,8 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._user_line import warn_at_user_line
 
 from .call_signature import CallForms
-from .equivalence import NOT_REACHED, Contradiction, blocks_of_whole, prove
+from .dry_runs import DryRuns
+from .equivalence import NOT_REACHED, Contradiction, prove
 from .scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from .threads import in_fresh_thread
 
@@ -100,13 +101,13 @@ class CallGuard:
             smaller = None if scaled is None else self._sharding_of(scaled)
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
-        whole, doubt = None, None
+        runs, doubt = DryRuns(subject, named), None
         try:
-            whole = blocks_of_whole(subject, named)
+            runs.blocks()
         except DryRunError as error:
             # Values decide what is run: right for these ones may be wrong for others.
-            whole, doubt = {}, str(error)
-        proof = prove(subject, named, sharding, whole=whole)
+            doubt = str(error)
+        proof = prove(runs, sharding, needs_values=doubt is not None)
         marked = frozenset(sharding.spec.grads)
         for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
             raise Contradiction(

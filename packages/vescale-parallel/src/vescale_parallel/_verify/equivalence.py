@@ -20,17 +20,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.hook_readers import read_by_hooks
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import DryRunError, ModuleCall, dry_run_whole
+from vescale_parallel._trace.dry_run import DryRunError, ModuleCall
 
 from .compared_runs import compare
+from .dry_runs import DryRuns
 from .large_tables import checked_tables
-from .rank_dry_run import dry_run_rank
 from .region import Contradiction as Contradiction, Findings, How, region_of_call
 from .whole_model import passed_over, whole_region
 
@@ -77,36 +76,35 @@ class _Blocks:
 
 
 def prove(
-    model: nn.Module,
-    batch: Any,
+    runs: DryRuns,
     sharding: TensorSharding,
     *,
-    whole: Mapping[str, ModuleCall] | None = None,
+    needs_values: bool = False,
 ) -> Proof:
     """Run a plan without a second rank.
 
     Args:
-        model: Whole.
-        batch: An example, small.
+        runs: Of the whole model on a small example.
         sharding: Of the model.
-        whole: What :func:`blocks_of_whole` gave for the model and batch, to save the time; empty
-            for a forward that needs values, which is run as one region then, more than once.
+        needs_values: Whether the forward needs values; the model is then run as one region,
+            more than once.
 
     Raises:
         Contradiction: If the results or gradients of a block or the model differ, or shapes do
             not fit.
         DryRunError: If the model cannot be run, with values or without.
     """
-    whole = blocks_of_whole(model, batch) if whole is None else whole
+    model = runs.model
+    whole: Mapping[str, ModuleCall] = {} if needs_values else runs.blocks()
     part: Mapping[str, ModuleCall] = {}
     if whole:
         try:
-            part = dry_run_rank(model, batch, list(whole), sharding)
+            part = runs.part(sharding)
         except DryRunError as error:
             raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     found = Findings()
     blocks = _prove_blocks(model, whole, part, sharding, found)
-    unproven = _prove_rest(model, batch, whole, blocks, sharding, found)
+    unproven = _prove_rest(runs, whole, blocks, sharding, found)
     hooked = read_by_hooks(model)
     unproven |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
     return Proof(
@@ -116,16 +114,6 @@ def prove(
         too_large=tuple(blocks.too_large),
         unproven=unproven,
     )
-
-
-def blocks_of_whole(model: nn.Module, batch: Any) -> dict[str, ModuleCall]:
-    """Return how the whole model calls its blocks, or the model itself if it has none.
-
-    Raises:
-        DryRunError: If the forward needs values.
-    """
-    blocks = [fqn for stack in block_stacks(model) for fqn in stack] or [""]
-    return dry_run_whole(model, batch, blocks)
 
 
 def _prove_blocks(
@@ -167,8 +155,7 @@ def _prove_blocks(
 
 
 def _prove_rest(
-    model: nn.Module,
-    batch: Any,
+    runs: DryRuns,
     whole: Mapping[str, ModuleCall],
     blocks: _Blocks,
     sharding: TensorSharding,
@@ -177,34 +164,33 @@ def _prove_rest(
     """Run the model itself; return what is cut and was not compared, and why."""
     if blocks.too_large:
         return {}
+    model = runs.model
     calls = {fqn: call for fqn, call in whole.items() if fqn}
     over = passed_over(model, calls, blocks.kinds)
     skipped = [fqn for fqns in over.values() for fqn in fqns]
     numel = _numel(model) - sum(_numel(model.get_submodule(fqn)) for fqn in skipped)
     if numel > MAX_NUMEL:
         why = f"{type(model).__name__} is too large to be run whole"
-        return _not_compared(model, batch, blocks, sharding, why)
+        return _not_compared(runs, blocks, sharding, why)
     try:
         # Values may decide what is run.
         for seed in range(1 if whole else _DRAWS):
-            compare(lambda: whole_region(model, batch, over), sharding, found, seed=seed)
+            compare(lambda: whole_region(model, runs.batch, over), sharding, found, seed=seed)
     except DryRunError as error:
         if not blocks.proven:
             raise
-        return _not_compared(
-            model, batch, blocks, sharding, f"the model was not run whole: {error}"
-        )
+        return _not_compared(runs, blocks, sharding, f"the model was not run whole: {error}")
     blocks.proven.append("")
     return _not_reached(model, sharding, found)
 
 
 def _not_compared(
-    model: nn.Module, batch: Any, blocks: _Blocks, sharding: TensorSharding, why: str
+    runs: DryRuns, blocks: _Blocks, sharding: TensorSharding, why: str
 ) -> dict[str, str]:
     """Return what is cut outside of the blocks that were run, but for tables run apart."""
     inside = tuple(f"{fqn}." for fqn in blocks.compared)
     outside = [fqn for fqn in _cut(sharding) if not fqn.startswith(inside)]
-    apart = checked_tables(model, batch, sharding, _cut(sharding), inside)
+    apart = checked_tables(runs, sharding, _cut(sharding), inside)
     return {fqn: why_not for fqn in [*outside, *apart] if (why_not := apart.get(fqn, why))}
 
 

@@ -7,7 +7,6 @@ is compared with one device on a module of the same class with fewer rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +15,17 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import DryRunError, readers_of
+from vescale_parallel._trace.dry_run import DryRunError
 
 from .compared_runs import compare
+from .dry_runs import DryRuns
 from .region import Findings, How, Region
 
 _ROWS, _FEATURES = 7, 4
 
 
 def checked_tables(
-    model: nn.Module,
-    batch: Any,
+    runs: DryRuns,
     sharding: TensorSharding,
     cut: Sequence[str],
     inside: tuple[str, ...],
@@ -34,8 +33,7 @@ def checked_tables(
     """Return which cut parameters were compared apart from the model (""), and which cannot be.
 
     Args:
-        model: Whole.
-        batch: An example.
+        runs: Of the whole model on an example.
         sharding: Of the model.
         cut: Every cut parameter.
         inside: Prefixes of blocks that were compared.
@@ -43,8 +41,9 @@ def checked_tables(
     Returns:
         Parameter FQN to nothing, or to the reason. Of blocks, only those that others read, too.
     """
+    model = runs.model
     try:
-        readers = readers_of(model, batch)
+        readers = runs.readers()
     except DryRunError as error:
         return dict.fromkeys(cut, f"who reads it is not known: {error}")
     found: dict[str, str] = {}

@@ -15,6 +15,7 @@ from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import DryRunError
 
+from .dry_runs import DryRuns
 from .equivalence import Contradiction, Proof, prove
 from .single_module import contradicted_module
 from .threads import in_fresh_thread
@@ -40,7 +41,7 @@ def checked_plan(
     if batch is not None:
         try:
             small = small_example(batch)
-            proof = in_fresh_thread(lambda: prove(model, small, sharding))
+            proof = in_fresh_thread(lambda: prove(DryRuns(model, small), sharding))
         except Contradiction as error:
             raise ValueError(
                 "tensor_parallel.sharding_plan changes what "

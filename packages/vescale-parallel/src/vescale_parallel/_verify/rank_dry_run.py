@@ -13,6 +13,7 @@ from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import ModuleCall, dry_run, equal_blocks, opened
+from vescale_parallel._trace.fake_run import Listener
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
@@ -22,6 +23,7 @@ def dry_run_rank(
     batch: Any,
     watched: Collection[str],
     sharding: TensorSharding,
+    *listeners: Listener,
 ) -> dict[str, ModuleCall]:
     """Return the first call of every watched module on the first rank, collectives included.
 
@@ -32,7 +34,7 @@ def dry_run_rank(
     def shard(copied: nn.Module) -> None:
         _take_first_part(copied, sharding)
 
-    return dry_run(model, bind(model, opened(batch)), watched, shard)
+    return dry_run(model, bind(model, opened(batch)), watched, shard, lambda _: listeners)
 
 
 def draws_of_rank(

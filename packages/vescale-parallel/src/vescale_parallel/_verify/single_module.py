@@ -13,7 +13,8 @@ from vescale_parallel._model.linear_layout import features, linear_kind, linears
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 
-from .equivalence import MAX_NUMEL, blocks_of_whole, prove
+from .dry_runs import DryRuns
+from .equivalence import MAX_NUMEL, prove
 from .threads import in_fresh_thread
 
 
@@ -49,11 +50,12 @@ def proven_alone(
 
 
 def _prove(module: nn.Module, batch: object, sharding: TensorSharding) -> frozenset[str] | None:
+    runs, needs_values = DryRuns(module, batch), False
     try:
-        whole = blocks_of_whole(module, batch)
+        runs.blocks()
     except ValueError:
-        whole = {}  # its forward needs values
-    proof = prove(module, batch, sharding, whole=whole)
+        needs_values = True
+    proof = prove(runs, sharding, needs_values=needs_values)
     return None if proof.unproven or proof.too_large else proof.partial_grads
 
 

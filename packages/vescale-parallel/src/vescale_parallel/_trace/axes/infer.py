@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale_parallel._model.copies import drop_hooks
-from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
-from vescale_parallel._trace.fake_tensors import (
-    ObservationError,
-    all_integer,
-    bind,
-    fake_batch,
-    fake_output,
-    is_float,
-    skeleton,
-)
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
+from vescale_parallel._trace.fake_tensors import bind, fake_batch, is_float
 from vescale_parallel._trace.flops import flops_of
-from vescale_parallel._trace.generators import untouched_generators
 
 from .graph import Call, Linearity, Step, Trace, UnknownOperator, Value
 from .registry import Rule
@@ -68,99 +59,75 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
     """
     if isinstance(batch, Mapping):
         batch = dict(batch)  # pytree does not open every mapping
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = skeleton(model, fake_mode)
-    drop_hooks(copied)
-    run = _Run(fake_mode, copied)
-    args, kwargs = bind(copied, fake_batch(batch, fake_mode))
-    run.forward(args, kwargs)
-    return run.trace
+    run = FakeRun(model)
+    recorder = _Recorder(run)
+    args, kwargs = bind(run.model, fake_batch(batch, run.fake_mode))
+    recorder.sources(args, kwargs)
+    with torch.no_grad(), _every_operator():
+        output = run.forward((args, kwargs), recorder)
+    leaves = pytree.tree_leaves(output)
+    recorder.trace.returned += [recorder.trace.value(t) for t in leaves if _is_tensor(t)]
+    return recorder.trace
 
 
-@dataclass(eq=False)
-class _Run:
-    fake_mode: FakeTensorMode
-    model: nn.Module
-    trace: Trace = field(default_factory=Trace)
-    modules: list[str] = field(default_factory=lambda: [""])
-    operator: str = ""
+@contextlib.contextmanager
+def _every_operator() -> Iterator[None]:
+    """Keep torch from taking one operator for all of a transformer's block."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
-    def forward(self, args: Any, kwargs: Any) -> None:
-        self._sources(args, kwargs)
-        handles = list(self._register())
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # one operator for all of a block
-        try:
-            with untouched_generators(), torch.no_grad(), _Mode(self):
-                output = self.model(*args, **kwargs)
-        except Exception as error:
-            raise ObservationError(
-                f"expected a forward that runs on shapes alone, got {type(error).__name__} in "
-                f"module {self.modules[-1]!r} at operator {self.operator or 'none'}: {error}"
-            ) from error
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            for handle in handles:
-                handle.remove()
-        leaves = pytree.tree_leaves(output)
-        self.trace.returned += [self.trace.value(t) for t in leaves if _is_tensor(t)]
 
-    def _sources(self, args: Any, kwargs: Any) -> None:
+class _Recorder(Listener):
+    """Applies every operator's rule and adds it to a trace."""
+
+    def __init__(self, run: FakeRun) -> None:
+        self._run, self.trace = run, Trace()
+
+    def sources(self, args: Any, kwargs: Any) -> None:
         """Give axes to parameters, buffers and the batch."""
         trace = self.trace
         made: dict[int, Value] = {}
-        for fqn, parameter in self.model.named_parameters(remove_duplicate=False):
+        for fqn, parameter in self._run.model.named_parameters(remove_duplicate=False):
             if id(parameter) not in made:
                 trained = parameter.requires_grad and is_float(parameter.dtype)
                 made[id(parameter)] = trace.add(
                     parameter, parameter=fqn, from_parameter=True, has_grad=trained
                 )
             trace.parameters[fqn] = made[id(parameter)]
-        for fqn, buffer in self.model.named_buffers():
+        for fqn, buffer in self._run.model.named_buffers():
             trace.source(buffer, f"buffer {fqn!r}")
         for tensor in filter(_is_tensor, pytree.tree_leaves((args, kwargs))):
             has_grad = is_float(tensor.dtype)
             trace.source(tensor, "the batch", from_batch=True, has_grad=has_grad)
 
-    def _register(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        for fqn, module in self.model.named_modules():
-            yield module.register_forward_pre_hook(self._entered(fqn), prepend=True)
-            yield module.register_forward_hook(self._left)
+    def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.trace.called.add(fqn)
 
-    def _entered(self, fqn: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.modules.append(fqn)
-            self.trace.called.add(fqn)
-
-        return hook
-
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.modules.pop()
-
-    def record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int
-    ) -> None:
-        """Apply an operator's rule and add it to the trace."""
-        outputs = tuple(filter(_is_tensor, pytree.tree_leaves(out)))
+    def operator(self, ran: Operator) -> None:
+        outputs = tuple(filter(_is_tensor, pytree.tree_leaves(ran.output)))
         if not outputs:
             return
         trace = self.trace
-        named = _named(func, args, kwargs)
-        inputs = tuple(filter(_is_tensor, pytree.tree_leaves((args, kwargs))))
+        func, inputs, module = ran.func, tuple(ran.inputs), self._run.fqn
+        named = _named(func, ran.args, ran.kwargs)
         name = _name(func)
         values = tuple(trace.value(tensor) for tensor in inputs)
         rule, linear = _rule(func, name)
         step = Step(
             index=len(trace.steps),
-            module=self.modules[-1],
+            module=module,
             operator=name,
             inputs=values,
             outputs=(),
             linear="no" if _adds_number(name, named) else linear,
-            flops=flops,
-            into_view=func._schema.is_mutable and _is_part(args[0]),
+            flops=0 if ran.is_integer else _flops(ran),
+            into_view=func._schema.is_mutable and _is_part(ran.args[0]),
         )
-        call = Call(trace, name, self.modules[-1], named, inputs, outputs, step)
+        call = Call(trace, name, module, named, inputs, outputs, step)
         if not inputs:
             self._constructed(call)
         elif rule is not None:
@@ -201,30 +168,8 @@ class _Run:
             self.trace.unknown.append(UnknownOperator(call.name, call.module))
 
 
-class _Mode(TorchDispatchMode):
-    """Runs every operator as :func:`vescale_parallel.observe` does, and records it."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        run = self.run
-        run.operator = str(func)
-        inputs = [a for a in pytree.tree_leaves((args, kwargs)) if _is_tensor(a)]
-        flops = 0
-        if all_integer(inputs, kwargs, func, args):
-            out = func(*args, **kwargs)
-        else:
-            out = fake_output(func, args, kwargs, run.fake_mode)
-            flops = flops_of(func, args, kwargs, out) or 0
-        run.record(func, args, kwargs, out, flops)
-        return out
+def _flops(ran: Operator) -> int:
+    return flops_of(ran.func, ran.args, ran.kwargs, ran.output) or 0
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,137 @@
+"""The dry runs of a model on one batch, each made once for all who ask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
+from vescale_parallel._trace.dry_run import (
+    DryRunError,
+    ModuleCall,
+    dry_run_whole,
+    equal_blocks,
+    opened,
+    readers_of,
+)
+from vescale_parallel._trace.fake_run import FakeRun
+from vescale_parallel._trace.fake_tensors import bind
+from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
+
+from .rank_dry_run import draws_of_rank, dry_run_rank
+
+Draws = tuple[NotedDraw, ...]
+_Found = TypeVar("_Found")
+
+
+class DryRuns:
+    """Runs a model on fakes, whole and as one rank's part, and keeps what was seen.
+
+    It lives as long as what asks: the making of one plan, or one proof. The model must not change
+    meanwhile.
+
+    Args:
+        model: Whole.
+        batch: An example, small.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model, self.batch = model, batch
+        self._blocks: dict[str, ModuleCall] | DryRunError | None = None
+        self._readers: dict[str, set[str]] | DryRunError | None = None
+        self._draws: Draws | None = None
+        self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], Draws]] = []
+
+    def blocks(self) -> dict[str, ModuleCall]:
+        """Return how the whole model calls its blocks, or the model itself if it has none.
+
+        Raises:
+            DryRunError: If the forward needs values.
+        """
+        if self._blocks is None:
+            blocks = [fqn for stack in block_stacks(self.model) for fqn in stack] or [""]
+            notes = DrawNotes()
+            try:
+                self._blocks = dry_run_whole(self.model, self.batch, blocks, notes)
+                self._draws = self._heard(notes)
+            except DryRunError as error:
+                self._blocks = error
+        return _or_raise(self._blocks)
+
+    def readers(self) -> dict[str, set[str]]:
+        """Return what :func:`readers_of` does."""
+        if self._readers is None:
+            try:
+                self._readers = readers_of(self.model, self.batch)
+            except DryRunError as error:
+                self._readers = error
+        return _or_raise(self._readers)
+
+    def part(self, sharding: TensorSharding) -> Mapping[str, ModuleCall]:
+        """Return the first call of every block on the first rank.
+
+        Raises:
+            DryRunError: If shapes do not fit each other, or the whole model does not run.
+        """
+        forward = _forward_of(sharding)
+        for seen, calls, _ in self._parts:
+            if seen == forward:
+                return calls
+        notes = DrawNotes()
+        calls = dry_run_rank(self.model, self.batch, list(self.blocks()), sharding, notes)
+        self._parts.append((forward, calls, self._heard(notes)))
+        return calls
+
+    def draws(self, sharding: TensorSharding | None = None) -> Draws:
+        """Return what :func:`draws_of_rank` does for the batch, in training mode.
+
+        Raises:
+            DryRunError: If the forward needs values, or shapes do not fit each other.
+        """
+        if sharding is not None and sharding.size == 1:
+            sharding = None
+        if self._is_training:
+            forward = None if sharding is None else _forward_of(sharding)
+            heard = [draws for seen, _, draws in self._parts if seen == forward]
+            if sharding is None and self._draws is not None:
+                heard = [self._draws]
+            if heard:
+                return heard[0]
+        found = draws_of_rank(
+            self.model, bind(self.model, opened(self.batch)), sharding, training=True
+        )
+        if sharding is None and self._is_training:
+            self._draws = found
+        return found
+
+    @functools.cached_property
+    def _is_training(self) -> bool:
+        """Whether the model draws in these runs what it draws in training."""
+        modules = list(self.model.modules())
+        if not all(module.training for module in modules):
+            return False
+        if all(type(module).train is nn.Module.train for module in modules):
+            return True
+        trained = FakeRun(self.model).model.train()  # may be one that keeps a part from training
+        return all(module.training for module in trained.modules())
+
+    def _heard(self, notes: DrawNotes) -> Draws:
+        for first, others in equal_blocks(self.model):
+            notes.repeat(first, others)
+        return tuple(notes.draws)
+
+
+def _forward_of(sharding: TensorSharding) -> TensorSharding:
+    """Return what a forward depends on: not how gradients are summed or numbers are drawn."""
+    return replace(sharding, spec=replace(sharding.spec, grads={}, draws={}))
+
+
+def _or_raise(found: _Found | DryRunError) -> _Found:
+    if isinstance(found, DryRunError):
+        raise found
+    return found
