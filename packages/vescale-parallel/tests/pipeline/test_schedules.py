@@ -133,3 +133,24 @@ def test_backward_passes_of_a_stage_are_in_the_order_of_its_forward_passes(
             for kind in ("F", "B"):
                 order = [a.microbatch for a in program if (a.kind, a.stage) == (kind, stage)]
                 assert order == list(range(microbatches))
+
+
+@pytest.mark.parametrize(("schedule", "size", "virtual", "microbatches"), CASES)
+def test_ranks_idle_for_one_pass_each_way_per_other_rank(
+    schedule: str, size: int, virtual: int, microbatches: int
+) -> None:
+    """The bubble of Narayanan et al. 2021b: of chunks where there are several, hence smaller."""
+    programs = programs_of(schedule, size, virtual, microbatches)
+    done: dict[Action, int] = {}  # to the tick after which its result is there
+    positions = [0] * size
+    tick = 0
+    while any(p < len(program) for p, program in zip(positions, programs, strict=True)):
+        for rank, program in enumerate(programs):
+            if positions[rank] == len(program):
+                continue
+            action = program[positions[rank]]
+            if all(done.get(each, tick) < tick for each in needs(action, size * virtual)):
+                done[action] = tick
+                positions[rank] += 1
+        tick += 1
+    assert tick == 2 * microbatches * virtual + 2 * (size - 1)
