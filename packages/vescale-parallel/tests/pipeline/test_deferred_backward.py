@@ -54,7 +54,7 @@ def test_a_second_backward_through_one_step_raises() -> None:
     calls: list[Tensor] = []
     loss = with_deferred_backward(_loss(), [_param(None)], calls.append, "cpu")
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second time on a loss of one pipeline step"):
+    with pytest.raises(RuntimeError, match="a second time on the loss of one pipeline step"):
         loss.backward()
     assert len(calls) == 1
 

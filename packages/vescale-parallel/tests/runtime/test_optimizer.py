@@ -307,7 +307,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_parts(
 
     for told in in_threads(WORLD, make):
         assert told.startswith("Centered.step is not known")
-        assert "parts of 4 parameters ('0.weight', ...)" in told
+        assert "shards of 4 parameters ('0.weight', ...)" in told
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -327,7 +327,7 @@ def test_an_optimizer_that_needs_whole_parameters_has_them_where_nothing_is_cut(
 @pytest.mark.usefixtures("world_of_one")
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     other = net()
-    with pytest.raises(ValueError, match="holds a tensor that is no parameter of the parallel"):
+    with pytest.raises(ValueError, match="one that holds another tensor; build it in optimizer_fn"):
         one(lambda _: torch.optim.SGD(other.parameters(), lr=0.1))
 
     def wrong(_: Any) -> Any:

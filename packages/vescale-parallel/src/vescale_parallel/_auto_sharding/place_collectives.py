@@ -25,7 +25,7 @@ from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import Proof, prove
 
 from .candidate import Group
-from .region_options import attribute_options, border_options, entrances, is_linear
+from .region_options import attribute_options, border_options, entrances, holder_of, is_linear
 
 # Combinations of borders that are tried for sequence parallelism.
 _MAX_TRIES = 24
