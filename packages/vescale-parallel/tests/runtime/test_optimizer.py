@@ -327,7 +327,9 @@ def test_an_optimizer_that_needs_whole_parameters_has_them_where_nothing_is_cut(
 @pytest.mark.usefixtures("world_of_one")
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     other = net()
-    with pytest.raises(ValueError, match="one that holds another tensor; build it in optimizer_fn"):
+    with pytest.raises(
+        ValueError, match="one that holds another tensor; build it in optimizer_fn"
+    ):
         one(lambda _: torch.optim.SGD(other.parameters(), lr=0.1))
 
     def wrong(_: Any) -> Any:
