@@ -245,6 +245,12 @@ def test_rows_meet_in_what_depends_on_there_being_a_row_of_some_kind(loss: Any) 
     assert [*meetings(Tokens(loss), *tokens()).regions] == [""]
 
 
+def test_a_single_token_tells_what_others_would_do() -> None:
+    one = torch.full((1, 1), 7)
+    whole = torch.ones(1, 1, dtype=torch.bool)
+    assert [*meetings(Tokens(without_targets), one, one, whole).regions] == [""]
+
+
 def test_masks_of_the_small_batch_are_uneven() -> None:
     whole, *halves = some_rows(((torch.ones(2, 8, dtype=torch.bool),), {}), 2, uneven=True)
     counts = whole[0][0].sum(1).tolist()

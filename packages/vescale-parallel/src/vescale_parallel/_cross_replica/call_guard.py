@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -176,15 +176,17 @@ class RowGuard:
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
-        batches = some_rows(given, num_rows, uneven=False, alike=True)
-        if is_scaled_down:
-            batches = pytree.tree_map_only(Tensor, within(subject), batches)
-        whole, *halves = batches
-        try:
-            found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
-        except CannotRunError:
-            return NOWHERE  # such rows need not fit the model
-        return found.as_patterns() if is_scaled_down else found
+        for beyond in (True, False):
+            batches = some_rows(given, num_rows, uneven=False, alike=_Extremes(beyond))
+            if is_scaled_down:
+                batches = pytree.tree_map_only(Tensor, within(subject), batches)
+            whole, *halves = batches
+            try:
+                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+            except CannotRunError:
+                continue  # such rows need not fit the model
+            return found.as_patterns() if is_scaled_down else found
+        return NOWHERE
 
     def _meetings_of(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
@@ -292,7 +294,33 @@ def _sharing(given: Given, count: int) -> int:
     return sum(count in x.shape for x in leaves if isinstance(x, Tensor))
 
 
-def some_rows(given: Given, num_rows: int, *, uneven: bool, alike: bool = False) -> list[Given]:
+@dataclass(frozen=True)
+class _Extremes:
+    """Integers that no row of a half shares with the other one.
+
+    Attributes:
+        beyond: Whether a tensor that has one value only, of one row of one token for example, may
+            get a larger one, which need not be an index of what the model looks up.
+    """
+
+    beyond: bool
+
+    def fill(self, rows: Tensor) -> None:
+        """Give the first half of rows the least integer, the second half the largest."""
+        if rows.is_floating_point() or rows.is_complex() or not rows.numel():
+            return
+        least, largest = rows.amin(), rows.amax()
+        if least == largest and not _is_mask(rows):
+            # 0 is an index of everything that has any. A mask that keeps all stays one.
+            least = least.clamp(max=0)
+            largest = 2 * largest.clamp(min=0) + 2 if self.beyond else largest
+        rows[: NUM_ROWS // 2] = least
+        rows[NUM_ROWS // 2 :] = largest
+
+
+def some_rows(
+    given: Given, num_rows: int, *, uneven: bool, alike: _Extremes | None = None
+) -> list[Given]:
     """Return small batches: one of as many rows as a check takes, and both halves of it.
 
     Args:
@@ -300,15 +328,16 @@ def some_rows(given: Given, num_rows: int, *, uneven: bool, alike: bool = False)
         num_rows: What tells which dim the rows are along.
         uneven: Whether to have masks keep another number of positions of every row: whoever
             counts them must not be taken for somebody who does not.
-        alike: Whether to have the integers of the first half of the rows be the least one that
-            is given, of the second half the largest.
+        alike: Has all integers of the first half of the rows be alike, and those of the second.
     """
     half = NUM_ROWS // 2
     kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
     return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]
 
 
-def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: bool) -> Given:
+def _some_rows(
+    given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: _Extremes | None
+) -> Given:
     generator = torch.Generator().manual_seed(0)
     length = common_length(given, num_rows)
 
@@ -318,8 +347,8 @@ def _some_rows(given: Given, num_rows: int, rows: slice, *, uneven: bool, alike:
             if dim is None:
                 return real
             grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
-            if alike:
-                _make_alike(grown)
+            if alike is not None:
+                alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
         if isinstance(value, Mapping):
             return {key: some(each) for key, each in value.items()}
@@ -351,14 +380,6 @@ def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven:
             rows[i] = rows[i].roll(i, -1)
     made = some_that_count(torch.stack(rows))
     return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
-
-
-def _make_alike(rows: Tensor) -> None:
-    if rows.is_floating_point() or rows.is_complex() or not rows.numel():
-        return
-    least, largest = rows.amin(), rows.amax()
-    rows[: NUM_ROWS // 2] = least
-    rows[NUM_ROWS // 2 :] = largest
 
 
 def _is_mask(x: Tensor) -> bool:
