@@ -21,7 +21,7 @@ from ._data_parallel.loader import ParallelLoader
 from ._data_parallel.param_group import group_parameters
 from ._data_parallel.zero_state import ZeroState
 from ._loss.returned import ReturnedLosses
-from ._mesh.agreement import check_agreement, meet
+from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_groups, second_group
 from ._mesh.process_group import start_process_group
@@ -124,7 +124,7 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
-    meet()  # a data set that failed on one rank; what comes next may take long
+    barrier()  # a data set that failed on one rank; what comes next may take long
     # What is decided on the whole model, before any of it is changed.
     sharding, proofs, left_whole = _shard(plan, model, batch)
     stages = stage_map(plan, model)

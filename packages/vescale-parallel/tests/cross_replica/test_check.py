@@ -313,7 +313,7 @@ def test_the_loss_of_a_module_is_the_mean_over_ranks_for_what_goes_on_with_it() 
 
 
 def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> None:
-    with pytest.raises(ValueError, match=r"of length 3, they meet in .*; if the one of length 5"):
+    with pytest.raises(ValueError, match=r"of length 3, they depend .*; if the one of length 5"):
         meetings(Tokens(divided_by_rows), *tokens())
     guard = RowGuard(Tokens(divided_by_rows), lambda mine: [mine])
     guard.is_rows_first = lambda tree: True

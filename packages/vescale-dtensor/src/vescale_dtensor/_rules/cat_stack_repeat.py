@@ -1,7 +1,7 @@
 """Operators that put tensors together or repeat them.
 
 A dim along which tensors that are cut alike are put one after the other is interleaved then: no
-rank needs more than it has. See :class:`._placements.InterleavedShard`.
+rank needs more than it has. See :class:`vescale_dtensor.InterleavedShard`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Given are parameters that are cut together, the layers in which the cut axis appears and those
 in which it is summed away. There are few ways to put the borders of a region around them; they
-are tried, likeliest first, and the first one that :mod:`._proof` finds right is taken.
+are tried, likeliest first, and the first one that :mod:`vescale_parallel._verify.equivalence`
+finds right is taken.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How tensors at the border of a module lie over the ranks that share a batch.
 
 Kept apart from what finds it (:mod:`._row_check`) and from what carries it out
-(:mod:`._row_regions`): plain data, and what is read off shapes.
+(:mod:`.regions`): plain data, and what is read off shapes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class MeanOfParts:
-    """Of a number: the batch's is the mean over what ranks have, :mod:`._row_means` says why."""
+    """Of a number: the batch's is the mean over what ranks have, :mod:`.means` says why."""
 
 
 @dataclass(frozen=True)

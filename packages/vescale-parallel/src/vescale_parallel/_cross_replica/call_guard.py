@@ -134,8 +134,9 @@ class RowGuard:
         if doubts:
             self._unchecked.add(key)
             warn_at_user_line(
-                "it could not be checked whether rows of the batch meet in this call, which "
-                f"data-parallel ranks would then compute from their own rows only: {doubts[0]}"
+                "it could not be checked whether rows of the batch depend on each other in this "
+                "call, which data-parallel ranks would then compute from their own rows only: "
+                f"{doubts[0]}"
             )
         return joined([each for _, each, *_ in ranks])
 
@@ -244,9 +245,10 @@ def _unclear(found: RowMeetings, first: int, other: int) -> str:
     names = ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the first, "
-        f"of length {first}, they meet in {names}; if the one of length {other}, nowhere. Give "
-        "parallelize the data set, whose batches have rows first, or call the model with tensors "
-        "that only share the rows, targets of (batch) for example; or use data_parallel.size 1"
+        f"of length {first}, they depend on each other in {names}; if the one of length {other}, "
+        "nowhere. Give parallelize the data set, whose batches have rows first, or call the model "
+        "with tensors that only share the rows, targets of (batch) for example; or use "
+        "data_parallel.size 1"
     )
 
 

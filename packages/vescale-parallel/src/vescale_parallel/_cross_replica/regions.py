@@ -1,7 +1,7 @@
 """Run the code in which rows of a batch meet on distributed tensors of the global batch.
 
 [Note: regions] Data-parallel ranks run a model on plain tensors, their part of the rows. Where
-:mod:`._row_check` found that rows meet, a module's own code gets distributed tensors of the whole
+:mod:`.check` found that rows meet, a module's own code gets distributed tensors of the whole
 batch instead, cut along the rows: a sum is the sum over all ranks, a size is that of the
 global batch. Modules that it calls and in which rows do not meet get plain parts again, so that
 the bulk of the work stays as it is. Parameters and other plain tensors that meet distributed ones

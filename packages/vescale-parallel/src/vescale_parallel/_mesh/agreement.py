@@ -9,7 +9,7 @@ import torch.distributed as dist
 from vescale_dtensor import named_failures
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all ranks, or raise what one of them did. Every rank must call this.
 
     New process groups meet by way of the store, which does not know that a rank has died: the

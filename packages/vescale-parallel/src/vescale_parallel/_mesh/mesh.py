@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import set_timeout
 
-from .agreement import meet
+from .agreement import barrier
 from .process_group import COLLECTIVE_TIMEOUT, this_device
 
 
@@ -18,7 +18,7 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     Every rank must call this.
     """
     axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
-    meet()
+    barrier()
     mesh = init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for name in axes:
         set_timeout(mesh.get_group(name))
@@ -51,7 +51,7 @@ def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Return another group of the ranks along an axis. Every rank of the mesh must call this."""
     index = (mesh.mesh_dim_names or ()).index(axis)
     groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist()
-    meet()
+    barrier()
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(own, dist.ProcessGroup)
     return own

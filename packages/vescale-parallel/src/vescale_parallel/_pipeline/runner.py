@@ -16,7 +16,7 @@ from vescale_dtensor import named_failures
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
-from vescale_parallel._mesh.agreement import meet
+from vescale_parallel._mesh.agreement import barrier
 from vescale_parallel._mesh.mesh import axis_rank
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import group_timeout, pytree
@@ -330,7 +330,7 @@ def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
     mine: dist.ProcessGroup | None = None
-    meet()
+    barrier()
     for ranks in rows.tolist():
         group = dist.new_group(ranks, timeout=group_timeout())
         if dist.get_rank() in ranks:

@@ -2,7 +2,7 @@
 
 A batch of a few rows, made from that of the call, is run together with one that has all of them
 twice. A dim that is twice as long then is along the batch; where the rows share it with something
-else, :mod:`._draw_order` finds out how they lie. A dim that is shorter on one of several
+else, :mod:`.row_order` finds out how they lie. A dim that is shorter on one of several
 tensor-parallel ranks is cut over these.
 """
 
