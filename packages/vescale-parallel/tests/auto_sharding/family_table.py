@@ -26,7 +26,7 @@ _HEAD = """# Families of models
 
 What tensor parallelism shards of the families of models of transformers, each built with two
 small blocks and random weights, and cut among 2 ranks. Nothing below was written for a family:
-the cuts come from one forward on tensors without memory.
+the cuts come from one forward on fake tensors.
 
 What is *sharded* is what a run has: the plan of `propose_sharding(model, "auto", 2)`, compared
 with one device as a whole. Each cut that was *found* on the way was checked alone, with real
