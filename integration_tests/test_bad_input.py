@@ -231,8 +231,8 @@ def wrong_optimizer(kind: str) -> None:
     ("kind", "error", "message"),
     [
         ("object", TypeError, "expected optimizer_fn to be a function, got AdamW"),
-        ("made_before", ValueError, "no parameter of the parallelized model"),
-        ("foreign", ValueError, "no parameter of the parallelized model"),
+        ("made_before", ValueError, "one that holds another tensor"),
+        ("foreign", ValueError, "one that holds another tensor"),
         ("nothing", TypeError, "expected optimizer_fn to return a torch optimizer, got None"),
         ("not_callable", TypeError, "expected optimizer_fn to be a function, got int"),
     ],

@@ -58,6 +58,13 @@ class Shifted(Gated):
         return self.down(self.gate(x_BSF).roll(1, -1) * self.up(x_BSF))
 
 
+class ReadTwice(Gated):
+    """Uses its input within the region, past the layer that enters it."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return self.down(self.up(x_BSF).relu() * x_BSF.mean(-1, keepdim=True))
+
+
 class AfterTheSum(Gated):
     """Is not linear after the row-wise layer, whose output is summed before."""
 
@@ -94,7 +101,7 @@ def test_fused_attention_is_cut_part_by_part_with_its_integers() -> None:
     }
 
 
-@pytest.mark.parametrize("wrong", [Normalised, Softmaxed, Shifted])
+@pytest.mark.parametrize("wrong", [Normalised, Softmaxed, Shifted, ReadTwice])
 def test_what_sharding_would_change_stays_whole(wrong: type[nn.Module]) -> None:
     assert tensor_parallel_plan(stack_of(wrong(), wrong()), "auto", 2) == {}
 

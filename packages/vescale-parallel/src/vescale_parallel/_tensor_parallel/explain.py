@@ -24,7 +24,7 @@ from .tensor_sharding import TensorSharding
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
 _QUIET = tuple(str(Path(each).parent) for each in (torch.__file__, vescale_dtensor.__file__))
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def proven_alone(
     """
     if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
         return None
-    batch = (torch.zeros(2, 3, num_features),)
+    # Its gradient is compared, too: what the module reads belongs to the model around it.
+    batch = (torch.zeros(2, 3, num_features, requires_grad=True),)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
