@@ -62,7 +62,10 @@ FOUND = [
 
 
 # What it has found and is not mended yet; the guide says so. Fails every night.
-OPEN: list[str] = []
+OPEN: list[str] = [
+    # One token a rank: no other one is known that the model could be tried with.
+    '{"stem": "padded_embedding", "loss": "ignoring", "time": 1, "rows_of_a_part": 1, "dp": 2}',
+]
 
 
 @pytest.fixture
