@@ -27,6 +27,8 @@ from vescale_parallel._pipeline.stage_module import Staging, stage_model
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 
 WIDTH, ROWS, NUM_BLOCKS, CLASSES = 4, 8, 4, 3
+# float64: micro-batches are summed one after the other, rows of one device all at once.
+ROUNDING = 1e-12
 X = torch.arange(float(ROWS * WIDTH), dtype=torch.float64).view(ROWS, WIDTH) / 30
 # Micro-batches count different numbers of targets.
 TARGETS = torch.tensor([0, 1, -100, 2, -100, -100, 1, 0])
@@ -145,13 +147,13 @@ def test_loss_and_gradients_of_all_stages_are_those_of_one_device(
         assert told["logits"] is None
         assert told["loss"].is_loss
         assert not told["size"].is_loss
-        assert told["loss"].value == pytest.approx(output["loss"].item(), rel=0, abs=1e-12)
-        assert told["size"].value == pytest.approx(output["size"].item(), rel=0, abs=1e-12)
+        assert told["loss"].value == pytest.approx(output["loss"].item(), rel=0, abs=ROUNDING)
+        assert told["size"].value == pytest.approx(output["size"].item(), rel=0, abs=ROUNDING)
         assert not found.keys() & grads.keys()  # every parameter is of one stage
         found |= grads
     for name, parameter in expected.named_parameters():
         assert parameter.grad is not None
-        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=1e-12), name
+        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=ROUNDING), name
 
 
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1::2])
@@ -163,7 +165,7 @@ def test_evaluation_reports_the_same_and_differentiates_nothing(
     stages = Stages(plan, [net() for _ in range(size)])
     for told, grads in in_threads(size, lambda rank: stages.step(rank, X, TARGETS, train=False)):
         assert isinstance(told["loss"], Scalar)
-        assert told["loss"].value == pytest.approx(output["loss"].item(), rel=0, abs=1e-12)
+        assert told["loss"].value == pytest.approx(output["loss"].item(), rel=0, abs=ROUNDING)
         assert grads == {}
 
 
@@ -180,7 +182,7 @@ def test_a_stage_without_trained_parameters_passes_gradients_on(in_threads: InTh
     for name, grad in first.items():
         wanted = expected.get_parameter(name).grad
         assert wanted is not None
-        assert torch.allclose(grad, wanted, rtol=0, atol=1e-12), name
+        assert torch.allclose(grad, wanted, rtol=0, atol=ROUNDING), name
     assert first.keys() == {n for n, p in expected.named_parameters() if p.grad is not None}
 
 
@@ -197,4 +199,4 @@ def test_a_first_stage_without_trained_parameters_differentiates_nothing(
     assert first == {}
     for name, parameter in expected.named_parameters():
         if parameter.grad is not None:
-            assert torch.allclose(last[name], parameter.grad, rtol=0, atol=1e-12), name
+            assert torch.allclose(last[name], parameter.grad, rtol=0, atol=ROUNDING), name

@@ -14,8 +14,8 @@ from vescale_dtensor import DTensor
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import common_length, some_that_count
 from vescale_parallel._model.random_copies import random_copy
+from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._user_line import warn_at_user_line
 from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.scaled_down_model import scaled_down

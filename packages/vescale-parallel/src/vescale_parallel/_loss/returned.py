@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from vescale_parallel._model.user_line import user_line, warn_at_user_line
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._user_line import user_line, warn_at_user_line
 
 from .output import is_loss
 from .token_mean import TokenMeans

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
-from vescale_parallel._user_line import warn_at_user_line
+from vescale_parallel._model.user_line import warn_at_user_line
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}

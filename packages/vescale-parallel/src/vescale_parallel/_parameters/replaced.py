@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 
 _MARK = "_vescale_replaced_as"
 _ADVICE = (
@@ -20,24 +22,6 @@ _ADVICE = (
     "parallelize(plan, model, lambda model: AdamW(model.parameters())); schedulers, averages of "
     "weights and lists of parameters after parallelize"
 )
-
-# All of it is known without values, and no use of them.
-_QUESTIONS = {
-    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]: a C descriptor
-    Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_leaf.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-}
 
 
 class ReplacedParameter(nn.Parameter):
@@ -51,7 +35,7 @@ class ReplacedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _QUESTIONS:
+        if func in SHAPE_QUESTIONS:
             return super(nn.Parameter, cls).__torch_function__(func, types, args, kwargs or {})
         used = (x for x in _flat((args, kwargs)) if isinstance(x, ReplacedParameter))
         name = getattr(next(used, None), _MARK, "a parameter")

@@ -8,23 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What may be asked of a placeholder at any time: all of it is known without its values.
-_SHAPE_QUESTIONS = {
-    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]: a C descriptor
-    Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.layout.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-}
+from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 
 
 class Placeholder(Tensor):
@@ -49,7 +33,7 @@ class Placeholder(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not cls.usable and func not in _SHAPE_QUESTIONS:
+        if not cls.usable and func not in SHAPE_QUESTIONS:
             raise ValueError(
                 f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
                 "computes. A stage passes one activation on, from block to block; what it is "

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
-from vescale_parallel._user_line import warn_at_user_line
+from vescale_parallel._model.user_line import warn_at_user_line
 
 from .sharded_rng import generator_state
 

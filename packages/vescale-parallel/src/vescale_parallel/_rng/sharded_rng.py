@@ -32,6 +32,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
+from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import TorchDispatchMode, is_in_backward
 from vescale_parallel._trace.memory_order import (
@@ -40,7 +41,6 @@ from vescale_parallel._trace.memory_order import (
     strides_in_order,
 )
 from vescale_parallel._trace.random_ops import draw_with, drawn_shape, is_draw
-from vescale_parallel._user_line import warn_at_user_line
 
 from .known_draws import KnownDraws, Place, Scope, ShardedDraw, mark
 

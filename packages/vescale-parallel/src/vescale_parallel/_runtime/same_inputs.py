@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
 from vescale_parallel._mesh.mesh import axis_group
-from vescale_parallel._user_line import warn_at_user_line
+from vescale_parallel._model.user_line import warn_at_user_line
 
 from .digest import Digest, Leaf, difference, digest_of
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import small_example
+from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
-from vescale_parallel._user_line import warn_at_user_line
 
 from .call_signature import CallForms
 from .dry_runs import DryRuns

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vescale_parallel._loss.token_mean import TokenMeans
-from vescale_parallel._user_line import warn_at_user_line
+from vescale_parallel._model.user_line import warn_at_user_line
 
 
 def line_here() -> int:
