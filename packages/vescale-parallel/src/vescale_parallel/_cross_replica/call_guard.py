@@ -177,8 +177,9 @@ class RowGuard:
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
-        for beyond in (True, False):
-            batches = some_rows(given, num_rows, uneven=False, alike=_Extremes(beyond))
+        last = largest_table(subject) - 1
+        for larger in (_twice, lambda value: value.clamp(min=last), lambda value: value):
+            batches = some_rows(given, num_rows, uneven=False, alike=_Extremes(larger))
             if is_scaled_down:
                 batches = pytree.tree_map_only(Tensor, within(subject), batches)
             whole, *halves = batches
@@ -233,6 +234,10 @@ class RowGuard:
         return subject, False
 
 
+def _twice(value: Tensor) -> Tensor:
+    return 2 * value.clamp(min=0) + 2
+
+
 def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
     """Return where rows meet in either; where they lie, the first one knows better."""
     if not other.regions:
@@ -277,14 +282,19 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 def within(model: nn.Module) -> Any:
     """Return what brings token ids into a smaller vocabulary."""
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    limit = max(tables, default=0)
+    limit = largest_table(model)
 
     def inside(x: Tensor) -> Tensor:
         is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
         return torch.where(x >= limit, x % limit, x) if is_index else x
 
     return inside
+
+
+def largest_table(model: nn.Module) -> int:
+    """Return how many rows the largest embedding has."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return max(tables, default=0)
 
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:
@@ -301,11 +311,11 @@ class _Extremes:
     """Integers that no row of a half shares with the other one.
 
     Attributes:
-        beyond: Whether a tensor that has one value only, of one row of one token for example, may
-            get a larger one, which need not be an index of what the model looks up.
+        larger: Of a tensor that has one value only, of one row of one token for example, the
+            value of the second half. It need not be an index of what the model looks up.
     """
 
-    beyond: bool
+    larger: Callable[[Tensor], Tensor]
 
     def fill(self, rows: Tensor) -> None:
         """Give the first half of rows the least integer, the second half the largest."""
@@ -315,7 +325,7 @@ class _Extremes:
         if least == largest and not _is_mask(rows):
             # 0 is an index of everything that has any. A mask that keeps all stays one.
             least = least.clamp(max=0)
-            largest = 2 * largest.clamp(min=0) + 2 if self.beyond else largest
+            largest = self.larger(largest)
         rows[: NUM_ROWS // 2] = least
         rows[NUM_ROWS // 2 :] = largest
 
