@@ -56,6 +56,8 @@ FOUND = [
     '{"functional": true, "dp": 2, "zero": 2}',
     # Key-value heads that ranks share, where equal blocks are not cut alike.
     '{"blocks": "grouped+grouped", "functional": true, "tp": 4}',
+    # Programs write into what a sum over ranks returns.
+    '{"blocks": "mlp", "bias": false, "in_place": true, "tp": 4}',
     # One token a rank.
     '{"blocks": "mlp", "loss": "ignoring", "time": 1, "rows_of_a_part": 1, "dp": 2}',
     '{"stem": "padded_embedding", "loss": "ignoring", "time": 1, "rows_of_a_part": 1, "dp": 2}',

@@ -274,7 +274,10 @@ class _Linear(torch.autograd.Function):
         transposed: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.transposed = transposed
-        return run(tensor)
+        # What is received is often a view of a buffer, and autograd refuses to write into
+        # views that were made in here. Nothing else sees the buffer.
+        result = run(tensor)
+        return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

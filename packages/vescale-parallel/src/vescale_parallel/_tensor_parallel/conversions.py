@@ -46,7 +46,12 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Conversion, back: Conversion) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.there, ctx.back = there, back
-        return there(x)
+        result = there(x)
+        # Programs may write into what they get, and autograd refuses to write into views that
+        # were made in here; of what was received nothing else sees the memory.
+        is_of_x = result is x or result._base is x or (x._is_view() and result._base is x._base)
+        is_received = result._is_view() and not is_of_x
+        return torch.ops.aten._unsafe_view(result, result.shape) if is_received else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
