@@ -191,9 +191,16 @@ class Search:
             return str(error)
         self.proposals[tp] = proposal
         if not proposal.plan:
+            unseen = policy == "auto" and self.example_batch is None
             return (
                 f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "
                 f"{type(self.model).__name__}, so its ranks would repeat each other's work"
+                + (
+                    "; give generate_plan an example_batch: few models show without one what can "
+                    "be sharded"
+                    if unseen
+                    else ""
+                )
             )
         return proposal.plan
 
