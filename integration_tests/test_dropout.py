@@ -185,6 +185,31 @@ def random_state(device: str) -> Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
 
 
+class Lambda(nn.Module):
+    """A block whose forward is a function that holds its layers, as minGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.3)
+        layers = nn.ModuleDict({"up": self.up, "down": self.down, "dropout": self.dropout})
+        self.mlp = lambda x: layers["dropout"](layers["down"](F.gelu(layers["up"](x))))
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return x_BSF + self.mlp(self.norm(x_BSF))
+
+
+def lambda_losses(constraints: Constraints | None) -> list[float]:
+    """Return losses of a model of such blocks, called with (time x rows), or of one device."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(Lambda(), Lambda()).double()
+    if constraints is not None:
+        model = vescale.parallelize(make_plan(constraints), model)
+    torch.manual_seed(7)
+    x = torch.randn(5, 4, 8, dtype=torch.float64)
+    return [model(x).square().mean().item() for _ in range(2)]
+
+
 @cache
 def on_one_device(name: str, device: str) -> Record:
     threads = torch.get_num_threads()
@@ -294,3 +319,20 @@ def test_without_a_data_set_ranks_draw_what_one_device_draws(
     )
     judgement = judge({2: world2, 4: world4}, trial, ranks, plan)
     assert judgement.verdict == "equal", judgement.detail
+
+
+def test_layers_in_a_closure_draw_what_one_device_draws(world2: World) -> None:
+    plan: Constraints = {
+        TP: 2,
+        "tensor_parallel.sharding_policy": "manual",
+        "tensor_parallel.sharding_plan": {
+            "*.up.weight": "Shard(0)",
+            "*.up.bias": "Shard(0)",
+            "*.down.weight": "Shard(1)",
+        },
+    }
+    state = torch.get_rng_state()
+    expected = lambda_losses(None)
+    torch.set_rng_state(state)
+    for found in world2.run(lambda_losses, plan):
+        assert found == pytest.approx(expected, rel=1e-12, abs=0)

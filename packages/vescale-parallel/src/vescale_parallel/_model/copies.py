@@ -101,10 +101,12 @@ def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     """Return a function whose closure has the copies of what was copied."""
     closure = cast("tuple[types.CellType, ...]", function.__closure__ or ())
     held = [cell.cell_contents for cell in closure if _is_filled(cell)]
-    if not any(id(each) in memo for each in held):
+    # What is kept nowhere else, a list of layers for example, is copied with what it holds.
+    copies = {id(each): copy.deepcopy(each, memo) for each in held if _holds_copied(each, memo)}
+    if not copies:
         return function
     cells = [
-        types.CellType(memo.get(id(cell.cell_contents), cell.cell_contents))
+        types.CellType(copies.get(id(cell.cell_contents), cell.cell_contents))
         if _is_filled(cell)
         else cell
         for cell in closure
@@ -116,6 +118,13 @@ def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     bound.__kwdefaults__ = function.__kwdefaults__
     vars(bound).update(vars(function))
     return bound
+
+
+def _holds_copied(value: Any, memo: Mapping[int, Any]) -> bool:
+    parts = [value, *value.modules()] if isinstance(value, nn.Module) else [value]
+    if isinstance(value, list | tuple | dict):
+        parts += pytree.tree_leaves(value)
+    return any(id(each) in memo for each in parts)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -9,7 +9,6 @@ tensor-parallel ranks is cut over these.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard, plain, some_rows, within
 from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
@@ -71,7 +71,7 @@ class DrawForms:
         has_parts: bool = True,
     ) -> None:
         self._guard, self._example = guard, example
-        self._sharding, self._exchange = sharding, exchange
+        self._sharding, self._exchange, self._has_parts = sharding, exchange, has_parts
         self._unknown = scopes_of_unknown(sharding.spec, model)
         self._known: dict[tuple[str, int], KnownDraws] = {}
         self._shown: KnownDraws | None = None
@@ -122,6 +122,8 @@ class DrawForms:
 
     def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:
         once, twice = _batches(given, num_rows)
+        if not self._has_parts:
+            twice = once  # where the rows are does not matter
         noted = self._noted(model, once, twice)
         cuts = noted.cuts(self._sharding)
         folded = [key for key, cut in cuts.items() if noted.is_folded(key, cut, _NUM_ROWS)]
@@ -138,7 +140,7 @@ class DrawForms:
         whole = self._guard.whole
         if whole is None:
             raise RowCheckError(f"{type(model).__name__} cannot be copied")
-        subject = copy.deepcopy(whole).double()
+        subject = deep_copied(whole).double()
         for fqn, module in model.named_modules():
             subject.get_submodule(fqn).training = module.training
         try:

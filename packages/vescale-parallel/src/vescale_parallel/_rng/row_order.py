@@ -8,7 +8,6 @@ then computes is twice what it was.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from vescale_dtensor.random import Fill, RandomOperator
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.runs import seeded
+from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
@@ -162,7 +162,7 @@ class _Trial:
 
 def _run(model: nn.Module, given: Given, trial: _Trial) -> _Trial | None:
     """Run a copy of a model; return None if it cannot be, or does not draw so."""
-    subject, notes = copy.deepcopy(model), DrawNotes()
+    subject, notes = deep_copied(model), DrawNotes()
     notes.follow(subject)
     for fqn, module in subject.named_modules():
         _keep_calls(module, fqn, trial)
@@ -209,7 +209,7 @@ class _OneDraw(TorchDispatchMode):
 
 def draws_with_values(model: nn.Module, given: Given) -> tuple[NotedDraw, ...] | None:
     """Return what a model draws, seen by running it; None if it cannot be."""
-    subject, notes = copy.deepcopy(model), DrawNotes()
+    subject, notes = deep_copied(model), DrawNotes()
     notes.watch(subject)
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
     draws: Callable[..., Any] = subject
