@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, num_rows_of
-from vescale_parallel._cross_replica.call_guard import RowGuard, some_rows
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows
+from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._cross_replica.row_counts import num_rows_of
+from vescale_parallel._cross_replica.small_batches import some_rows
 
 
 def meetings(model: nn.Module, *args: Any, **kwargs: Any) -> RowMeetings:

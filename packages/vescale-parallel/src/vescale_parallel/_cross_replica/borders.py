@@ -17,6 +17,8 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
+from .row_counts import num_rows_of
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -166,41 +168,3 @@ def part_of_rows(whole: Tensor, rows: Rows, part: int, num_parts: int, num_rows:
     few = num_rows // num_parts
     inner = whole.unflatten(rows.dim, (-1, num_rows)).narrow(rows.dim + 1, part * few, few)
     return inner.flatten(rows.dim, rows.dim + 1)
-
-
-def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
-    """Whether a list has something for every row, rather than tensors of all rows."""
-    if len(value) != num_rows or num_rows == 0:
-        return False
-    tensors = [each for each in value if isinstance(each, Tensor)]
-    return not tensors or any(row_dim(x, num_rows) is None for x in tensors)
-
-
-def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-    """Return how many rows a call may have, the likeliest first.
-
-    Most tensors have the rows as their first dim; in (time x batch x features) beside targets
-    of (batch) they are what the tensors share.
-    """
-    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-    leaves = pytree.tree_leaves((opened, dict(kwargs)))
-    shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
-    firsts = [shape[0] for shape in shapes]
-    sizes = dict.fromkeys(size for shape in shapes for size in shape)
-
-    def likelihood(size: int) -> tuple[int, int]:
-        shared = sum(size in shape for shape in shapes)
-        return shared + firsts.count(size), shared
-
-    return sorted(sizes, key=likelihood, reverse=True)
-
-
-def num_rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the rows of the batch that a call has, 0 if it has no tensor."""
-    return next(iter(row_counts(args, kwargs)), 0)
-
-
-def row_dim(tensor: Tensor, num_rows: int) -> int | None:
-    """Return the first dim of a tensor that is as long as there are rows."""
-    shape = tuple(tensor.shape)
-    return shape.index(num_rows) if num_rows in shape else None
