@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 
 from vescale_dtensor._comm.events import Communication, CommunicationKind, listening
 
@@ -58,22 +57,14 @@ class CommCounter:
     def __enter__(self) -> CommCounter:
         if self._listening is not None:
             raise RuntimeError("this counter is counting already; nest another one")
-        self._listening = listening(self._hear)
+        self._listening = listening(self.events.append)
         self._listening.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         assert self._listening is not None
         counting, self._listening = self._listening, None
-        counting.__exit__(kind, error, traceback)
-
-    def _hear(self, event: Communication) -> None:
-        self.events.append(event)
+        counting.__exit__(None, None, None)
 
     @property
     def num_collectives(self) -> int:
