@@ -127,13 +127,8 @@ def _open_same(
 ) -> tuple[CheckpointReader, list[str], KeyFilter]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
-    Args:
-        path: Where it is.
-        ranks: All ranks.
-        chosen: Returns what of it is wanted, or raises what is wrong with that.
-
-    Returns:
-        What reads it, the host of each rank, and what is wanted.
+    Returned are what reads it, the host of each rank, and what is wanted: ``chosen`` says that, or
+    raises what is wrong with it.
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: CheckpointReader | None = None

@@ -70,13 +70,7 @@ class RankTensor(Tensor):
         raise NotImplementedError("emulated ranks cannot be compiled")
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def run(rank: int) -> Any:
             own_args, own_kwargs = part_of(rank, (args, kwargs or {}))
             return func(*own_args, **own_kwargs)

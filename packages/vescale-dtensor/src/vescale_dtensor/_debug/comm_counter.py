@@ -57,7 +57,7 @@ class CommCounter:
     def __enter__(self) -> CommCounter:
         if self._listening is not None:
             raise RuntimeError("this counter is counting already; nest another one")
-        self._listening = listening(self.events.append)
+        self._listening = listening(self._hear)
         self._listening.__enter__()
         return self
 
@@ -65,6 +65,9 @@ class CommCounter:
         assert self._listening is not None
         counting, self._listening = self._listening, None
         counting.__exit__(None, None, None)
+
+    def _hear(self, event: Communication) -> None:
+        self.events.append(event)
 
     @property
     def num_collectives(self) -> int:

@@ -75,11 +75,7 @@ def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> b
 
 
 def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
-    """Put the candidates of equal blocks together.
-
-    Returns:
-        The groups, best first, tables of embeddings and heads last.
-    """
+    """Put the candidates of equal blocks together, best first, tables and heads last."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     tables: list[Group] = []
     for cut in cuts:
@@ -128,10 +124,7 @@ def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str
 def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> list[Group]:
     """Return groups whose key-value heads are fewer than the ranks, so that ranks share them.
 
-    Args:
-        model: Whole.
-        cuts: Along axes whose length divides ``size``.
-        size: Tensor-parallel ranks.
+    ``cuts`` are along axes whose length divides ``size``.
     """
     groups = [group for group in groups_of_cuts(model, cuts) if group.entries]
     lengths = {fqn: cut.length for cut in cuts for fqn in cut.parameters}

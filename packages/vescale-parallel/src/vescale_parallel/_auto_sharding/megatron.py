@@ -69,16 +69,11 @@ def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
 def _proven_pair(module: nn.Module, linears: Mapping[str, nn.Module], size: int) -> dict[str, str]:
     """Return a sharding plan for one module if running it shows the plan right.
 
+    ``linears`` are the linear layers among its children, in definition order. Names are relative
+    to ``module``; there are none if no variant is right.
+
     The last linear becomes row-wise, the others column-wise (fused projections in equal
     parts), and integers that count heads or features are divided where that is needed.
-
-    Args:
-        module: A module that can be called on one tensor (batch, sequence, features).
-        linears: Its children that are linear layers, by name, in definition order.
-        size: Tensor-parallel ranks.
-
-    Returns:
-        Names relative to ``module`` to placement text; empty if no variant is right.
     """
     *columns, row = linears
     row_kind = linear_kind(linears[row])

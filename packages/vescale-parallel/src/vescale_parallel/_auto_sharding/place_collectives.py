@@ -71,12 +71,8 @@ def place_collectives(
 ) -> ShardingProposal:
     """Return a sharding plan for as many groups as compute what one device does.
 
-    Args:
-        runs: Of the whole model, which is only run on fakes, its blocks on random numbers.
-        groups: What to shard, each compared on its own and then together; of those that share
-            parameters the first that is right.
-        size: Tensor-parallel ranks.
-        sequence: Shard activations between regions along dim 1.
+    Each group is compared on its own and then together; of those that share parameters the first
+    that is right counts. ``sequence`` shards activations between regions along dim 1.
 
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.

@@ -22,11 +22,8 @@ from .regions import RowRegions
 class BatchRows:
     """What a parallelized model knows of the rows of its batches.
 
-    Args:
-        guard: Finds where rows meet; None if the batch is in one part.
-        regions: Lets them meet; None where that cannot be, in a pipeline.
-        groups: Of the ranks that share a batch, innermost axis first.
-        num_parts: How many parts the batch is in.
+    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline, where
+    rows that depend on each other are refused.
 
     Attributes:
         meetings: Of the call that runs.

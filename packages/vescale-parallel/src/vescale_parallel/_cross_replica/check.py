@@ -54,11 +54,8 @@ def row_meetings(
 ) -> RowMeetings:
     """Return where rows meet in a call of a model.
 
-    Args:
-        model: On the CPU, with values in float64; copies of it are run.
-        whole: Positional and keyword arguments, with :data:`NUM_ROWS` rows.
-        halves: The same with each half of the rows.
-        losses_only: Whether numbers that have no gradient do not matter.
+    The model is on the CPU, with values in float64; ``whole`` has :data:`NUM_ROWS` rows. With
+    ``losses_only``, numbers that have no gradient do not matter.
 
     Raises:
         CannotRunError: If the model cannot be run.
@@ -266,11 +263,7 @@ def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool
 
 
 def _compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
-    """Raise if parameters' gradients are not the sum over parts.
-
-    Raises:
-        GradientsDifferError: With the name of a parameter.
-    """
+    """Raise if parameters' gradients are not the sum over parts."""
     outputs = whole.call.outputs
     weights = [torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs]
     expected = _gradients(

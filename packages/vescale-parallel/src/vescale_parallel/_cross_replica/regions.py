@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -37,11 +37,7 @@ from .borders import NOWHERE, Border, MeanOfParts, RowMeetings, Rows
 class RowRegions:
     """Carries out where rows meet, for one model on one rank.
 
-    Args:
-        mesh: The axes of data-parallel ranks.
-        tp_mesh: The axis of tensor-parallel ranks, if there is one.
-        with_tp: All of these axes, if there is one.
-        lift: Of the model's logits that stay cut over tensor-parallel ranks.
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
 
     Attributes:
         meetings: Of the call that runs.
@@ -165,11 +161,7 @@ class RowRegions:
 
 
 class _WithRows(TorchFunctionMode):
-    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too.
-
-    Attributes:
-        is_paused: Whether it does nothing for now.
-    """
+    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too."""
 
     def __init__(self, border: _Border) -> None:
         super().__init__()
@@ -190,13 +182,7 @@ class _WithRows(TorchFunctionMode):
         else:
             self.__enter__()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, named = tuple(args), dict(kwargs or {})
         if self.is_paused:
             return func(*args, **named)
@@ -232,10 +218,7 @@ def _loses_gradient(tensors: Sequence[Tensor]) -> bool:
 class _Border:
     """Turns tensors into distributed ones and back.
 
-    Args:
-        mesh: The axes of data-parallel ranks.
-        tp_mesh: The axis of tensor-parallel ranks, if there is one.
-        with_tp: All of these.
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
 
     Attributes:
         num_rows: Of this rank's part of the batch.
@@ -271,11 +254,8 @@ class _Border:
     ) -> Any:
         """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
 
-        Args:
-            tree: Of tensors and whatever else.
-            rows: Of its leaves.
-            is_model: Whether it is what the model returns: the gradient of what all ranks
-                hold is then the same on all.
+        Of what the model returns (``is_model``) the gradient of what all ranks hold is the same on
+        all.
         """
         leaves, spec = pytree.tree_flatten(tree)
         found = rows if len(rows) == len(leaves) else [None] * len(leaves)

@@ -76,12 +76,9 @@ def some_rows(
 ) -> list[Given]:
     """Return small batches: one of as many rows as a check takes, and both halves of it.
 
-    Args:
-        given: Positional and keyword arguments, with ``num_rows`` rows.
-        num_rows: What tells which dim the rows are along.
-        uneven: Whether to have masks keep another number of positions of every row: whoever
-            counts them must not be taken for somebody who does not.
-        alike: Has all integers of the first half of the rows be alike, and those of the second.
+    ``uneven`` has masks keep another number of positions of every row: whoever counts them must
+    not be taken for somebody who does not. ``alike`` has all integers of the first half of the
+    rows be alike, and those of the second.
     """
     half = NUM_ROWS // 2
     kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))

@@ -51,14 +51,8 @@ Cuts = Mapping[Draw, ShardedDraw | None]
 class DrawForms:
     """Finds out, once for each form of call, which random numbers it draws and how they are cut.
 
-    Args:
-        model: Still whole.
-        guard: Has a copy of it.
-        example: A batch; None if there is none.
-        parallelism: What tensor-parallel ranks compute.
-        exchange: Returns what every rank that shares a batch has for a value.
-        has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
-            and what an example shows is enough.
+    Without parts of the batch it does not matter where its rows are, and what an example shows is
+    enough.
     """
 
     def __init__(
@@ -196,11 +190,7 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
 
 
 def _batches(given: Given, num_rows: int) -> tuple[Given, Given]:
-    """Return a batch of a few rows, and one of all of them twice.
-
-    Raises:
-        RowCheckError: If nothing has rows.
-    """
+    """Return a batch of a few rows, and one of all of them twice."""
     whole, half, _ = some_rows(given, num_rows, uneven=False)
     pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
     if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):

@@ -46,12 +46,8 @@ def install(
 ) -> None:
     """Add the collectives of tensor parallelism to a module, in place.
 
-    Args:
-        model: Holds this rank's parameters.
-        sharding: Of the whole model; names outside ``prefix`` are passed over.
-        boundary: Does the collectives.
-        prefix: FQN of ``model`` within the model that the names of the plan are of.
-        keep_cut: For outputs that stay cut; None gathers them.
+    Names outside ``prefix``, the FQN of ``model`` in the model of the plan, are passed over.
+    ``keep_cut`` is for outputs that stay cut; None gathers them.
 
     Raises:
         ValueError: If a divided attribute is no multiple of the number of ranks.

@@ -66,11 +66,7 @@ def cut_attention(
 def check_attention(
     modules: Mapping[str, nn.Module], placements: Mapping[str, Placement], size: int
 ) -> None:
-    """Raise if a plan shards an attention layer in a way that is not known.
-
-    Raises:
-        ValueError: With the parameters and what would be right.
-    """
+    """Raise if a plan shards an attention layer in a way that is not known."""
     for fqn, module in modules.items():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -95,12 +91,7 @@ def check_attention(
 class Borders:
     """How activations reach and leave an attention layer: the dim that they are sharded along.
 
-    Attributes:
-        query: Of the query, None if it is whole.
-        key: Of the key, None if it is whole.
-        value: Of the value, None if it is whole.
-        output: Of the output, None if it is to be whole.
-        stack: The stack of blocks that the layer is in.
+    None is for what is whole. ``stack`` is the stack of blocks that the layer is in.
     """
 
     query: int | None

@@ -134,9 +134,7 @@ class Turns(Protocol):
 class ThreadExchange:
     """Where threads exchange tensors.
 
-    Args:
-        size: How many threads exchange tensors.
-        turns: If given, only one thread runs at a time, between what they exchange.
+    With ``turns``, only one thread runs at a time, between what they exchange.
     """
 
     # A rank that sends less than the others would have them wait for ever.

@@ -32,12 +32,8 @@ from .threads import in_fresh_thread
 class CallGuard:
     """Knows the forms of call that a plan was proven for, and proves it for others.
 
-    Args:
-        model: Still whole; what a proof needs of it is copied. One that cannot be copied, and
-            so was never proven, is not guarded.
-        sharding_plan: The plan.
-        sharding: The same for this model, with what a proof has added to it.
-        proven: Forms that need no proof.
+    A model that cannot be copied, and so was never checked, is not guarded. ``sharding`` is the
+    plan for this model, with what a check has added to it; ``proven`` are forms that need none.
     """
 
     def __init__(

@@ -38,12 +38,6 @@ def compare(
 ) -> None:
     """Run a region whole and on all ranks, and note what gradients are.
 
-    Args:
-        make: Makes the region; random numbers that it draws are always the same.
-        sharding: Of the whole model.
-        found: Gets what is found.
-        seed: Of the random numbers.
-
     Raises:
         Contradiction: If anything differs.
         DryRunError: If the whole region cannot be run.

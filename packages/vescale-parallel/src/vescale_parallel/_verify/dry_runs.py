@@ -34,10 +34,6 @@ class DryRuns:
 
     It lives as long as what asks: the making of one plan, or one proof. The model must not change
     meanwhile.
-
-    Args:
-        model: Whole.
-        batch: An example, small.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

@@ -83,11 +83,7 @@ def prove(
 ) -> Proof:
     """Run a plan without a second rank.
 
-    Args:
-        runs: Of the whole model on a small example.
-        sharding: Of the model.
-        needs_values: Whether the forward needs values; the model is then run as one region,
-            more than once.
+    A forward that ``needs_values`` is run as one region, more than once.
 
     Raises:
         Contradiction: If the results or gradients of a block or the model differ, or shapes do

@@ -26,14 +26,10 @@ def checked_plan(
 ) -> tuple[TensorSharding, bool]:
     """Return the plan, completed by partial gradients, and whether it was proven.
 
+    A ``declared`` plan has to say itself which gradients are partial values.
+
     Without an example, or if the model cannot be run without values, only pairs of linears
     within modules that can be called on one tensor are run.
-
-    Args:
-        model: Whole.
-        sharding: The plan, applied to the model.
-        batch: An example; None if there is none.
-        declared: Refuse a plan that does not say itself which gradients are partial values.
 
     Raises:
         ValueError: With the module whose results or gradients the plan changes.

@@ -23,15 +23,9 @@ def proven_alone(
 ) -> dict[str, str] | None:
     """Run a module whole and on all ranks, on one activation (batch, sequence, features).
 
-    Args:
-        module: The module; a copy of it is run on random weights.
-        plan: Names relative to the module to placement text.
-        num_features: Of the activation.
-        size: Tensor-parallel ranks.
-
-    Returns:
-        The plan with the marks of whole parameters of which ranks hold partial gradients; None if
-        results or gradients differ, or if the module is too large or takes something else.
+    Names are relative to the module, of which a copy is run on random weights. The plan comes back
+    with the marks of whole parameters of which ranks hold partial gradients; None if results or
+    gradients differ, or if the module is too large or takes something else.
     """
     if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
         return None
