@@ -15,6 +15,7 @@ from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
 from .candidate import Group
 from .find_candidates import Candidate
+from .region_options import is_linear
 
 
 def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
@@ -29,9 +30,7 @@ def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
     rest: dict[str, str] = {}
     for pattern, text in plan.items():
         owner = pattern.rpartition(".")[0]
-        found = matching(owner, names)
-        linear = bool(found) and linear_kind(model.get_submodule(found[0])) is not None
-        if "<" in pattern or not linear or owner in moved:
+        if "<" in pattern or not is_linear(model, owner) or owner in moved:
             rest[pattern] = text
         else:
             members.setdefault(owner.rpartition(".")[0], {})[pattern] = text
@@ -137,7 +136,7 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
         least = min(rows.values())
         few = {p.rpartition(".")[0] for p, length in rows.items() if length == least}
         ratio = max(rows.values()) // least
-        linear = all(_is_linear_pattern(model, p) for p in few)
+        linear = all(is_linear(model, p) for p in few)
         if linear and ratio % (size // num_shared) == 0 and few <= set(group.entries):
             found.append(
                 Group(
@@ -160,11 +159,6 @@ def _cut_length(model: nn.Module, pattern: str, text: str) -> int:
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     dim = getattr(parse_placement(text), "dim", 0)
     return model.get_parameter(matching(pattern, names)[0]).shape[dim]
-
-
-def _is_linear_pattern(model: nn.Module, pattern: str) -> bool:
-    found = matching(pattern, [fqn for fqn, _ in model.named_modules()])
-    return bool(found) and linear_kind(model.get_submodule(found[0])) is not None
 
 
 def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
@@ -73,7 +74,10 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | Non
         row, last = next(reversed(linears.items()))
         kind = linear_kind(last)
         assert kind is not None
-        if len(own) < 2 or own.get(f"{row}.weight") != f"Shard({kind.in_dim})":
+        is_row_wise = sharding.placements.get(f"{fqn}.{row}.weight".lstrip(".")) == Shard(
+            kind.in_dim
+        )
+        if len(own) < 2 or f"{row}.weight" not in own or not is_row_wise:
             continue
         width = features(last, kind)[1]
         unmarked = {name: text for name, text in own.items() if not name.endswith("<grad>")}
