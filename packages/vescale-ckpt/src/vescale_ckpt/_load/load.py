@@ -108,7 +108,7 @@ def load(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             items = read_items_of(reader.manifest, matched.targets)
-            twins = apart(items)
+            own_copies = apart(items)
         matched.report(strict=strict)
         if verify_first:
             with AllOrNone(ranks), ranks.together():
@@ -116,7 +116,7 @@ def load(
         with AllOrNone(ranks), ranks.together():
             fill(reader, items, ranks, hosts, exchange=exchange)
         with AllOrNone(ranks):
-            settle(twins)
+            settle(own_copies)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
