@@ -98,7 +98,7 @@ def drawn_by_shape(
     twice: Given,
     sharding: TensorSharding,
 ) -> Noted:
-    """Return what a model draws, seen without memory."""
+    """Return what a model draws, seen on fake tensors."""
     few = draws_of_rank(model, once)
     if not few:
         return Noted((), (), ())

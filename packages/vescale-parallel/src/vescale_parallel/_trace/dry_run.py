@@ -1,4 +1,4 @@
-"""Run a whole model, or one rank's part of it, without memory, and note how modules are called."""
+"""Run a whole model, or one rank's part of it, on fake tensors, and note how modules are called."""
 
 from __future__ import annotations
 
