@@ -1,6 +1,6 @@
-"""How tensors at the border of a module lie over the ranks that share a batch.
+"""Where the rows of a batch are in tensors, and where they depend on each other; pure data.
 
-Kept apart from what finds it (:mod:`._row_check`) and from what carries it out
+Kept apart from what finds it (:mod:`.check`) and from what carries it out
 (:mod:`.regions`): plain data, and what is read off shapes.
 """
 
@@ -46,7 +46,7 @@ class MeanOfParts:
 
 
 @dataclass(frozen=True)
-class Border:
+class ModuleRows:
     """Where the rows are in what a module takes and returns; None for tensors without rows."""
 
     inputs: tuple[Rows | None, ...]
@@ -55,20 +55,20 @@ class Border:
 
 @dataclass(frozen=True)
 class RowMeetings:
-    """Where rows of a batch meet in one form of call of a model.
+    """Where rows of a batch depend on each other in one form of call of a model.
 
     Attributes:
-        regions: Modules whose own code lets rows meet, with how that was seen.
-        borders: Of regions, and of modules that a region's code calls and in whose own code
-            rows do not meet: by name and by what they are called with.
+        regions: Modules whose own code lets rows depend on each other, with how that was seen.
+        module_rows: Of regions, and of modules that a region's code calls and in whose own code
+            rows do not depend on each other: by name and by what they are called with.
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
         given: Where the rows are in what the model is given; None if it was not looked at.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
-    borders: Mapping[tuple[str, str], Border] = field(
-        default_factory=dict[tuple[str, str], Border]
+    module_rows: Mapping[tuple[str, str], ModuleRows] = field(
+        default_factory=dict[tuple[str, str], ModuleRows]
     )
     of_patterns: bool = False
     given: tuple[Rows | None, ...] | None = None
@@ -89,29 +89,31 @@ class RowMeetings:
         return self.given if self.given is not None and len(self.given) == len(leaves) else None
 
     def is_region(self, fqn: str) -> bool:
-        """Whether rows meet in a module's own code."""
+        """Whether rows depend on each other in a module's own code."""
         return self._named(fqn) in self.regions
 
     def as_patterns(self) -> RowMeetings:
         """Return the same for a model with more layers of the same kinds."""
         return RowMeetings(
             regions={generalize(fqn): why for fqn, why in self.regions.items()},
-            borders={(generalize(fqn), form): b for (fqn, form), b in self.borders.items()},
+            module_rows={
+                (generalize(fqn), form): b for (fqn, form), b in self.module_rows.items()
+            },
             of_patterns=True,
             given=self.given,
         )
 
     def reason(self, fqn: str) -> str:
-        """Return how it was seen that rows meet in a region."""
+        """Return how it was seen that rows depend on each other in a region."""
         return self.regions[self._named(fqn)]
 
-    def border(self, fqn: str, tree: Any) -> Border | None:
+    def rows_of_module(self, fqn: str, tree: Any) -> ModuleRows | None:
         """Return where the rows are for a call with ``tree``, None if none like it was seen."""
-        return self.borders.get((self._named(fqn), structure(tree)))
+        return self.module_rows.get((self._named(fqn), structure(tree)))
 
     def names(self, fqns: Sequence[str]) -> list[str]:
-        """Return which modules of a model are regions or have a border."""
-        known = {*self.regions, *(name for name, _ in self.borders)}
+        """Return which modules of a model are regions, or have rows at known dims."""
+        known = {*self.regions, *(name for name, _ in self.module_rows)}
         return [fqn for fqn in fqns if self._named(fqn) in known]
 
     def _named(self, fqn: str) -> str:
@@ -122,16 +124,16 @@ NOWHERE = RowMeetings()
 
 
 def joined(found: Sequence[RowMeetings]) -> RowMeetings:
-    """Return where rows meet for any of several ranks, which were given different values."""
+    """Return where rows depend on each other for any of several ranks, with other values."""
     regions: dict[str, str] = {}
-    borders: dict[tuple[str, str], Border] = {}
+    module_rows: dict[tuple[str, str], ModuleRows] = {}
     for each in found:
         regions |= {fqn: why for fqn, why in each.regions.items() if fqn not in regions}
-        borders |= {at: border for at, border in each.borders.items() if at not in borders}
+        module_rows |= {at: rows for at, rows in each.module_rows.items() if at not in module_rows}
     clear = {
-        at: border
-        for at, border in borders.items()
-        if all(each.borders.get(at, border) == border for each in found)
+        at: rows
+        for at, rows in module_rows.items()
+        if all(each.module_rows.get(at, rows) == rows for each in found)
     }
     given = {each.given for each in found}
     return RowMeetings(

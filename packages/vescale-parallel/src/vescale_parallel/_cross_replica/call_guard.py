@@ -1,4 +1,4 @@
-"""Know where rows of the batch meet in every form of call of a model, before it runs in it."""
+"""Know where rows depend on each other in every form of call of a model, before it runs in it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MANY = 2**22
 
 
 class RowGuard:
-    """Finds out, once for each form of call, where rows of the batch meet.
+    """Finds out, once for each form of call, where rows of the batch depend on each other.
 
     Args:
         model: Still whole; what a check needs of it is copied.
@@ -75,7 +75,7 @@ class RowGuard:
     def meetings(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[RowMeetings, bool]:
-        """Return where rows meet in a call, and whether that could be checked.
+        """Return where rows depend on each other in a call, and whether that could be checked.
 
         Every rank that shares the batch must call this, unless gradients are off and rows do not
         meet: in a form of call that is new they tell each other where, since that may depend on
@@ -86,7 +86,7 @@ class RowGuard:
         """
         key = self.latest = self.key(model, args, kwargs)
         if key not in self._known and not torch.is_grad_enabled() and key[0] in self._trained:
-            # Where all ranks agreed that rows meet in training they may meet now.
+            # Where all ranks agreed that rows depend on each other in training they may meet now.
             self._known[key] = self._trained[key[0]]
         if key not in self._known:
             self._known[key] = self._find(key, model, args, kwargs)
@@ -161,7 +161,7 @@ class RowGuard:
     def _of_rows_alike(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
     ) -> RowMeetings:
-        """Return where rows meet if those of one part have what no row of another one has.
+        """Return where rows depend on each other if no two halves share a value.
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
@@ -227,11 +227,13 @@ def _twice(value: Tensor) -> Tensor:
 
 
 def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
-    """Return where rows meet in either; where they lie, the first one knows better."""
+    """Return both; where rows lie, the first one knows better."""
     if not other.regions:
         return found
-    borders = {at: each for at, each in other.borders.items() if at not in found.borders}
-    return joined([found, replace(other, borders=borders, given=found.given)])
+    module_rows = {
+        at: each for at, each in other.module_rows.items() if at not in found.module_rows
+    }
+    return joined([found, replace(other, module_rows=module_rows, given=found.given)])
 
 
 def _unclear(found: RowMeetings, length: int, other: RowMeetings, other_length: int) -> str:

@@ -85,7 +85,7 @@ class DrawForms:
         """
         if self._shown is not None:
             return self._shown
-        # Whoever looked where rows meet has just told the form.
+        # Whoever looked where rows depend on each other has just told the form.
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:
             found = self._find(model, args, kwargs, num_rows)

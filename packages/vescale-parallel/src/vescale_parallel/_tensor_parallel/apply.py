@@ -22,7 +22,7 @@ from vescale_parallel._model.fqns import merged, once_each, renamed_owner, stack
 from vescale_parallel._model.linear_layout import LinearKind, linear_kind
 from vescale_parallel._torch_private import pytree
 
-from .attention_heads import Borders, attend_by_heads, cut_attention
+from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
@@ -62,7 +62,7 @@ def install(
     attention = cut_attention(modules, placements)
     target = _Target(modules, spec, placements, boundary, attention)
     for fqn, module in attention.items():
-        attend_by_heads(module, boundary, _attention_borders(fqn, spec))
+        attend_by_heads(module, boundary, _attention_cuts(fqn, spec))
     _keep_from_nesting(modules, attention)
     size = boundary.ranks.size
     for (fqn, attribute), parts in sorted(spec.attributes.items()):
@@ -165,12 +165,12 @@ def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _attention_borders(fqn: str, spec: ShardingSpec) -> Borders:
+def _attention_cuts(fqn: str, spec: ShardingSpec) -> AttentionCuts:
     def arrives(argument: str) -> int | None:
         named = spec.entered.get((fqn, argument))
         return shard_dim(named if named is not None else spec.entered.get((fqn, "")))
 
-    return Borders(
+    return AttentionCuts(
         query=arrives("query"),
         key=arrives("key"),
         value=arrives("value"),

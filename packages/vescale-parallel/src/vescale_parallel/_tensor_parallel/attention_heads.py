@@ -88,7 +88,7 @@ def check_attention(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Borders:
+class AttentionCuts:
     """How activations reach and leave an attention layer: the dim that they are sharded along.
 
     None is for what is whole. ``stack`` is the stack of blocks that the layer is in.
@@ -101,7 +101,9 @@ class Borders:
     stack: str
 
 
-def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: Borders) -> None:
+def attend_by_heads(
+    module: nn.MultiheadAttention, boundary: Boundary, cuts: AttentionCuts
+) -> None:
     """Have a layer that holds a rank's shard of the parameters compute this rank's heads."""
     size, rank = boundary.ranks.size, boundary.ranks.rank
     heads = module.num_heads // size
@@ -122,10 +124,10 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched, batch_first = query.dim() == 3, module.batch_first and query.dim() == 3
-        cut_dim = borders.output
+        cut_dim = cuts.output
         if batch_first and cut_dim in (0, 1):
             cut_dim = 1 - cut_dim
-        entered = _entered(boundary, borders, query, key, value)
+        entered = _entered(boundary, cuts, query, key, value)
         q_NhLD, k_NhSD, v_NhSD = _projected(module, entered, heads, batch_first=batch_first)
         rows = q_NhLD.shape[0]
         mask = _float_mask(attn_mask, query.dtype)
@@ -147,15 +149,13 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         # In memory time is outermost, as in what torch computes: dropout draws in that order.
         y_LNF = y_NhLD.permute(2, 0, 1, 3).flatten(2)
         y = F.linear(y_LNF if batched else y_LNF.squeeze(1), module.out_proj.weight)
-        output = boundary.leave(y, cut_dim, borders.stack)
+        output = boundary.leave(y, cut_dim, cuts.stack)
         if module.out_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
             output = output + module.out_proj.bias
         if batch_first:
             output = output.transpose(0, 1)
         if weights is not None:
-            weights = _whole_weights(
-                weights, boundary, borders.stack, average=average_attn_weights
-            )
+            weights = _whole_weights(weights, boundary, cuts.stack, average=average_attn_weights)
             weights = weights if batched else weights.squeeze(0)
         return output, weights
 
@@ -176,19 +176,19 @@ def _whole_weights(
 
 
 def _entered(
-    boundary: Boundary, borders: Borders, query: Tensor, key: Tensor, value: Tensor
+    boundary: Boundary, cuts: AttentionCuts, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bring what is one tensor in once, so that its gradient is summed once."""
-    held = [(query, boundary.enter(query, borders.query, borders.stack))]
+    held = [(query, boundary.enter(query, cuts.query, cuts.stack))]
 
     def enter(x: Tensor, dim: int | None) -> Tensor:
         for original, already in held:
             if original is x:
                 return already
-        held.append((x, boundary.enter(x, dim, borders.stack)))
+        held.append((x, boundary.enter(x, dim, cuts.stack)))
         return held[-1][1]
 
-    return held[0][1], enter(key, borders.key), enter(value, borders.value)
+    return held[0][1], enter(key, cuts.key), enter(value, cuts.value)
 
 
 def _projected(

@@ -1,4 +1,4 @@
-"""Run a whole model, or one rank's part of it, on fake tensors, and note how modules are called."""
+"""Dry runs: a whole model, or one rank's part, on fake tensors, and how its modules are called."""
 
 from __future__ import annotations
 

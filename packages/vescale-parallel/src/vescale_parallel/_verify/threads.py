@@ -56,18 +56,18 @@ def run_in_threads(
     first rank that failed raised is raised.
     """
     turns = _OwnGenerators(size) if draw_alike else None
-    meeting = ThreadExchange(size, turns)
+    exchange = ThreadExchange(size, turns)
     results: list[Any] = [None] * size
     errors: list[Exception] = []
 
     def work(rank: int) -> None:
         try:
             with contextlib.nullcontext() if turns is None else turns.turn(rank):
-                results[rank] = on_rank(rank, meeting)
+                results[rank] = on_rank(rank, exchange)
         # Handed to the caller below.
         except Exception as error:
             errors.append(error)
-            meeting.give_up()
+            exchange.give_up()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
