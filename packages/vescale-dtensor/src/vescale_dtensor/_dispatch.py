@@ -89,7 +89,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         plan = _plans.get(tuple(key))
     except (_Uncachable, TypeError):
         # A TypeError if sizes of a plain tensor are symbols, which have no hash.
-        args, kwargs = pytree.tree_map_only(_SYMBOLS, _specialized, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(tuple(_SYMBOLS), _specialized, (args, kwargs))
         return _followed(func, args, kwargs, _plan(func, args, kwargs)(func, args, kwargs))
     if plan is None:
         plan = _plan(func, args, kwargs)
@@ -135,17 +135,11 @@ def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 # What a compiler has for numbers that may be others in the next call. Layouts are integers, so
 # the program becomes one for the numbers of this call.
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 def _specialized(symbol: Any) -> int | float | bool:
-    match symbol:
-        case torch.SymInt():
-            return int(symbol)
-        case torch.SymFloat():
-            return float(symbol)
-        case _:
-            return bool(symbol)
+    return _SYMBOLS[type(symbol)](symbol)
 
 
 _BY_VALUE = (

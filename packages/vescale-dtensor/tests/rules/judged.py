@@ -25,10 +25,10 @@ from vescale_dtensor import local_shape
 from vescale_dtensor._comm.emulation import RankTensor, per_rank
 from vescale_dtensor._layout.layout import layout
 from vescale_dtensor._rules import HANDLERS, REFUSED, rule_of
-from vescale_dtensor._sharding.local_plan import _function
+from vescale_dtensor._sharding.local_plan import own_function
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.signature import _apply, _options
-from vescale_dtensor._sharding.view_plan import View, _own_function
+from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._tensor.dtensor import wrap
 from vescale_dtensor._torch_private import OpOverload, disable_current_modes
 
@@ -189,7 +189,7 @@ def _claims_at(called: AtenCall, seed: tuple[Placement, ...], mesh: DeviceMesh) 
         yield Claim(
             tuple(made.placements[0] for made in op_spec.inputs),
             tuple(made.placements[0] for made in op_spec.outputs),
-            _function(call, ruled, op_spec),
+            own_function(call, ruled.arguments, ruled.function, op_spec.inputs, op_spec.outputs),
         )
 
 
@@ -201,7 +201,7 @@ def _view_claims(call: OpCall, view: View, seed: tuple[Placement, ...]) -> Itera
         layout(call.mesh, each, tensor.shape, tensor.stride(), tensor.dtype)
         for each, tensor in zip(placed, call.outputs, strict=True)
     )
-    function = _own_function(call, view, call.layouts[0], outputs)
+    function = own_function(call, view.arguments, view.function, (call.layouts[0],), outputs)
     yield Claim(seed, tuple(made.placements[0] for made in outputs), function)
 
 

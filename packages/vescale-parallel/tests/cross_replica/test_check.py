@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, num_rows_of
-from vescale_parallel._cross_replica.call_guard import RowGuard, some_rows
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows
+from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._cross_replica.row_counts import num_rows_of
+from vescale_parallel._cross_replica.small_batches import some_rows
 
 
 def meetings(model: nn.Module, *args: Any, **kwargs: Any) -> RowMeetings:
@@ -88,7 +90,7 @@ def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
 def test_rows_meet_in_other_losses_and_nowhere_else(loss: Any) -> None:
     found = meetings(Tokens(loss), *tokens())
     assert [*found.regions] == [""]
-    assert {fqn for fqn, _ in found.borders} == {"", "embed", "blocks.0", "blocks.1", "head"}
+    assert {fqn for fqn, _ in found.module_rows} == {"", "embed", "blocks.0", "blocks.1", "head"}
 
 
 def test_rows_meet_in_batch_norm_while_training_only() -> None:
@@ -143,7 +145,7 @@ class Contrast(nn.Module):
 def test_what_has_rows_twice_is_returned_whole() -> None:
     found = meetings(Contrast(), torch.randn(5, 3), torch.randn(5, 3))
     assert [*found.regions] == [""]
-    border = found.borders["", "2d 2d"]
+    border = found.module_rows["", "2d 2d"]
     assert border.inputs == (Rows(0), Rows(0))
     assert border.outputs[1] is None
 
@@ -161,7 +163,7 @@ class TimeOutside(nn.Module):
 
 
 def test_rows_inside_of_a_folded_dim_are_told_from_rows_outside() -> None:
-    border = meetings(TimeOutside(), torch.randn(4, 5, 3)).borders["inner", "2d"]
+    border = meetings(TimeOutside(), torch.randn(4, 5, 3)).module_rows["inner", "2d"]
     assert border.inputs == (Rows(0, outermost=False),)
 
 
@@ -309,7 +311,7 @@ class SquaredLoss(nn.Module):
 def test_the_loss_of_a_module_is_the_mean_over_ranks_for_what_goes_on_with_it() -> None:
     found = meetings(SquaredLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
     assert [*found.regions] == [""]
-    assert found.borders["loss", "2d 1d"].outputs == (MeanOfParts(),)
+    assert found.module_rows["loss", "2d 1d"].outputs == (MeanOfParts(),)
 
 
 def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> None:

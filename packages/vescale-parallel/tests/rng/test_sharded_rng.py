@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._cross_replica.borders import num_rows_of
 from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
 from vescale_parallel._rng.known_draws import WHOLE, KnownDraws, Place, Scope, ShardedDraw
 from vescale_parallel._rng.predict import (

@@ -35,9 +35,9 @@ def test_a_tensor_that_was_written_to_enters_again() -> None:
     assert boundary.enter(x_BSF, 1, "blocks") is not entered
 
 
-def crossed(rank: int, meeting: ThreadExchange, whole_BSF: Tensor) -> tuple[Tensor, Tensor]:
+def crossed(rank: int, threads: ThreadExchange, whole_BSF: Tensor) -> tuple[Tensor, Tensor]:
     """Cut, gather, scale by the rank, sum and cut, gather: the sum of all scales."""
-    boundary = Boundary(ThreadRanks(meeting, rank))
+    boundary = Boundary(ThreadRanks(threads, rank))
     x_BSF = whole_BSF.clone().requires_grad_()
     part_BSF = boundary.split(x_BSF, 1, "blocks")
     assert part_BSF.shape[1] == part_sizes(LENGTH, 2)[rank]
@@ -76,10 +76,10 @@ class AtOnce:
 
 
 def layer_in_parts(
-    rank: int, meeting: ThreadExchange, x_BSF: Tensor, dim: int | None, num_parts: int
+    rank: int, threads: ThreadExchange, x_BSF: Tensor, dim: int | None, num_parts: int
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
     """Return what a row-cut layer gives, its gradients, and what was started when."""
-    ranks = ThreadRanks(meeting, rank)
+    ranks = ThreadRanks(threads, rank)
     beside = AtOnce(ranks)
     boundary = Boundary(ranks, beside=beside, num_parts=num_parts)
     own = x_BSF.chunk(2, -1)[rank].clone().requires_grad_()
@@ -122,8 +122,8 @@ def test_parts_are_sent_before_the_first_is_waited_for_in_both_directions() -> N
 
 
 def test_positions_that_do_not_divide_into_ranks_are_summed_at_once() -> None:
-    def run(rank: int, meeting: ThreadExchange) -> list[str]:
-        beside = AtOnce(ThreadRanks(meeting, rank))
+    def run(rank: int, threads: ThreadExchange) -> list[str]:
+        beside = AtOnce(ThreadRanks(threads, rank))
         boundary = Boundary(beside.ranks, beside=beside, num_parts=2)
         left = boundary.leave_layer(lambda x: x, torch.ones(2, LENGTH, 3), 1, "blocks")
         assert left.shape[1] == part_sizes(LENGTH, 2)[rank]
@@ -140,10 +140,10 @@ def test_a_pipeline_needs_sequences_that_divide() -> None:
 
 
 def test_a_rank_that_fails_stops_the_others() -> None:
-    def fails(rank: int, meeting: ThreadExchange) -> None:
+    def fails(rank: int, threads: ThreadExchange) -> None:
         if rank:
             raise RuntimeError("rank 1 gave up")
-        ThreadRanks(meeting, rank).all_reduce(torch.zeros(()))
+        ThreadRanks(threads, rank).all_reduce(torch.zeros(()))
 
     with pytest.raises(RuntimeError, match="rank 1 gave up"):
         run_in_threads(2, fails)

@@ -1,4 +1,4 @@
-"""Borders between plain tensors and logits that are cut by vocabulary."""
+"""Conversions between plain tensors and logits that are cut by vocabulary."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ def check_against_one_device(
     spec, placements = sharding.spec, sharding.placements
     loss, grads = forward_backward(_copy(model), args)
 
-    def on_rank(rank: int, meeting: ThreadExchange) -> Results:
+    def on_rank(rank: int, threads: ThreadExchange) -> Results:
         local = _copy(model)
         cut_parameters(local, placements, size, rank)
-        install(local, sharding, Boundary(ThreadRanks(meeting, rank)))
+        install(local, sharding, Boundary(ThreadRanks(threads, rank)))
         return forward_backward(local, args)
 
     runs: list[Results] = run_in_threads(size, on_rank)

@@ -68,13 +68,13 @@ def called(guarded: CallGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    held = CallGuard._prove
+    held = CallGuard._check
 
-    def prove(self: CallGuard, named: Any) -> None:
+    def check_plan(self: CallGuard, named: Any) -> None:
         seen.append(", ".join(named))
         held(self, named)
 
-    monkeypatch.setattr(CallGuard, "_prove", prove)
+    monkeypatch.setattr(CallGuard, "_check", check_plan)
     return seen
 
 

@@ -16,7 +16,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace import dry_run
 from vescale_parallel._verify import compared_runs, dry_runs, equivalence, rank_dry_run
 from vescale_parallel._verify.dry_runs import DryRuns
-from vescale_parallel._verify.equivalence import Contradiction, prove
+from vescale_parallel._verify.equivalence import Contradiction, check_plan
 
 from .one_device import proposed
 
@@ -96,7 +96,7 @@ BATCH = (torch.randn(2, 6, 8),)
 
 def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> frozenset[str]:
     model = Model() if model is None else model
-    return prove(DryRuns(model, BATCH), shard(plan, model, size)).partial_grads
+    return check_plan(DryRuns(model, BATCH), shard(plan, model, size)).partial_grads
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
@@ -169,7 +169,7 @@ def test_nothing_is_drawn_and_nothing_changed() -> None:
 
 
 class Wide(nn.Module):
-    """A block with more elements than a proof is run on."""
+    """A block with more elements than a result is run on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,4 +258,4 @@ def test_a_plan_that_says_different_things_of_one_module_is_refused() -> None:
     plan = {"blocks.0.up.weight": "Shard(0)", "blocks.2.up.weight": "Shard(1)"}
     model = Shared()
     with pytest.raises(ValueError, match=r"'blocks\.2\.up\.weight' is 'blocks\.0\.up\.weight'"):
-        prove(DryRuns(model, X), shard(plan, model, 2))
+        check_plan(DryRuns(model, X), shard(plan, model, 2))

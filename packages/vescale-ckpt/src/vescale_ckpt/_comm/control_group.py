@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -85,11 +84,7 @@ class ControlGroup:
     arrivals: Arrivals | None = None
 
     def meet(self) -> None:
-        """Wait until all ranks are here. Every rank must call.
-
-        Raises:
-            CheckpointError: If some are not here in time; it names them.
-        """
+        """Wait until all ranks are here, or raise which are not. Every rank must call."""
         if self.group is not None:
             with self._contact("the first meeting"):
                 self._finish(dist.barrier(self._process_group, async_op=True))
@@ -129,11 +124,8 @@ class ControlGroup:
     ) -> None:
         """Send every rank a stretch of ``outgoing``. Every rank must call.
 
-        Args:
-            outgoing: What to send, in rank order.
-            sent: How many bytes of it go to each rank.
-            incoming: Where to put what comes, in rank order.
-            received: How many bytes come from each rank.
+        ``sent`` and ``received`` count the bytes that go to and come from each rank, in rank
+        order.
         """
         with self._contact("an exchange of bytes"):
             self._finish(
@@ -254,13 +246,9 @@ def _lost_contact(ranks: ControlGroup, name: str, error: Exception) -> Checkpoin
 
 
 def current_control_group(timeout: timedelta = DEFAULT_TIMEOUT) -> ControlGroup:
-    """Return the ranks of the default process group. Every rank must call this.
+    """Return the ranks of the default process group, or raise which do not come in time.
 
-    Args:
-        timeout: How long ranks wait for one another.
-
-    Raises:
-        CheckpointError: If some do not come in time; it names them.
+    Every rank must call this.
     """
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None or dist.get_world_size() == 1:
@@ -352,12 +340,7 @@ class AllOrNone(AbstractContextManager["AllOrNone"]):
         self.messages: list[Any] = []
         self.has_failed = False
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return
         arrivals = self.ranks.arrivals

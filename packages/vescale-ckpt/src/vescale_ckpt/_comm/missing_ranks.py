@@ -31,10 +31,7 @@ T = TypeVar("T")
 class Arrivals:
     """What the ranks of one group have noted.
 
-    Args:
-        store: A store that all of them see and nobody else writes to.
-        rank: Index of this process.
-        size: Number of processes.
+    All of them see the store, and nobody else writes to it.
 
     Attributes:
         has_given_up: Whether a collective has failed on this rank, which comes to no other then.
@@ -82,11 +79,7 @@ class Arrivals:
         return answers[0] if answers else None
 
     def missing(self, patience: timedelta) -> list[int] | None:
-        """Give up and return the ranks that have not come, None if there is no finding out.
-
-        Args:
-            patience: How long to wait for notes of ranks that have come.
-        """
+        """Give up and return the ranks that have not come, None if there is no finding out."""
         self.has_given_up = True
         # Whoever waits for this rank from now on does so because of those that are missing here.
         self._note(_ALL)

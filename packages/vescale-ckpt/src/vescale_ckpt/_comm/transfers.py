@@ -54,15 +54,8 @@ def exchange(
 ) -> Iterator[tuple[Transfer, Bytes]]:
     """Send and receive bytes; see [Note: transfers]. Every rank must call and exhaust this.
 
-    Args:
-        outgoing: What this rank sends.
-        incoming: What it receives.
-        pack: Called with what to send and the memory to put it into.
-        ranks: All ranks.
-        take: Returns memory by a name and a length.
-
-    Yields:
-        What has come, and its bytes.
+    ``pack`` is called with what to send and the memory to put it into, ``take`` returns memory by
+    a name and a length. What has come is yielded with its bytes.
     """
     in_order = attrgetter("peer", "turn", "item")
     sent, expected = sorted(outgoing, key=in_order), sorted(incoming, key=in_order)

@@ -88,11 +88,8 @@ class ByteRanges(NamedTuple):
     def scatter(self, packed: Bytes, start: int, target: Bytes, base: int) -> None:
         """Copy some bytes of the packed box to where they lie in the file.
 
-        Args:
-            packed: Bytes of the packed box.
-            start: Which byte of the packed box the first of them is.
-            target: Consecutive bytes of the file, among them all those.
-            base: Where in the file the first byte of ``target`` lies.
+        ``packed`` starts at byte ``start`` of the packed box, ``target`` at byte ``base`` of the
+        file.
         """
         for position, offset, shape, steps in self._copies(start, len(packed)):
             places = np.ndarray(shape, np.uint8, target, offset - base, steps)
@@ -101,11 +98,8 @@ class ByteRanges(NamedTuple):
     def gather(self, source: Bytes, base: int, start: int, packed: Bytes) -> None:
         """Copy some bytes of the file to where they are in the packed box.
 
-        Args:
-            source: Consecutive bytes of the file, among them all that are wanted.
-            base: Where in the file the first byte of ``source`` lies.
-            start: Which byte of the packed box the first of them is.
-            packed: Where in memory that is.
+        ``source`` starts at byte ``base`` of the file, ``packed`` at byte ``start`` of the packed
+        box.
         """
         for position, offset, shape, steps in self._copies(start, len(packed)):
             places = np.ndarray(shape, np.uint8, source, offset - base, steps)

@@ -157,10 +157,6 @@ def _box_rows(manifest: Manifest, key: str) -> list[Any]:
 def parse_manifest(text: bytes, where: str) -> Manifest:
     """Return the manifest that ``text`` holds, checked so that nothing in it can surprise.
 
-    Args:
-        text: The bytes of the file.
-        where: Its path, for messages.
-
     Raises:
         CorruptCheckpointError: If a byte was changed or lost, or the content makes no sense.
         CheckpointError: If it is of another version of the format.

@@ -19,10 +19,7 @@ def read_header(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, checked against the file's length.
 
-    Args:
-        file: Its name.
-        nbytes: Its length.
-        read: Returns bytes of it, given the first and how many.
+    ``read`` returns bytes of it, given the first and how many.
 
     Raises:
         ValueError: If it is no whole safetensors file.

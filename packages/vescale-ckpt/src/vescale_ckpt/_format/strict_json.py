@@ -8,11 +8,7 @@ from typing import Any
 
 
 def strict_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text; of two members of one name readers choose either.
-
-    Raises:
-        ValueError: If it is no JSON, or an object has two members of one name.
-    """
+    """Return the value of a JSON text; two members of one name are a ValueError."""
     return json.loads(text, object_pairs_hook=_object)
 
 

@@ -14,10 +14,7 @@ MIN_DIRECT_NBYTES = 64 << 10
 def open_direct(path: str | Path, flags: int, directory: int | None = None) -> int | None:
     """Return a descriptor for whole pages; None where the file system has no such thing.
 
-    Args:
-        path: The file.
-        flags: As for ``os.open``.
-        directory: Descriptor of the directory that ``path`` is relative to.
+    ``directory`` is a descriptor of what ``path`` is relative to.
     """
     if not hasattr(os, "O_DIRECT"):  # macOS
         return None

@@ -52,10 +52,7 @@ class Handle:
 class Handles:
     """The files of one directory; see [Note: handles]. Threads may share it.
 
-    Args:
-        path: The directory.
-        follow_links: Whether files may be symbolic links.
-        most: How many files to hold open; None for what this process can spare.
+    ``most`` are held open; None for what this process can spare.
     """
 
     def __init__(self, path: Path, *, follow_links: bool, most: int | None = None) -> None:
@@ -70,11 +67,7 @@ class Handles:
         self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def content(self, name: str, limit: int) -> bytes:
-        """Return all of a small file.
-
-        Raises:
-            CorruptCheckpointError: If there is no such file, or it is longer than ``limit``.
-        """
+        """Return all of a small file."""
         self.nbytes(name)
         with open(os.open(name, self._flags, dir_fd=self._directory), "rb") as stream:
             if os.fstat(stream.fileno()).st_size > limit:
@@ -87,9 +80,7 @@ class Handles:
     def nbytes(self, name: str, role: Callable[[], str] = lambda: "a file") -> int:
         """Return the length of a file, and remember which file it is.
 
-        Args:
-            name: The file.
-            role: Says what it is of the checkpoint, for messages.
+        ``role`` says what it is of the checkpoint, for messages.
 
         Raises:
             CorruptCheckpointError: If there is no such file, or it is something else.
@@ -123,12 +114,7 @@ class Handles:
 
     @contextmanager
     def use(self, name: str) -> Iterator[Handle]:
-        """Give a file that stays open for the time of the block.
-
-        Raises:
-            CheckpointError: If it is another one than before, or gone.
-            OSError: If it cannot be opened.
-        """
+        """Give a file that stays open for the time of the block, the same one as before."""
         with self._lock:
             handle = self._open.pop(name, None) or self._opened(name)
             self._open[name] = handle  # the last in order is the one used last

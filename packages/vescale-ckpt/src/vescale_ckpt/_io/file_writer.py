@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 
 import numpy as np
 
@@ -97,12 +96,7 @@ class Buffers(AbstractContextManager["Buffers"]):
                 self._failures.append(error)
             self._empty.put(buffer)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.stop()
         while not self._empty.empty():
             keep_buffer(self._empty.get())
@@ -143,11 +137,8 @@ class FileWriter(AbstractContextManager["FileWriter"]):
     def write_from(self, offset: int, nbytes: int, fill: Callable[[int, Bytes], None]) -> None:
         """Write bytes that are put together where they are written from.
 
-        Args:
-            offset: Where in the file the first of them lies.
-            nbytes: How many there are.
-            fill: Called with places in the file, one after the other, and the memory to fill with
-                what belongs there.
+        ``fill`` is called with places in the file, one after the other, and the memory to fill
+        with what belongs there.
         """
         stop = offset + nbytes
         while offset < stop:
@@ -175,12 +166,7 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         os.fsync(self._cached)
         self._is_finished = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         if not self._is_finished:
             # The descriptors must stay open until the threads have done with them.
             self._buffers.stop()

@@ -42,12 +42,6 @@ class ObjectStore:
 
     Requests that fail are tried again a few times.
 
-    Args:
-        url: Where it is, as fsspec understands it.
-
-    Attributes:
-        url: Where it is.
-
     Raises:
         CheckpointError: If fsspec, or what it needs for this kind of URL, is not installed.
     """
@@ -207,11 +201,7 @@ def object_store_of(path: str | os.PathLike[str]) -> ObjectStore | None:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path of a directory.
-
-    Raises:
-        ValueError: If it is a URL of something else.
-    """
+    """Return an absolute path of a directory; a URL of something else is a ValueError."""
     storage = object_store_of(path)
     if storage is None:
         return os.path.abspath(path)

@@ -44,11 +44,8 @@ def write_files_in_order(
 ) -> dict[str, StoredFile]:
     """Write files and return their lengths and checksums.
 
-    Args:
-        create: Opens the file of a name for writing.
-        plan: Where each tensor goes.
-        content: Yields the bytes of the tensor of a key.
-        progress: Called with the number of bytes done and to do.
+    ``content`` yields the bytes of the tensor of a key; ``progress`` is called with the bytes done
+    and to do.
     """
     by_file: dict[str, list[tuple[int, str]]] = {name: [] for name in plan.files}
     for key, tensor in plan.tensors.items():

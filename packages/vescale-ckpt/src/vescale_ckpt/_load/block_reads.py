@@ -60,14 +60,8 @@ class BlockRead(NamedTuple):
 class BlockReads:
     """What this rank reads, and which of its own read items that fills.
 
-    Args:
-        reader: The checkpoint.
-        block_index: Its blocks.
-        items: What this rank needs.
-        readers: Who checks what.
-        rank: This process.
-        exchanging: Whether others send what they have read.
-        processors: How many threads may copy and check at a time, while others wait for the disk.
+    When ``exchanging``, others send what they have read. As many threads as there are
+    ``processors`` may copy and check at a time, while others wait for the disk.
     """
 
     def __init__(
@@ -176,8 +170,7 @@ class BlockReads:
     def _read(self, found: tuple[Sequence[BlockRead], bool]) -> None:
         """Carry out adjacent block reads, check and hand out the bytes; see [Note: straight].
 
-        Args:
-            found: The block reads, and whether they are in the page cache.
+        With the block reads comes whether they are in the page cache.
         """
         if self._is_stopped.is_set():
             return
@@ -209,9 +202,7 @@ class BlockReads:
     def _views(self, read: BlockRead, filler: Bytes) -> list[Bytes] | None:
         """Return memory of read items that makes up a block read, None if its bytes go to and fro.
 
-        Args:
-            read: What is going to be read.
-            filler: Memory of its length, for what belongs to no read item.
+        ``filler`` is memory of its length, for what belongs to no read item.
         """
         items = self._in_block[read.block]
         if len(items) > _MAX_VIEWS:

@@ -31,13 +31,8 @@ def fill(
 ) -> None:
     """Read ``items``; see [Note: readers]. Every rank must call this.
 
-    Args:
-        reader: The checkpoint.
-        items: What this rank needs.
-        ranks: All ranks.
-        hosts: Where they are.
-        exchange: Whether a block that several ranks need is read by one, which sends it to the
-            others, or all of them read it; None to find out.
+    ``exchange`` has a block that several ranks need be read by one, which sends it to the others;
+    None finds out whether that pays.
 
     Raises:
         CorruptCheckpointError: If a block that this rank has read is damaged. The other ranks
@@ -88,11 +83,7 @@ def _failure_of_reading(
 
 
 def check(reader: CheckpointReader, items: Sequence[ReadItem], ranks: ControlGroup) -> None:
-    """Read and check what ``items`` need, changing nothing. Every rank must call this.
-
-    Raises:
-        CorruptCheckpointError: If a block that this rank has read is damaged.
-    """
+    """Read and check what ``items`` need, changing nothing. Every rank must call this."""
     block_index = BlockIndex(reader.manifest)
     readers = assign_reads(block_index, items, ranks, in_parts=False)
     own = np.flatnonzero(readers.reader == ranks.rank).tolist()
@@ -106,11 +97,6 @@ def _whether_to_exchange(
     """Return whether ranks send each other what several of them need.
 
     On one host the page cache does that for them, and faster.
-
-    Args:
-        wanted: What the caller says; None to find out.
-        hosts: The host of each rank.
-        reader: The checkpoint.
     """
     if len(hosts) == 1:
         return False

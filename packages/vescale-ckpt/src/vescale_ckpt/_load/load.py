@@ -108,7 +108,7 @@ def load(
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
             items = read_items_of(reader.manifest, matched.targets)
-            twins = apart(items)
+            own_copies = apart(items)
         matched.report(strict=strict)
         if verify_first:
             with AllOrNone(ranks), ranks.together():
@@ -116,7 +116,7 @@ def load(
         with AllOrNone(ranks), ranks.together():
             fill(reader, items, ranks, hosts, exchange=exchange)
         with AllOrNone(ranks):
-            settle(twins)
+            settle(own_copies)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
         return matched.result
@@ -127,13 +127,8 @@ def _open_same(
 ) -> tuple[CheckpointReader, list[str], KeyFilter]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
-    Args:
-        path: Where it is.
-        ranks: All ranks.
-        chosen: Returns what of it is wanted, or raises what is wrong with that.
-
-    Returns:
-        What reads it, the host of each rank, and what is wanted.
+    Returned are what reads it, the host of each rank, and what is wanted: ``chosen`` says that, or
+    raises what is wrong with it.
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: CheckpointReader | None = None

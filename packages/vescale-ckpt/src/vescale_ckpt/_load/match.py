@@ -102,15 +102,8 @@ def match(
 ) -> Matched:
     """Find out what of a checkpoint goes where in ``state``, without changing anything.
 
-    Args:
-        state: What to fill.
-        manifest: What there is.
-        rank: This process.
-        strict: Whether missing and unexpected keys are an error, and patterns without use.
-        num_ranks: How many processes load together.
-        cast: Whether dtypes may differ if no kind is lost: integers become floats, but floats
-            no integers.
-        key_filter: What of the state to fill, and what the stored keys are called here.
+    When ``strict``, missing and unexpected keys are an error, and patterns without use. ``cast``
+    lets dtypes differ if no kind is lost: integers become floats, but floats no integers.
 
     Raises:
         MismatchError: If shapes or kinds differ, or, when ``strict``, keys are missing or

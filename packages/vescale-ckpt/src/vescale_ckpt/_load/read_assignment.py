@@ -47,11 +47,7 @@ def assign_reads(
 ) -> ReadAssignment:
     """Find out who reads what; see [Note: readers]. Every rank must call this.
 
-    Args:
-        block_index: The blocks.
-        items: What this rank needs.
-        ranks: All ranks.
-        in_parts: Whether several ranks may read parts of a block.
+    ``in_parts`` lets several ranks read parts of a block.
     """
     spans = [block_index.span(item.stored.file, item.ranges) for item in items]
     needed = times_covered(block_index.count, np.array(spans, np.int64)) > 0

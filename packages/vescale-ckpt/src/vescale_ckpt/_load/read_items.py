@@ -56,9 +56,7 @@ class ReadItem:
     def put(self, start: int, packed: Bytes) -> None:
         """Put consecutive bytes of the packed box, whole elements, where they belong.
 
-        Args:
-            start: Which byte of the packed box the first of them is.
-            packed: The bytes.
+        ``start`` says which byte of the packed box the first of them is.
         """
         if (flat := self.flat) is not None:
             flat[start : start + len(packed)] = packed

@@ -1,9 +1,9 @@
 """Shared memory: each tensor in it gets what was saved of it, or the load is refused.
 
-[Note: twins]
+[Note: shared memory]
 Two views of one buffer may both be in a state, and both are stored. If both are read into the
 buffer, the last one wins; whether that is what was saved as the other is not known. So each is
-read into memory of its own, a twin, then all are copied to the buffer and compared with it. The
+read into memory of its own, then all are copied to the buffer and compared with it. The
 same goes for a tensor of which several elements are one, as after ``expand``.
 """
 
@@ -21,7 +21,7 @@ from .read_items import ReadItem
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class OwnCopy:
     """A tensor that is read into memory of its own.
 
     Attributes:
@@ -53,20 +53,20 @@ class Twin:
             )
 
 
-def settle(twins: Sequence[Twin]) -> None:
-    """Fill the tensors that share memory; see [Note: twins].
+def settle(own_copies: Sequence[OwnCopy]) -> None:
+    """Fill the tensors that share memory; see [Note: shared memory].
 
     Raises:
         MismatchError: If the checkpoint has other values for one than for another.
     """
-    for twin in twins:
-        twin.copy()
-    for twin in twins:
-        twin.compare()
+    for own_copy in own_copies:
+        own_copy.copy()
+    for own_copy in own_copies:
+        own_copy.compare()
 
 
-def apart(items: list[ReadItem]) -> list[Twin]:
-    """Give memory of their own to read items that share some; see [Note: twins].
+def apart(items: list[ReadItem]) -> list[OwnCopy]:
+    """Give memory of their own to read items that share some; see [Note: shared memory].
 
     Args:
         items: What to read; the targets of some are replaced.
@@ -83,15 +83,15 @@ def apart(items: list[ReadItem]) -> list[Twin]:
             _refuse_same_tensor(items[a], items[b])
             sharing.setdefault(a, set()).add(b)
             sharing.setdefault(b, set()).add(a)
-    twins = [
-        Twin(items[own], items[own].target, tuple(sorted({items[o].key for o in others})))
+    own_copies = [
+        OwnCopy(items[own], items[own].target, tuple(sorted({items[o].key for o in others})))
         for own, others in sharing.items()
     ]
-    for twin in twins:
-        twin.item.target = torch.empty(
-            twin.given.shape, dtype=twin.given.dtype, device=twin.given.device
+    for own_copy in own_copies:
+        own_copy.item.target = torch.empty(
+            own_copy.given.shape, dtype=own_copy.given.dtype, device=own_copy.given.device
         )
-    return twins
+    return own_copies
 
 
 def _checked_folds(item: ReadItem) -> bool:

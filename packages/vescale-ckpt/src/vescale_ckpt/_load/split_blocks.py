@@ -23,13 +23,7 @@ from .read_assignment import ReadAssignment
 
 
 class SplitBlockCheck:
-    """The registers of this rank's parts.
-
-    Args:
-        reader: The checkpoint.
-        block_index: Its blocks.
-        readers: Who reads what.
-    """
+    """The registers of this rank's parts."""
 
     def __init__(
         self, reader: CheckpointReader, block_index: BlockIndex, readers: ReadAssignment
@@ -51,9 +45,7 @@ class SplitBlockCheck:
     def check(self, failure: Exception | None, ranks: ControlGroup) -> None:
         """Compare checksums with what all ranks have read. Every rank must call this.
 
-        Args:
-            failure: Why this rank has not read all of its parts, if so.
-            ranks: All ranks.
+        ``failure`` is why this rank has not read all of its parts, if so.
 
         Raises:
             CorruptCheckpointError: If a block is damaged; on every rank.

@@ -46,12 +46,6 @@ class _Asked(NamedTuple):
 class Schedule:
     """Which slice of which block is whose turn; the same on every rank.
 
-    Args:
-        readers: Who reads what.
-        block_index: The blocks.
-        rank: This process.
-        size: Number of processes.
-
     Attributes:
         own: The blocks that this rank reads, in the order of their turns.
         num_turns: Number of turns.
@@ -99,12 +93,7 @@ class Schedule:
     ) -> Iterator[Transfer]:
         """Yield what goes through the network of a read item in some of its blocks.
 
-        Args:
-            file: Where the item lies.
-            ranges: Where it lies there.
-            blocks: Which blocks.
-            item: What to call it.
-            peer: The other rank; None for the reader of each block.
+        The peer of every block is its reader if ``peer`` is None.
         """
         for block in blocks:
             turn = int(self._position[block]) * self.slices
@@ -128,14 +117,9 @@ def read_in_two_phases(
 ) -> None:
     """Read this rank's shared blocks and fill what others read; see [Note: rounds].
 
-    Every rank must call this, in a block of ``ranks.together()``.
+    ``read`` reads and checks a block, and fills this rank's own read items with it.
 
-    Args:
-        items: What this rank needs.
-        readers: Who reads what.
-        block_index: The blocks.
-        ranks: All ranks.
-        read: Reads and checks a block, and fills this rank's own read items with it.
+    Every rank must call this, in a block of ``ranks.together()``.
 
     Raises:
         CorruptCheckpointError: If a block is damaged.
@@ -203,11 +187,7 @@ class _Window:
 def _ask(
     items: Sequence[ReadItem], schedule: Schedule, block_index: BlockIndex, ranks: ControlGroup
 ) -> tuple[list[_Asked], list[Transfer]]:
-    """Tell all ranks what of their blocks this one needs.
-
-    Returns:
-        What other ranks have asked this one for, and what it will get itself.
-    """
+    """Tell all ranks what this one needs of their blocks; return what they ask for and send."""
     wishes: list[list[_Asked]] = [[] for _ in range(ranks.size)]
     incoming: list[Transfer] = []
     for index, item in enumerate(items):
@@ -274,10 +254,8 @@ def _rounds(
 def divide(loads: Integers, limit: int, most: int) -> list[tuple[int, int]]:
     """Put consecutive turns together.
 
-    Args:
-        loads: For each kind of load, its amount in each turn.
-        limit: Largest sum of each kind in a round, unless a single turn has more.
-        most: Largest number of turns in a round.
+    ``loads`` holds, for each kind of load, its amount in each turn. The sum of each kind in a
+    round is ``limit`` at most, unless a single turn has more, and so are the turns ``most``.
     """
     rounds: list[tuple[int, int]] = []
     sums, first = [0] * len(loads), 0

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -147,12 +146,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if error is not None:
             raise error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.wait()
 
 

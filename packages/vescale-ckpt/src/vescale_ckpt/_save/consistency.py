@@ -83,15 +83,10 @@ def fingerprint(
 ) -> Fingerprint:
     """Return what ranks have to compare: plain tensors count as one value that all have.
 
+    ``all_bytes`` has the bytes of large ones compared here, too.
+
     So their bytes are compared, too, and so are those of DTensors that are replicated to all
     ranks; those of large ones while they are written, see [Note: copies], if nothing else is said.
-
-    Args:
-        encoded: The state of this rank.
-        shards: This rank's shard of each of its tensors, in the order of their keys.
-        ties: What :func:`ties_of` has returned.
-        ranks: All ranks.
-        all_bytes: Whether to compare the bytes of large ones here, too.
     """
     facts = _facts(encoded, shards, ranks, all_bytes=all_bytes)
     return Fingerprint(
@@ -110,13 +105,6 @@ def plan_save(
     ranks: ControlGroup,
 ) -> SavePlan:
     """Check that every rank saves the same tensors and values. Every rank must call this.
-
-    Args:
-        encoded: The state of this rank.
-        shards: This rank's shard of each of its tensors, in the order of their keys.
-        ties: What :func:`ties_of` has returned.
-        by_rank: What :func:`fingerprint` has returned on every rank.
-        ranks: All ranks.
 
     Raises:
         MismatchError: On every rank, naming keys and ranks.
@@ -284,11 +272,7 @@ def _short_hash(text: str) -> int:
 
 
 def ties_of(shards: Mapping[str, LocalShard]) -> dict[str, str]:
-    """Return, for tensors that are the same memory seen the same way, the first such key.
-
-    Args:
-        shards: This rank's shard of each of its tensors, in the order of their keys.
-    """
+    """Return, for tensors that are the same memory seen the same way, the first such key."""
     by_address: dict[int, str] = {}
     alike: dict[int, list[str]] = {}
     for key, shard in shards.items():

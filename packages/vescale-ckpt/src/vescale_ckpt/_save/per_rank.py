@@ -19,12 +19,9 @@ def collect(
 ) -> None:
     """Exchange the values of all ranks. Every rank must call this.
 
-    Args:
-        nodes: For each key, a list with this rank's value as tagged JSON. It gets the values of
-            all ranks, or stays as it is if all have the same.
-        tensors: For each key, the keys of the tensors in its value.
-        shards: This rank's shard of each tensor.
-        ranks: All ranks.
+    ``nodes`` has, for each key, a list with this rank's value as tagged JSON. It gets the values
+    of all ranks, or stays as it is if all have the same. ``tensors`` has the keys of the tensors
+    in a value.
     """
     if not nodes:
         return

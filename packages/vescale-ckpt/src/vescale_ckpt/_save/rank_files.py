@@ -40,18 +40,7 @@ def write_rank_files(
     shards: Mapping[str, LocalShard],
     ranks: ControlGroup,
 ) -> Callable[[], Manifest]:
-    """Write one file per rank. Every rank must call this.
-
-    Args:
-        storage: Where the checkpoint is staged.
-        token: The name of this save.
-        save_plan: What to write.
-        shards: This rank's shard of each tensor.
-        ranks: All ranks.
-
-    Returns:
-        What makes the manifest.
-    """
+    """Write one file per rank, and return what makes the manifest. Every rank must call this."""
     step = AllOrNone(ranks)
     stem = rank_file_stem(ranks.rank, token)
     try:

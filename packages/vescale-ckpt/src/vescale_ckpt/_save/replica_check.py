@@ -26,11 +26,6 @@ from .two_phase_write import page_shares
 class ReplicaCheck:
     """What this rank knows about copies; see [Note: copies].
 
-    Args:
-        plan: Where each tensor lies.
-        block_nbytes: Length of a block.
-        progress: Called with the number of bytes of each request to write.
-
     Attributes:
         written: For each file, what this rank has written of its copies.
         checked: For each file, what it holds of what the next rank has to write.
@@ -55,13 +50,7 @@ class ReplicaCheck:
     def difference(
         self, combined: U32, keys: Mapping[str, object], ranks: ControlGroup
     ) -> MismatchError:
-        """Return the error about copies that differ.
-
-        Args:
-            combined: The registers of all ranks; some are not zero.
-            keys: The tensors that every rank holds.
-            ranks: All ranks.
-        """
+        """Return the error about copies that differ; some registers of all ranks are not zero."""
         lines: list[str] = []
         for name, sums in self.written.items():
             own, combined = np.split(combined, [sums.num_blocks])

@@ -137,12 +137,8 @@ def write_checkpoint(
 ) -> None:
     """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
 
-    Args:
-        choose: Returns where to write, or raises what is wrong with that.
-        take: Returns the state to save.
-        ranks: The ranks that save.
-        max_file_nbytes: When to begin another file.
-        progress: Called with the number of bytes of each request to write.
+    ``choose`` returns where to write, or raises what is wrong with that; ``progress`` is called
+    with the number of bytes of each request to write.
     """
     ranks.meet()
     with ranks.together():

@@ -93,13 +93,8 @@ def write_files(
 ) -> None:
     """Write this rank's share of the files, and sync it to the disk. Every rank must call this.
 
-    Args:
-        directory: Where the files are.
-        plan: Where each tensor lies.
-        assignment: What this rank has to write. Rank 0 writes the files' heads, too.
-        sums: For each file, what takes account of the bytes written, but for copies.
-        replicas: What takes account of those of tensors that every rank holds.
-        ranks: All ranks.
+    ``sums`` takes account of the bytes written to each file, but for copies, ``replicas`` of those
+    of tensors that every rank holds. Rank 0 writes the files' heads, too.
     """
     with Buffers() as buffers:
         _write_exchanged(directory, plan, assignment, sums, buffers, ranks)

@@ -106,14 +106,7 @@ def write_in_two_phases(
     ranks: ControlGroup,
     scratch: Scratch,
 ) -> None:
-    """Exchange the bytes of tensors and write this rank's file domains. Every rank must call this.
-
-    Args:
-        writer: Where to write.
-        tensors: What to write: where each lies, and what this rank holds of it.
-        ranks: All ranks, whether they hold something of the tensors or not.
-        scratch: Memory to use.
-    """
+    """Exchange the bytes of tensors and write this rank's file domains. Every rank calls this."""
     for batch in _batches(tensors, ranks.rank):
         boxes: list[list[_Received]] = [[] for _ in batch]
         outgoing = [

@@ -114,11 +114,7 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
 
 
 def stacked_shard(key: str, tensor: torch.Tensor, rank: int, num_ranks: int) -> LocalShard:
-    """Return this rank's shard of the tensor in which the tensors of all ranks are stacked.
-
-    Raises:
-        CheckpointError: If it is a DTensor, or has no plain bytes.
-    """
+    """Return this rank's shard of the tensor in which the tensors of all ranks are stacked."""
     shard = local_shard_of(key, tensor, rank)
     if shard.layout.mesh_ranks is not None:
         raise CheckpointError(f"{key!r} is a DTensor, which has no place in PerRank")
@@ -147,12 +143,7 @@ def _row(shape: tuple[int, ...], row: int) -> LocalBox:
 
 
 def located(shard: LocalShard, stored: StoredTensor) -> Iterator[tuple[torch.Tensor, ByteRanges]]:
-    """Yield the memory of each box that is not empty, and where it lies, in file order.
-
-    Args:
-        shard: What this rank holds.
-        stored: Where the whole tensor lies.
-    """
+    """Yield the memory of each box that is not empty, and where it lies, in file order."""
     local = shard.local
     for held, ranges in _ranges_of_boxes(shard.layout, stored.shape, stored.dtype):
         memory = local if held.box.shape == local.shape else held.of(local)

@@ -18,11 +18,8 @@ def template_of(
 ) -> Mapping[str, Any]:
     """Return the nested dict of tensors to fill for ``given``.
 
-    Args:
-        given: The object.
-        saved: The tensors in the checkpoint, by their dotted path within the object.
-        structure: Returns all that is stored of the object, with a :class:`SavedTensor` for each
-            tensor; None if only a part of it is wanted, or some of it has another name here.
+    ``structure`` returns all that is stored of the object, with a :class:`SavedTensor` for each
+    tensor; None if only a part of it is wanted, or some of it has another name here.
     """
     if isinstance(given, StateTemplate):
         return given.state_template(saved)
@@ -72,11 +69,7 @@ def _index(number: Any, parameters: Sequence[torch.Tensor]) -> int | None:
 
 
 class _Template:
-    """Makes places for what is stored of the state of a parameter.
-
-    Args:
-        max_numel: How many elements a tensor may have.
-    """
+    """Makes places for what is stored of the state of a parameter."""
 
     def __init__(self, max_numel: int) -> None:
         self._max_numel = max_numel

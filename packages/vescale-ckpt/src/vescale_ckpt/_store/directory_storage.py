@@ -33,14 +33,7 @@ _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]+\.(saving|replaced|removed)")
 
 
 class DirectoryStorage:
-    """A directory that is a checkpoint, or in which checkpoints lie.
-
-    Args:
-        path: Its path; it need not be there.
-
-    Attributes:
-        where: Its path.
-    """
+    """A directory that is a checkpoint, or in which checkpoints lie; it need not be there."""
 
     def __init__(self, path: Path) -> None:
         self.where = path

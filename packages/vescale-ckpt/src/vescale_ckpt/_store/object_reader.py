@@ -68,11 +68,7 @@ def odd_file(
 
 
 class ObjectStoreReader(CheckpointReader):
-    """Reads by requests to a storage what Reader reads from open files.
-
-    Args:
-        storage: Where the checkpoint is.
-    """
+    """Reads by requests to a storage what Reader reads from open files."""
 
     has_page_cache = False
 

@@ -40,11 +40,7 @@ class StagedObjects:
 
 
 class ObjectStorage:
-    """A place in an object store that is a checkpoint, or in which checkpoints lie.
-
-    Args:
-        store: The object store.
-    """
+    """A place in an object store that is a checkpoint, or in which checkpoints lie."""
 
     is_link = False
 

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from vescale_ckpt._format.blocks import Blocks
 from vescale_ckpt._format.byte_ranges import Bytes
@@ -39,14 +38,11 @@ from vescale_ckpt.exceptions import CorruptCheckpointError
 class CheckpointReader:
     """The open files of one checkpoint.
 
+    Without a ``manifest`` it is read; ``most_open`` files are held open, None for what this
+    process can spare.
+
     The files stay readable, and stay those of this one checkpoint, even if a save replaces the
     directory meanwhile; see [Note: handles] for very many files.
-
-    Args:
-        path: The checkpoint's directory.
-        manifest: What its files hold; None to read the manifest.
-        follow_links: Whether files may be symbolic links.
-        most_open: How many files to hold open; None for what this process can spare.
 
     Attributes:
         path: The checkpoint's directory.
@@ -88,12 +84,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
         if error is None:  # after an interrupt a thread may still be reading into one
             for buffer in self._buffers:
@@ -136,10 +127,8 @@ class CheckpointReader:
     def check_content(self, file: str, block: int, views: Sequence[Bytes]) -> None:
         """Compare the checksum of a block that has been read.
 
-        Args:
-            file: Which file.
-            block: Its how-manieth block.
-            views: The memory that it has been read into, in order.
+        ``block`` is its number within the file, ``views`` the memory that it was read into, in
+        order.
 
         Raises:
             CorruptCheckpointError: With the file, the bytes, and the tensors that lie there.
@@ -220,11 +209,7 @@ class CheckpointReader:
     def _read_pages(self, file: str, offset: int, memory: Bytes, nbytes: int) -> None:
         """Read past the page cache if that goes and pays.
 
-        Args:
-            file: Which file.
-            offset: Where to start, on a page.
-            memory: Whole pages of memory, for all of the bytes.
-            nbytes: How many bytes to read.
+        ``offset`` is on a page, and ``memory`` whole pages for all of the bytes.
         """
         done = 0
         with self._handles.use(file) as handle:

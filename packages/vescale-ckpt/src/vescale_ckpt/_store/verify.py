@@ -22,10 +22,7 @@ def complaints_about(
 ) -> list[str]:
     """Read every byte of a checkpoint and return what is wrong with it, nothing if all is well.
 
-    Args:
-        open_checkpoint: Opens it.
-        num_threads: How many blocks to read at the same time.
-        progress: Called with the number of blocks done and to do.
+    ``progress`` is called with the number of blocks done and to do.
 
     Raises:
         OSError: If it cannot be read.

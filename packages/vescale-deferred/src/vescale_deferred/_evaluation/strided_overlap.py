@@ -88,9 +88,8 @@ def overlap(first: Window, second: Window) -> Overlap | None:
 def select(window: Window, part: Part) -> Window:
     """Return the window on the elements that ``part`` picks, one dim for each factor.
 
-    Args:
-        window: Any window of the shape that ``part`` was made for.
-        part: From :func:`overlap`; factors of no dim only add a dim of size one.
+    The window is any of the shape that ``part``, from :func:`overlap`, was made for; factors of no
+    dim only add a dim of size one.
     """
     offset = window.offset
     strides: list[int] = []

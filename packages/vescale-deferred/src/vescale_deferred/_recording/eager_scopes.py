@@ -25,8 +25,7 @@ _MAX_NUM_ATTEMPTS = 8
 class EagerScopes:
     """Functions that run for real, as learned from failures.
 
-    Args:
-        around: The function that calls the constructor; whatever calls that one is not looked at.
+    What calls ``around``, which calls the constructor, is not looked at.
 
     Attributes:
         reasons: Why, by their names.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -27,13 +26,7 @@ class ConstructionFunctionMode(TorchFunctionMode):
     subclasses is true of all tensors while a dispatch mode is entered.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is _SETTER and func == SET_DATA and isinstance(args[1], DeferredTensor):
             return assign_data(*args)

@@ -34,14 +34,7 @@ _GEOMETRY_ONLY = aten(
 
 
 class ConstructionMode(TorchDispatchMode):
-    """The dispatch mode of a constructor: records it, and looks after its tensors when left.
-
-    Args:
-        eager_scopes: What makes real tensors.
-
-    Attributes:
-        generators: Where the generators are while it is entered.
-    """
+    """The dispatch mode of a constructor: records it, and looks after its tensors when left."""
 
     def __init__(self, eager_scopes: EagerScopes | None = None) -> None:
         super().__init__()
@@ -64,13 +57,7 @@ class ConstructionMode(TorchDispatchMode):
         if exception[0] is None:  # after an error the construction begins anew
             self._exports.settle()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_tracing():
             return func(*args, **(kwargs or {}))
         with plainly():

@@ -22,10 +22,7 @@ def draw_on_cpu(
 ) -> tuple[Point, Draws | None]:
     """Move the generator as ``call`` does; return where it was, and what it draws if known.
 
-    Args:
-        call: A random operator.
-        window: What it writes or returns.
-        generators: Where the generators are.
+    ``window`` is what it writes or returns.
     """
     generator = call.kwargs.get("generator") or torch.default_generator
     point = generators.point(generator)
@@ -57,11 +54,7 @@ def draw_on_cuda(
 ) -> PhiloxDraws | None:
     """Move the generator as ``call`` does; None, and it has not moved, if parts cannot be drawn.
 
-    Args:
-        call: A random operator.
-        outputs: What it returns, on the meta device.
-        device: Where it draws; of any type but the CPU.
-        generators: Where the generators are.
+    ``outputs`` are on the meta device; ``device`` is of any type but the CPU.
     """
     kernels = cuda_kernels(device)
     if kernels is None:

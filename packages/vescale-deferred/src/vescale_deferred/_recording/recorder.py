@@ -42,13 +42,7 @@ _Kwargs = dict[str, Any]
 
 
 class Recorder:
-    """Records the operator calls of one construction; to be used within ``plainly()``.
-
-    Args:
-        mode: The one that deferred tensors will belong to.
-        generators: Where the generators are.
-        eager_scopes: What makes real tensors.
-    """
+    """Records the operator calls of one construction; to be used within ``plainly()``."""
 
     def __init__(
         self,

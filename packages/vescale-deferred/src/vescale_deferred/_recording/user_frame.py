@@ -14,11 +14,7 @@ _TORCHS = str(Path(sys.modules["torch"].__file__ or "").parent)
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """Return file and line of the innermost frame that is neither ours nor torch's.
-
-    Args:
-        error: Where it was raised; None for here.
-    """
+    """Return file and line of the innermost frame that is neither ours nor torch's."""
     if error is None:
         stack = traceback.extract_stack()
     else:

@@ -131,13 +131,7 @@ class DeferredTensor(torch.Tensor):
         raise ReadError(unreadable(self, "pickled"))
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             if func in _READERS and isinstance(args[0], DeferredTensor):
                 return _read(func, args[0], args[1:], kwargs or {})
@@ -154,13 +148,7 @@ class DeferredTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         first = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor))
         return first.deferral.mode.dispatch(func, args, kwargs or {})

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,16 +70,10 @@ class RankTensor(Tensor):
         raise NotImplementedError("emulated ranks cannot be compiled")
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def run(rank: int) -> Any:
-            mine = pytree.tree_map_only(RankTensor, lambda t: t.parts[rank], (args, kwargs or {}))
-            return func(*mine[0], **mine[1])
+            own_args, own_kwargs = part_of(rank, (args, kwargs or {}))
+            return func(*own_args, **own_kwargs)
 
         with drawing_from((kwargs or {}).get("generator")), seeing_lazy_bits():
             results = [*_each_rank(run)]
@@ -159,13 +154,8 @@ def is_emulated() -> bool:
 def per_rank(fn: Callable[..., Any], mesh: DeviceMesh, *locals_: Any) -> Any:
     """Call ``fn(coordinate, *locals)`` for this rank, or for every emulated one.
 
-    Args:
-        fn: Gets the rank's coordinate on ``mesh`` and its own part of every argument.
-        mesh: The mesh whose coordinates are meant.
-        locals_: Trees of local tensors.
-
-    Returns:
-        What ``fn`` returned; under emulation its tensors are joined.
+    ``locals_`` are trees of local tensors, of which a rank gets its own; the tensors that emulated
+    ranks return are joined.
     """
     if _current is None:
         return fn(coordinate_of(mesh), *locals_)
@@ -214,11 +204,7 @@ def part_of(rank: int, tree: Any) -> Any:
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return this rank's coordinate on ``mesh``.
-
-    Raises:
-        ValueError: If this rank is not part of the mesh.
-    """
+    """Return this rank's coordinate on ``mesh``, which it has to be part of."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not part of {mesh}")
@@ -236,12 +222,9 @@ def coordinates_of_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
     if root.size() != _world().size:
         raise NotImplementedError("an emulated mesh must span all ranks of the world")
     axes = _axes_in_root(mesh, root)
-    places = {int(rank): index for index, rank in enumerate(root.mesh.flatten())}
-    found: list[tuple[int, ...]] = []
-    for rank in range(_world().size):
-        whole = _unravel(places[rank], tuple(root.shape))
-        found.append(tuple(whole[axis] for axis in axes))
-    return tuple(found)
+    ranks = map(int, root.mesh.flatten())
+    places = dict(zip(ranks, product(*map(range, root.shape)), strict=True))
+    return tuple(tuple(places[rank][axis] for axis in axes) for rank in range(_world().size))
 
 
 @lru_cache(maxsize=256)
@@ -267,14 +250,6 @@ def _axes_in_root(mesh: DeviceMesh, root: DeviceMesh) -> list[int]:
     if names is None or own is None or not set(own) <= set(names):
         raise NotImplementedError(f"an emulated mesh must be a slice of its root, got {mesh}")
     return [names.index(name) for name in own]
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    coordinate: list[int] = []
-    for size in reversed(shape):
-        index, position = divmod(index, size)
-        coordinate.insert(0, position)
-    return tuple(coordinate)
 
 
 def _world() -> EmulatedWorld:

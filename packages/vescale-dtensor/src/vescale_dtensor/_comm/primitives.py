@@ -59,10 +59,7 @@ def joined(parts: Parts, peers: Peers) -> Tensor:
 def all_gather_rows(flat: Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> list[Tensor]:
     """Return the 1-D tensors of all ranks along ``axes``, in row-major order of coordinates.
 
-    Args:
-        flat: 1-D, of the same numel on every rank.
-        mesh: Every rank of it must call this.
-        axes: Indices of mesh axes, ascending; they act as one group.
+    All have the same numel; ``axes`` are ascending. Every rank of ``mesh`` must call this.
     """
     if not axes:
         return [flat]
@@ -119,11 +116,9 @@ def all_to_all_rows(
 ) -> list[Tensor]:
     """Send ``outgoing[i]`` to the i-th rank along ``axes``; return what the ranks sent here.
 
-    Args:
-        outgoing: 1-D, one per rank in row-major order of coordinates; any numels.
-        numels: What comes from each rank. Not needed, and not looked at, under emulation.
-        mesh: Every rank of it must call this.
-        axes: Indices of mesh axes, ascending; they act as one group.
+    ``outgoing`` has one 1-D tensor per rank, of any numel, in row-major order of coordinates;
+    ``numels`` says what comes from each, and is not needed under emulation; ``axes`` are
+    ascending. Every rank of ``mesh`` must call this.
     """
     peers = peers_along(mesh, tuple(axes))
     if peers.num_ranks == 1:
@@ -145,12 +140,8 @@ def all_to_all_parts(
 ) -> Parts:
     """Send each peer its split along dim 0; return what the peers sent, in their order.
 
-    Args:
-        parts: What to send.
-        peers: Who takes part.
-        sent: How much each peer gets. Given or not together with ``received``; if not, splits
-            are equal on all ranks.
-        received: How much comes from each peer.
+    ``sent`` and ``received`` say how much each peer gets and sends; without both splits are equal
+    on all ranks.
     """
     if peers.num_ranks == 1:
         return [part.clone() for part in parts]

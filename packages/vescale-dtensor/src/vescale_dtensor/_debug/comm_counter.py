@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 
 from vescale_dtensor._comm.events import Communication, CommunicationKind, listening
 
@@ -62,15 +61,10 @@ class CommCounter:
         self._listening.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         assert self._listening is not None
         counting, self._listening = self._listening, None
-        counting.__exit__(kind, error, traceback)
+        counting.__exit__(None, None, None)
 
     def _hear(self, event: Communication) -> None:
         self.events.append(event)

@@ -18,11 +18,8 @@ def draw(
 ) -> None:
     """Write a picture of labelled blocks; those with one label have one color.
 
-    Args:
-        edges: Where rows and columns begin and end.
-        labels: The text of each block, by the index of its row and column.
-        path: A file name that ends in ``.png``.
-        title: The text above.
+    ``edges`` says where rows and columns begin and end, ``labels`` what each block holds, by the
+    index of its row and column. ``path`` ends in ``.png``.
 
     Raises:
         ImportError: If matplotlib is not installed.

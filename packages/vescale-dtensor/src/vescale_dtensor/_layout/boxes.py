@@ -253,11 +253,7 @@ def _held_strips(
 
 
 def dims_of(cut: DimCut) -> tuple[int, ...]:
-    """Return the tensor dims that a cut goes through.
-
-    Raises:
-        TypeError: If its placement is of an unknown class.
-    """
+    """Return the tensor dims that a cut goes through."""
     match cut.rule:
         case Chunks(dims=dims):
             return dims

@@ -7,6 +7,7 @@ tensors laid out like these costs no more than a dictionary lookup.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -79,7 +80,7 @@ def layout(
 ) -> Layout:
     """Return the one layout object that says this. ``stride`` None means contiguous."""
     if stride is None:
-        stride = contiguous_stride(shape)
+        stride = [math.prod(max(size, 1) for size in shape[d + 1 :]) for d in range(len(shape))]
     # A compiler's sizes may be symbols; layouts are integers, so it specializes.
     sizes, steps = tuple(map(int, shape)), tuple(map(int, stride))
     return _intern(_Same(_canonical(mesh)), placements, sizes, steps, dtype)
@@ -169,16 +170,6 @@ def layout_of_spec(spec: Any) -> Layout:
         found = layout(spec.mesh, tuple(spec.placements), meta.shape, meta.stride, meta.dtype)
         attach(spec, found)
     return found
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major strides of ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 def normalized(placements: Sequence[Placement], ndim: int) -> Placements:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
@@ -10,7 +10,32 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 
 
-class RaggedShard(Placement):
+class _PlacementByValue(Placement):
+    """A placement that is what the values named in ``__match_args__`` are."""
+
+    __match_args__: ClassVar[tuple[str, ...]]
+
+    def _key(self) -> tuple[object, ...]:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        names = type(self).__match_args__
+        values = ", ".join(f"{n}={v}" for n, v in zip(names, self._key(), strict=True))
+        return f"{type(self).__name__}({values})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._key()
+
+
+class RaggedShard(_PlacementByValue):
     """Consecutive units of a tensor dim, any number of them per rank, zero included.
 
     ZeRO gives every rank some rows of a parameter, and a pipeline stage is the extreme case:
@@ -54,28 +79,11 @@ class RaggedShard(Placement):
         """The tensor dim that is cut, the first one of several."""
         return self.dims[0]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RaggedShard) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return (
-            f"RaggedShard(dims={self.dims}, granularity={self.granularity}, "
-            f"local_units={self.local_units})"
-        )
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self.dims, self.granularity, self.local_units)
-
     def _key(self) -> tuple[object, ...]:
         return (self.dims, self.granularity, self.local_units)
 
 
-class InterleavedShard(Placement):
+class InterleavedShard(_PlacementByValue):
     """A tensor dim made of ``parts`` equal parts, each sharded on its own.
 
     A fused QKV weight is three matrices in one; every rank needs a slice of each of them.
@@ -94,20 +102,6 @@ class InterleavedShard(Placement):
             raise ValueError(f"expected dim >= 0 and parts >= 1, got {dim!r} and {parts!r}")
         self.dim = dim
         self.parts = parts
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, InterleavedShard) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return f"InterleavedShard(dim={self.dim}, parts={self.parts})"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return InterleavedShard, (self.dim, self.parts)
 
     def _key(self) -> tuple[int, int]:
         return (self.dim, self.parts)

@@ -35,13 +35,6 @@ def redistribute_local(
     What becomes pending is the value on the first rank, or on all of them for avg, max and
     min; to reduce it again is exact, but for an average over some numbers of ranks, such as 7.
 
-    Args:
-        local: This rank's part under ``source``.
-        mesh: The mesh that both tuples of placements are about.
-        shape: Global shape.
-        source: One placement per mesh axis, outermost first.
-        target: The same, for the layout that is wanted.
-
     Returns:
         ``local`` itself if nothing changes, else a new contiguous tensor.
 

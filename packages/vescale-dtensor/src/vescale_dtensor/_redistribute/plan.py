@@ -44,12 +44,6 @@ def plan_redistribution(
     rank order, unless that is so small that every rank may as well reduce all of it. See
     [Note: pending reductions].
 
-    Args:
-        shape: Global shape.
-        mesh_shape: Ranks along each mesh axis.
-        source: One placement per mesh axis, outermost first.
-        target: The same, for the layout that is wanted.
-
     Returns:
         No step at all if every rank holds already what it should.
 
@@ -128,13 +122,7 @@ def _checked_cuts(
 
 
 class _Planner:
-    """Looks for the cheapest way between layouts of one tensor.
-
-    Args:
-        shape: Global shape, of one dim at least.
-        mesh_shape: Ranks along each mesh axis.
-        latency_numel: What a collective costs besides what it moves.
-    """
+    """Looks for the cheapest way between layouts of one tensor, of one dim at least."""
 
     def __init__(
         self, shape: tuple[int, ...], mesh_shape: tuple[int, ...], latency_numel: int
@@ -280,11 +268,6 @@ class _Planner:
         """Return ``cuts`` and one that spreads what they leave evenly over ``axes``.
 
         Where nothing is even, what is best for the first group may not be for the last.
-
-        Args:
-            cuts: What was cut before.
-            axes: The mesh axes to cut over.
-            avoided: Dims that should not be cut.
         """
         first = (0,) * len(self._mesh_shape)
         last = tuple(0 if axis in axes else n - 1 for axis, n in enumerate(self._mesh_shape))

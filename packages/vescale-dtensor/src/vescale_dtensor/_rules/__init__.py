@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vescale_dtensor._sharding.local_plan import Plan
-from vescale_dtensor._sharding.op_call import OpCall
+from vescale_dtensor._sharding.op_call import OpCall, variant
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._torch_private import OpOverload
@@ -45,7 +45,15 @@ from . import (
 
 Rule = Callable[[OpCall], Signature | View | None]
 
+# Where two families list an operator, the later one counts.
 _FAMILIES = (
+    pointwise,
+    view,
+    inplace_view,
+    conj_neg,
+    as_strided,
+    vector_norm,
+    item,
     dimwise,
     attention,
     batch_norm,
@@ -71,24 +79,20 @@ _FAMILIES = (
     softmax,
 )
 
-_RULES: dict[OpOverload, Rule] = {**pointwise.RULES, **view.RULES}
+_RULES: dict[OpOverload, Rule] = {}
 # Operators that are run by functions of ours, whatever the placements.
-HANDLERS: dict[OpOverload, Plan] = {
-    **inplace_view.HANDLERS,
-    **conj_neg.HANDLERS,
-    **as_strided.HANDLERS,
-    **vector_norm.HANDLERS,
-    **item.HANDLERS,
-}
+HANDLERS: dict[OpOverload, Plan] = {}
 # Operators that become other operators unless all their inputs are whole.
 DECOMPOSED: dict[OpOverload, Plan] = {}
 # Operators that no distributed tensor can be given to, and why.
-REFUSED: dict[OpOverload, str] = dict(inplace_view.REFUSED)
+REFUSED = inplace_view.REFUSED
 
 for _family in _FAMILIES:
-    _RULES.update(_family.RULES)
-    HANDLERS.update(_family.HANDLERS)
-    DECOMPOSED.update(_family.DECOMPOSED)
+    _RULES.update(getattr(_family, "RULES", {}))
+    HANDLERS.update(getattr(_family, "HANDLERS", {}))
+    DECOMPOSED.update(getattr(_family, "DECOMPOSED", {}))
+# What writes to its argument has the rule of what does not.
+_RULES.update({inplace: rule for func, rule in _RULES.items() if (inplace := variant(func, "_"))})
 
 
 def rule_of(func: OpOverload) -> Rule | None:

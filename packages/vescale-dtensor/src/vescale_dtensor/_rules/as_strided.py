@@ -14,6 +14,7 @@ from vescale_dtensor._sharding.op_call import OpCall, Unsupported, argument_tabl
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import layout_of
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
+from vescale_dtensor.random import Window
 
 aten = torch.ops.aten
 
@@ -30,10 +31,11 @@ def _restrided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     offset = call.named("storage_offset")
     size, stride = call.named("size"), call.named("stride")
     start = 0 if offset is None or 0 in size else int(offset) - int(tensor.storage_offset())
+    is_dense = Window(tuple(made.shape), made.stride, 0, made.dtype).is_dense
     # A rank that has the whole has the storage, too, unless it was gathered to there.
     if made.is_replicated and local.stride() == made.stride:
         start += offset_of(local)
-    elif not _is_dense(made.shape, made.stride) or not _is_within(size, stride, start, tensor):
+    elif not is_dense or not _is_within(size, stride, start, tensor):
         raise Unsupported(
             f"{func} with size {tuple(size)}, stride {tuple(stride)} and storage offset {offset} "
             f"is refused on {made} with strides {made.stride} at offset "
@@ -44,16 +46,6 @@ def _restrided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     names = [name for name in argument_table(func) if name not in kwargs]
     given = dict(zip(names, args, strict=False)) | kwargs | {"storage_offset": start}
     return gathered(func, tuple(given[name] for name in argument_table(func) if name in given), {})
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one after the other, the dims in any order."""
-    step = 1
-    for each, size in sorted(zip(stride, shape, strict=True)):
-        if size != 1 and each != step:
-            return False
-        step *= size
-    return True
 
 
 def _is_within(size: Sequence[int], stride: Sequence[int], start: int, tensor: Tensor) -> bool:

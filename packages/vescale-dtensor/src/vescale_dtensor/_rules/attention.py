@@ -264,5 +264,3 @@ RULES: dict[OpOverload, Any] = {aten._safe_softmax.default: _softmax_of_hidden}
 for _name in _FORWARD:
     RULES[getattr(aten, _name).default] = _forward
     RULES[getattr(aten, f"{_name}_backward").default] = _backward
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -32,6 +32,7 @@ from .decompositions import (
     on_parts,
     settled,
     statistics_dtype,
+    wanted,
     widened,
 )
 from .layer_norm import normalized_backward
@@ -133,7 +134,7 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         of_input, *rest = normalized_backward(grad, normalized, rstd, factor, dims, dims)
         dtype = values.dtype if weight is None else weight.dtype
         results = (of_input.to(values.dtype), *(each.to(dtype) for each in rest))
-        return tuple(each if wanted else None for each, wanted in zip(results, mask, strict=True))
+        return wanted(results, mask)
     found = iter(_backward_on_own_samples(call, values, mask))
     return tuple(next(found) if wanted else None for wanted in mask)
 
@@ -142,7 +143,6 @@ def _backward_on_own_samples(call: OpCall, values: DTensor, mask: Sequence[bool]
     """Return what ``mask`` asks for: CUDA's kernel has no gradient of a weight that is missing."""
     made = layout_of(values)
     given = as_distributed(call, "grad_out")
-    assert given is not None
     grad = redistributed(given, made.placements)
     names, vectors = _vectors(call, made)
     pending: Placements = tuple(
@@ -241,7 +241,6 @@ def _cudnn_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     return aten.native_batch_norm_backward.default(*given, True, eps, mask)
 
 
-RULES: dict[OpOverload, Any] = {}
 DECOMPOSED: dict[OpOverload, Any] = {
     aten.cudnn_batch_norm.default: _cudnn,
     aten.cudnn_batch_norm_backward.default: _cudnn_backward,

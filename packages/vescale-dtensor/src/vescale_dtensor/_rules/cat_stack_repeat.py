@@ -85,5 +85,3 @@ RULES: dict[OpOverload, Any] = {
     aten.stack.default: _stack,
     aten.repeat.default: _repeat,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

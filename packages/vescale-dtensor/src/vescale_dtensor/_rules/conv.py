@@ -14,6 +14,8 @@ from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
 from vescale_dtensor._torch_private import OpOverload
 
+from .decompositions import wanted
+
 aten = torch.ops.aten
 
 
@@ -111,9 +113,7 @@ def _own_backward(func: OpOverload, local: RankView, *, has_groups: bool) -> Fun
             of_bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
             # The mask is the last argument.
             found = (torch.zeros_like(values), torch.zeros_like(weight), of_bias)
-            results = tuple(
-                x if wanted else None for x, wanted in zip(found, args[-1], strict=True)
-            )
+            results = wanted(found, args[-1])
         if has_bias_twice and results[2] is not None:
             results = (*results[:2], torch.zeros_like(results[2]))
         return results
@@ -125,5 +125,3 @@ RULES: dict[OpOverload, Any] = {
     aten.convolution.default: _forward,
     aten.convolution_backward.default: _backward,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -77,10 +77,18 @@ def by_signature(
     return plan_of_spec(call, signature, op_spec)(func, args, kwargs)
 
 
-def as_distributed(call: OpCall, name: str) -> DTensor | None:
-    """Return the tensor argument ``name`` with nothing pending, as if whole if it is plain."""
+def as_distributed(call: OpCall, name: str) -> Any:
+    """Return the tensor argument ``name`` with nothing pending, as if whole if it is plain.
+
+    None if it was not given, which the schema of an operator rules out for most.
+    """
     found = call.named(name)
     return None if found is None else settled(distributed(found, call))
+
+
+def wanted(results: Iterable[Any], mask: Iterable[bool]) -> tuple[Any, ...]:
+    """Return the results that ``mask``, the ``output_mask`` of a backward, asks for."""
+    return tuple(each if asked else None for each, asked in zip(results, mask, strict=True))
 
 
 def dims_of_call(call: OpCall, ndim: int) -> frozenset[int]:

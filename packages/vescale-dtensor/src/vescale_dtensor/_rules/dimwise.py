@@ -146,8 +146,7 @@ _LINEAR = frozenset({
 RULES: dict[OpOverload, Any] = {
     **dict.fromkeys(
         (
-            aten.cumsum.default, aten.cumsum_.default, aten.cumprod.default,
-            aten.cumprod_.default, aten.cummax.default, aten.cummin.default,
+            aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default,
             aten.logcumsumexp.default, aten.glu.default, aten.glu_backward.default,
             aten.sort.default, aten.sort.stable, aten.topk.default,
         ),
@@ -162,14 +161,9 @@ RULES: dict[OpOverload, Any] = {
     aten.trace.default: _trace,
     aten.roll.default: _roll,
     aten.renorm.default: _renorm,
-    aten.renorm_.default: _renorm,
     aten.tril.default: _triangle,
-    aten.tril_.default: _triangle,
     aten.triu.default: _triangle,
-    aten.triu_.default: _triangle,
     aten._fft_c2c.default: _fft,
     aten._fft_r2c.default: _fft,
     aten._fft_c2r.default: _fft,
 }  # fmt: skip
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

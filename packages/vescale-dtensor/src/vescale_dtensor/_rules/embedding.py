@@ -52,5 +52,3 @@ RULES: dict[OpOverload, Any] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_dense_backward,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -56,9 +56,8 @@ def _gather(call: OpCall) -> Signature | None:
 def scatter(reduction: Callable[[OpCall], str | None]) -> Callable[[OpCall], Signature | None]:
     """Return the rule of a scatter.
 
-    Args:
-        reduction: Returns how values meet that are scattered to one place, "" if the last
-            one stays, None if ranks could not put their parts together.
+    ``reduction`` says how values meet that are scattered to one place: "" if the last one stays,
+    None if ranks could not put their parts together.
     """
 
     def rule(call: OpCall) -> Signature | None:
@@ -136,14 +135,6 @@ RULES: dict[OpOverload, Any] = {
     aten.scatter.value: _set,
     aten.scatter.reduce: _reduce,
     aten.scatter.value_reduce: _reduce,
-    aten.scatter_.src: _set,
-    aten.scatter_.value: _set,
-    aten.scatter_.reduce: _reduce,
-    aten.scatter_.value_reduce: _reduce,
     aten.scatter_add.default: _add,
-    aten.scatter_add_.default: _add,
     aten.scatter_reduce.two: _reduce_two,
-    aten.scatter_reduce_.two: _reduce_two,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

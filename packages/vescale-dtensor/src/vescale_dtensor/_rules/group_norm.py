@@ -11,7 +11,7 @@ from vescale_dtensor._sharding.op_call import OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
-from .decompositions import as_distributed, cut_dims, statistics_dtype, widened
+from .decompositions import as_distributed, cut_dims, statistics_dtype, wanted, widened
 from .layer_norm import normalized_backward
 from .variance import moments
 
@@ -68,7 +68,6 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     call = OpCall(func, args, kwargs)
     given = as_distributed(call, "input")
     weight, bias = as_distributed(call, "weight"), as_distributed(call, "bias")
-    assert given is not None
     values = widened(_in_groups(call, given))
     mean, square = moments(values, (2, 3))
     rstd = (square + call.named("eps")).rsqrt()
@@ -90,10 +89,6 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     call = OpCall(func, args, kwargs)
     names = ("grad_out", "input", "mean", "rstd", "weight")
     grad, given, mean, rstd, weight = (as_distributed(call, name) for name in names)
-    assert grad is not None
-    assert given is not None
-    assert mean is not None
-    assert rstd is not None
     mean, rstd = (each.reshape(*each.shape, 1, 1) for each in (mean, rstd))
     grad, values = (widened(_in_groups(call, each)) for each in (grad, given))
     factor = None if weight is None else _per_channel(call, weight)
@@ -108,7 +103,7 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         of_bias.reshape(channels).to(dtype),
     )
     mask = call.named("output_mask")
-    return tuple(each if wanted else None for each, wanted in zip(results, mask, strict=True))
+    return wanted(results, mask)
 
 
 RULES: dict[OpOverload, Any] = {
@@ -119,4 +114,3 @@ DECOMPOSED: dict[OpOverload, Any] = {
     aten.native_group_norm.default: _decomposed,
     aten.native_group_norm_backward.default: _decomposed_backward,
 }
-HANDLERS: dict[OpOverload, Any] = {}

@@ -254,21 +254,13 @@ def _put_function(call: OpCall, indexed: _Indexed) -> Any:
 RULES: dict[OpOverload, Any] = {
     aten.index_select.default: _index_select,
     aten.index_add.default: _index_add,
-    aten.index_add_.default: _index_add,
     aten.index_copy.default: _index_copy,
-    aten.index_copy_.default: _index_copy,
     aten.index_reduce.default: _index_reduce,
-    aten.index_reduce_.default: _index_reduce,
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
-    aten.index_fill_.int_Scalar: _index_fill,
-    aten.index_fill_.int_Tensor: _index_fill,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_put.default: _index_put,
-    aten.index_put_.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
     aten._index_put_impl_.default: _index_put,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -60,7 +60,6 @@ def _lettered(rows: int, shape: Sequence[int]) -> Dims:
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     values = widened(as_distributed(call, "input"))
-    assert values is not None
     dims = list(range(_rows(call), values.ndim))
     eps = call.named("eps")
     if func is aten._fused_rms_norm.default:
@@ -87,8 +86,6 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     call = OpCall(func, args, kwargs)
     names = ("grad_out", "input", "mean", "rstd", "weight")
     grad, values, mean, rstd, weight = (as_distributed(call, name) for name in names)
-    assert grad is not None
-    assert values is not None
     dtype = values.dtype
     grad, values = widened(grad), widened(values)
     rows = _rows(call)
@@ -151,4 +148,3 @@ DECOMPOSED: dict[OpOverload, Any] = {
     aten.native_layer_norm_backward.default: _decomposed_backward,
     aten._fused_rms_norm_backward.default: _decomposed_backward,
 }
-HANDLERS: dict[OpOverload, Any] = {}

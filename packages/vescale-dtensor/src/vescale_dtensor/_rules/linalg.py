@@ -112,5 +112,4 @@ RULES: dict[OpOverload, Any] = {
     aten.linalg_eig.default: _eig,
     aten._linalg_svd.default: _svd,
 }  # fmt: skip
-DECOMPOSED: dict[OpOverload, Any] = {}
 HANDLERS: dict[OpOverload, Any] = {aten._linalg_check_errors.default: _check_errors}

@@ -172,5 +172,3 @@ RULES: dict[OpOverload, Any] = {
         _rows,
     ),
 }  # fmt: skip
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -129,11 +129,6 @@ def _grouped(call: OpCall) -> Signature | None:
     )
 
 
-def _batched_matrix(call: OpCall) -> Signature:
-    batch = tuple(range(len(call.layouts[0].shape) - 2))
-    return Signature(((*batch, None, None),), ((*batch, None, None),))
-
-
 def _distances(call: OpCall) -> Signature:
     """Distances of all rows of one tensor from all rows of another."""
     shape = tuple(call.outputs[0].shape)
@@ -195,24 +190,16 @@ RULES: dict[OpOverload, Any] = {
     aten.vdot.default: _dot,
     aten.addmm.default: _addmm,
     aten.addmm.dtype: _addmm,
-    aten.addmm_.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.baddbmm.dtype: _baddbmm,
-    aten.baddbmm_.default: _baddbmm,
     aten.addbmm.default: _addbmm,
-    aten.addbmm_.default: _addbmm,
     aten.addmv.default: _addmv,
-    aten.addmv_.default: _addmv,
     aten.addr.default: _addr,
-    aten.addr_.default: _addr,
     aten.linear.default: _linear,
     aten._addmm_activation.default: _with_activation,
     aten._int_mm.default: _mm,
     aten._grouped_mm.default: _grouped,
-    aten.linalg_matrix_exp.default: _batched_matrix,
     aten._euclidean_dist.default: _distances,
     aten._cdist_forward.default: _cdist,
     aten._cdist_backward.default: _cdist_backward,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

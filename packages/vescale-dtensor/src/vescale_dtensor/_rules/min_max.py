@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor._layout.layout import layout
 from vescale_dtensor._layout.placements import RaggedShard, is_sharded
+from vescale_dtensor._sharding.local_plan import Plan
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
@@ -79,34 +80,17 @@ def _aminmax(call: OpCall) -> Signature | None:
 def _decomposed_aminmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     values = as_distributed(call, "self")
-    assert values is not None
     dims, keepdim = sorted(dims_of_call(call, values.ndim)), call.named("keepdim")
     return aten.amin.default(values, dims, keepdim), aten.amax.default(values, dims, keepdim)
 
 
-def _largest_with_index(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    return _value_and_index(OpCall(func, args, kwargs), "max")
-
-
-def _smallest_with_index(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    return _value_and_index(OpCall(func, args, kwargs), "min")
-
-
-def _argmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _value_and_index(OpCall(func, args, kwargs), "max")[1]
-
-
-def _argmin(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _value_and_index(OpCall(func, args, kwargs), "min")[1]
+def _extreme(kind: str, results: slice | int) -> Plan:
+    """Return what finds the value and the index of an extreme, and returns ``results`` of it."""
+    return lambda func, args, kwargs: _value_and_index(OpCall(func, args, kwargs), kind)[results]
 
 
 def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
     values = as_distributed(call, "self")
-    assert values is not None
     values = redistributed(values, tuple(map(_in_one_dim, values.placements)))
     dims = sorted(dims_of_call(call, values.ndim))
     find = aten.amax.default if kind == "max" else aten.amin.default
@@ -168,9 +152,8 @@ RULES: dict[OpOverload, Any] = {
 }  # fmt: skip
 DECOMPOSED: dict[OpOverload, Any] = {
     aten.aminmax.default: _decomposed_aminmax,
-    aten.max.dim: _largest_with_index,
-    aten.min.dim: _smallest_with_index,
-    aten.argmax.default: _argmax,
-    aten.argmin.default: _argmin,
+    aten.max.dim: _extreme("max", slice(2)),
+    aten.min.dim: _extreme("min", slice(2)),
+    aten.argmax.default: _extreme("max", 1),
+    aten.argmin.default: _extreme("min", 1),
 }
-HANDLERS: dict[OpOverload, Any] = {}

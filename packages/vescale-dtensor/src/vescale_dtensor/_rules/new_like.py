@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._layout.layout import Layout, layout, replicated
-from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
+from vescale_dtensor._sharding.op_call import Function, OpCall, RankView, variant
 from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._sharding.view_plan import View
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, wrap
@@ -112,9 +112,7 @@ def _narrow_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _copies() -> Iterator[tuple[OpOverload, Any]]:
     """Yield the rules of operators that are named after a view and copy what it shows."""
     for func, rule in VIEW_RULES.items():
-        packet, overload = func._schema.name.removeprefix("aten::"), func._overloadname
-        copy = getattr(getattr(aten, f"{packet}_copy", None), overload, None)
-        if copy is not None:
+        if copy := variant(func, "_copy"):
             yield copy, _copying(rule)
 
 
@@ -123,4 +121,3 @@ DECOMPOSED: dict[OpOverload, Any] = {
     **dict.fromkeys(_NEW, _new_whole),
     aten.narrow_copy.default: _narrow_copy,
 }
-HANDLERS: dict[OpOverload, Any] = {}

@@ -187,14 +187,12 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     picks = _picks(call)
     reduction = call.named("reduction")
     grad = as_distributed(call, "grad_output")
-    assert grad is not None
     if reduction == NONE:
         grad = redistributed(grad, picks.targets)
     else:
         grad = redistributed(grad, replicated(call.mesh))
     if reduction == MEAN:
         total_weight = as_distributed(call, "total_weight")
-        assert total_weight is not None
         grad = cast(DTensor, grad / total_weight)
     made = picks.scores
 
@@ -214,11 +212,9 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return on_parts(scattered, inputs, [contiguous])[0]
 
 
-RULES: dict[OpOverload, Any] = {}
 DECOMPOSED: dict[OpOverload, Any] = {
     aten.nll_loss_forward.default: _forward,
     aten.nll_loss2d_forward.default: _forward,
     aten.nll_loss_backward.default: _backward,
     aten.nll_loss2d_backward.default: _backward,
 }
-HANDLERS: dict[OpOverload, Any] = {}

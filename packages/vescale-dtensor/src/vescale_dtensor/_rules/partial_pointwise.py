@@ -53,7 +53,4 @@ def _fill(call: OpCall) -> Signature:
 RULES: dict[OpOverload, Any] = {
     aten.add_.Scalar: _add_number,
     aten.masked_fill.Scalar: _fill,
-    aten.masked_fill_.Scalar: _fill,
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -175,5 +175,3 @@ for _core in (1, 2, 3):
     RULES.update(dict.fromkeys(
         _overloads(_RESIZED_BACK[_core]), planes(_core, linear=True, sized="input_size")
     ))  # fmt: skip
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

@@ -23,6 +23,7 @@ from vescale_dtensor._tensor.dtensor import as_dtensor, layout_of, wrap
 from vescale_dtensor._tensor.strides import in_memory_order
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 from vescale_dtensor.random import RandomOperator, Window, draw_part, random_operator
+from vescale_dtensor.random._random_ops import OPERATORS_ON_TENSORS
 
 aten = torch.ops.aten
 
@@ -122,36 +123,4 @@ def _wrap(local: Tensor, target: Layout) -> Tensor:
     )
 
 
-RULES: dict[OpOverload, Any] = {}
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Plan] = dict.fromkeys(
-    (
-        aten.uniform_.default,
-        aten.normal_.default,
-        aten.random_.default,
-        aten.random_.to,
-        getattr(aten.random_, "from"),
-        aten.bernoulli_.float,
-        aten.bernoulli_.Tensor,
-        aten.bernoulli.default,
-        aten.bernoulli.p,
-        aten.bernoulli.Tensor,
-        aten.exponential_.default,
-        aten.log_normal_.default,
-        aten.cauchy_.default,
-        aten.geometric_.default,
-        aten.rand_like.default,
-        aten.rand_like.generator,
-        aten.randn_like.default,
-        aten.randn_like.generator,
-        aten.randint_like.default,
-        aten.randint_like.generator,
-        aten.randint_like.low_dtype,
-        aten.randint_like.low_generator_dtype,
-        aten.normal.Tensor_float,
-        aten.normal.float_Tensor,
-        aten.normal.Tensor_Tensor,
-        aten.native_dropout.default,
-    ),
-    draw,
-)
+HANDLERS: dict[OpOverload, Plan] = dict.fromkeys(OPERATORS_ON_TENSORS, draw)

@@ -108,5 +108,3 @@ RULES: dict[OpOverload, Any] = {
     aten.all.dim: reduction("min"),
     aten.all.dims: reduction("min"),
 }
-DECOMPOSED: dict[OpOverload, Any] = {}
-HANDLERS: dict[OpOverload, Any] = {}

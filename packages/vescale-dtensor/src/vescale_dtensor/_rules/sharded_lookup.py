@@ -77,13 +77,8 @@ def masked(
 ) -> Tensor:
     """Return ``lookup(base, positions)``, with nothing where the rank does not have the index.
 
-    Args:
-        dim: The dim of ``base`` that is looked up in.
-        lookup: Returns a tensor to which the shape of ``index`` can be broadcast.
-        part: What the rank has of the dim.
-        base: The rank's part.
-        index: Global indices; the result has trailing dims of size 1 to be broadcast where
-            ``lookup`` appends dims.
+    ``lookup`` returns a tensor to which the shape of ``index``, with trailing dims of size 1 where
+    ``lookup`` appends dims, can be broadcast.
     """
     positions, here = part.positions(index)
     found = lookup(with_row(base, dim), positions)

@@ -37,7 +37,6 @@ def _dims(call: OpCall) -> tuple[int]:
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     given = as_distributed(call, "self")
-    assert given is not None
     # Not call.outputs: this runs at every call, and torch takes milliseconds without data.
     dtype = torch.float32 if call.named("half_to_float") else given.dtype
     values, dims = widened(given), [call.named("dim")]
@@ -78,4 +77,3 @@ DECOMPOSED: dict[OpOverload, Any] = {
     aten._softmax_backward_data.default: _decomposed_backward,
     aten._log_softmax_backward_data.default: _decomposed_backward,
 }
-HANDLERS: dict[OpOverload, Any] = {}

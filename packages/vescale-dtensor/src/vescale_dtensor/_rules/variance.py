@@ -52,7 +52,6 @@ def moments(values: Any, dims: Sequence[int]) -> tuple[Any, Any]:
 def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     values = as_distributed(call, "self")
-    assert values is not None
     dims = sorted(dims_of_call(call, values.ndim))
     correction = call.named("correction")
     mean, deviation = moments(widened(values), dims)
@@ -71,7 +70,6 @@ def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _logsumexp(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = OpCall(func, args, kwargs)
     given = as_distributed(call, "self")
-    assert given is not None
     dims = sorted(dims_of_call(call, given.ndim))
     values = widened(given.to(call.outputs[0].dtype))
     # Complex numbers have no order; exponentials are as large as their real parts say.
@@ -93,7 +91,6 @@ def norm_over_dims(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if signature is not None:
         return by_signature(func, args, kwargs, signature)
     given = as_distributed(call, "self")
-    assert given is not None
     dims = sorted(dims_of_call(call, given.ndim))
     order = call.named("ord", call.named("p"))
     dtype = call.named("dtype") or given.dtype

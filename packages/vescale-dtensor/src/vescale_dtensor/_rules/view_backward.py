@@ -238,4 +238,3 @@ DECOMPOSED: dict[OpOverload, Any] = {
     **dict.fromkeys(_BACKWARD, _write_gradient),
     **dict.fromkeys(_SCATTER, _write_copy),
 }
-HANDLERS: dict[OpOverload, Any] = {}

@@ -54,12 +54,8 @@ class GatheredView:
     def refresh(self, view: DTensor, *, alone: bool = False) -> None:
         """Make ``view`` again if its base was written since. All ranks of the mesh call this.
 
-        Args:
-            view: The view.
-            alone: Whether only this rank may be calling. Nothing is communicated then.
-
-        Raises:
-            Unsupported: If a rank that is alone would have to communicate.
+        A rank that is ``alone`` may call it by itself, and is refused if it would have to
+        communicate.
         """
         self._base._settled(alone=alone)
         version = self._now()
@@ -100,8 +96,7 @@ class GatheredView:
 class Follower:
     """A view, of a rank's part as any other, of a view that has a :class:`GatheredView`.
 
-    Args:
-        base: That view. Its local tensor is shared, and so need not be copied to here.
+    The local tensor of that view, ``base``, is shared, and so need not be copied to here.
     """
 
     def __init__(self, base: DTensor) -> None:
@@ -116,26 +111,14 @@ class Follower:
         self._base._alias_of.write_back(self._base)
 
 
-class Unversioned:
-    """What ``.data`` of a tensor has: autograd does not see writes to it, but views do.
-
-    Args:
-        base: The tensor. Its local tensor is shared.
-    """
-
-    def __init__(self, base: DTensor) -> None:
-        self._base = _as_it_is(base)
-
-    def refresh(self, view: DTensor, *, alone: bool = False) -> None:
-        """Bring the shared local tensor up to date; see :meth:`GatheredView.refresh`."""
-        self._base._settled(alone=alone)
+class Unversioned(Follower):
+    """What ``.data`` of a tensor has: autograd does not see writes to it, but views do."""
 
     def write_back(self, view: DTensor) -> None:
         """Let gathered views of the tensor know of a write, and what it is itself a view of."""
-        local = view._local_tensor
-        increment_version(local)
+        increment_version(view._local_tensor)
         if self._base._alias_of is not None:
-            self._base._alias_of.write_back(self._base)
+            super().write_back(view)
 
 
 def unversioned(tensor: DTensor) -> DTensor:

@@ -54,7 +54,8 @@ class LocalCall:
 
 def plan_of_spec(call: OpCall, signature: Signature, op_spec: OpSpec) -> Plan:
     """Return the plan that moves inputs to where ``op_spec`` has them."""
-    function = _function(call, signature, op_spec)
+    inputs, outputs = op_spec.inputs, op_spec.outputs
+    function = own_function(call, signature.arguments, signature.function, inputs, outputs)
     if call.func.name().startswith(_OTHER_ORDER):
         function = _in_memory_order(function, op_spec.outputs)
     finish = finisher(call.func, call.mesh, op_spec.outputs)
@@ -206,10 +207,7 @@ def finisher(
 ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
     """Return what makes a call's result from its arguments and its local result.
 
-    Args:
-        func: The operator.
-        mesh: Of the call.
-        outputs: Layouts of all tensors in the result; None if they are whole on every rank.
+    ``outputs`` are the layouts of all tensors in the result, None if they are whole on every rank.
     """
     names = returned_names(func)
     if not names:
@@ -280,16 +278,21 @@ def local_function(mesh: DeviceMesh, at: Callable[[tuple[int, ...]], Function]) 
     return lambda *args, **kwargs: per_rank(run, mesh, args, kwargs)
 
 
-def _function(call: OpCall, signature: Signature, op_spec: OpSpec) -> Function:
-    if signature.arguments is None and signature.function is None:
+def own_function(
+    call: OpCall,
+    arguments: Callable[[RankView], dict[str, Any]] | None,
+    function: Callable[[RankView], Function] | None,
+    inputs: tuple[Layout, ...],
+    outputs: tuple[Layout, ...],
+) -> Function:
+    """Return a rank's own call, as a signature or a view describes it."""
+    if arguments is None and function is None:
         return call.func
 
     def at(coordinate: tuple[int, ...]) -> Function:
-        local = RankView(coordinate, op_spec.inputs, op_spec.outputs)
-        function = signature.function(local) if signature.function else call.func
-        if signature.arguments is None:
-            return function
-        return with_arguments(call, signature.arguments(local), function)
+        local = RankView(coordinate, inputs, outputs)
+        run = function(local) if function else call.func
+        return run if arguments is None else with_arguments(call, arguments(local), run)
 
     return local_function(call.mesh, at)
 

@@ -52,8 +52,7 @@ def resizes(call: OpCall) -> bool:
 def follow_shape(tensor: Tensor, local: Tensor) -> bool:
     """Let ``tensor`` become what an operator made of its whole local part by resizing it.
 
-    Returns:
-        Whether the part has another shape than the tensor had.
+    Whether that has another shape than the tensor had is returned.
     """
     local = as_it_is(local)
     if not isinstance(tensor, DTensor) or local.shape == layout_of(tensor).shape:

@@ -144,6 +144,12 @@ def given(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     return kwargs.get(name)
 
 
+def variant(func: OpOverload, suffix: str) -> OpOverload | None:
+    """Return the operator whose name has a suffix more, ``_`` or ``_copy``, if there is one."""
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::") + suffix, None)
+    return getattr(packet, func._overloadname, None)
+
+
 @cache
 def is_inplace(func: OpOverload) -> bool:
     """Whether the operator writes into its first argument."""

@@ -22,8 +22,8 @@ from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
 from vescale_dtensor._torch_private import OpOverload, pytree
 
 from .gathered_views import GatheredView
-from .local_plan import LocalCall, Plan, distributed, local_function
-from .op_call import Function, OpCall, RankView, is_view, with_arguments
+from .local_plan import LocalCall, Plan, distributed, own_function
+from .op_call import Function, OpCall, RankView, is_view
 from .signature import Dims, on_dim, single_dim
 
 
@@ -48,9 +48,7 @@ def lettered(
 ) -> Callable[[Placements], list[Placements] | None]:
     """Return the ``place`` of a view that keeps, drops or reorders dims.
 
-    Args:
-        base: A letter per dim of the base, None for a dim that must be whole.
-        results: The same for every result.
+    Dims of the base that must be whole, and of results that are new, are None.
     """
 
     def place(placements: Placements) -> list[Placements] | None:
@@ -84,7 +82,7 @@ def plan_view(call: OpCall, view: View) -> Plan:
     )
     offsets = tuple(int(tensor.storage_offset()) for tensor in call.outputs)
     target = base.placed(placements)
-    function = _own_function(call, view, target, outputs)
+    function = own_function(call, view.arguments, view.function, (target,), outputs)
     if target is base and isinstance(call.tensors[0], DTensor):
         return LocalCall(function, _finisher(call, outputs, offsets), None)
 
@@ -123,20 +121,6 @@ def _placements_to_view(base: Layout, view: View) -> Placements:
         if found:
             return min(found, key=lambda each: each[0])[1]
     raise AssertionError("a view of a whole tensor can always be made")
-
-
-def _own_function(call: OpCall, view: View, base: Layout, outputs: tuple[Layout, ...]) -> Function:
-    if view.arguments is None and view.function is None:
-        return call.func
-
-    def at(coordinate: tuple[int, ...]) -> Function:
-        local = RankView(coordinate, (base,), outputs)
-        function = view.function(local) if view.function else call.func
-        if view.arguments is None:
-            return function
-        return with_arguments(call, view.arguments(local), function)
-
-    return local_function(call.mesh, at)
 
 
 def _finisher(

@@ -44,11 +44,7 @@ def dcp_chunks(tensor: torch_dtensor.DTensor) -> list[ChunkStorageMetadata]:
 
 
 def dcp_shard(tensor: torch_dtensor.DTensor, index: Any) -> Tensor:
-    """Return the part of the local tensor whose box begins at ``index.offset``.
-
-    Raises:
-        ValueError: If this rank has no such box.
-    """
+    """Return the part of the local tensor whose box begins at ``index.offset``."""
     local = tensor._local_tensor.detach()
     for held in _boxes(tensor):
         if index.offset is None or torch.Size(held.box.offset) == index.offset:

@@ -358,11 +358,8 @@ def layout_of(tensor: torch_dtensor.DTensor) -> Layout:
 def wrap(local: Tensor, made: Layout, *, offset: int = 0) -> DTensor:
     """Construct a DTensor without checks.
 
-    Args:
-        local: This rank's part.
-        made: Where the elements are.
-        offset: Where the tensor would begin in its storage on one device; autograd of writes
-            through views needs it.
+    ``offset`` is where the tensor would begin in its storage on one device; autograd of writes
+    through views needs it.
     """
     if not offset:
         return new_dtensor(DTensor, local, made.spec, requires_grad=False)

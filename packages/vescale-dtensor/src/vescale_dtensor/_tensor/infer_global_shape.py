@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def infer_layout(
         mesh,
         *all_gather_rows(told.to(mesh.device_type), mesh, axes),
     )
-    shapes = dict(zip(_coordinates(mesh), (row[1:] for row in rows), strict=True))
+    shapes = dict(zip(product(*map(range, mesh.shape)), (row[1:] for row in rows), strict=True))
     inferred = list(placements)
     # The innermost axis was cut last, so its parts are the ones to be put together first.
     for axis in reversed(axes):
@@ -96,10 +97,3 @@ def _join_parts(
     if sizes == even or isinstance(placement, InterleavedShard) or not total:
         return shape, placement
     return shape, RaggedShard((dim,), 1, tuple(sizes))
-
-
-def _coordinates(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    coordinates: list[tuple[int, ...]] = [()]
-    for axis in range(mesh.ndim):
-        coordinates = [(*c, index) for c in coordinates for index in range(mesh.size(axis))]
-    return coordinates

@@ -158,10 +158,6 @@ class PairedNormals:
     """Numbers that one random method makes from normals, drawn one after the other in pairs.
 
     The first of them may be the spare that the generator kept.
-
-    Args:
-        fill: What is drawn.
-        point: Where the generator was.
     """
 
     def __init__(self, fill: Fill, point: Point) -> None:

@@ -48,13 +48,7 @@ class SeedRule:
 
 
 class SeededTensor:
-    """The elements that one call draws, in row-major order.
-
-    Args:
-        kernel: What draws them.
-        rule: How it seeds.
-        point: Where the generator was.
-    """
+    """The elements that one call draws, in row-major order."""
 
     def __init__(self, kernel: _Kernel, rule: SeedRule, point: Point) -> None:
         self._kernel = kernel
@@ -87,10 +81,7 @@ def measured_rule(
 ) -> SeedRule | None:
     """Return the rule under which parts drawn on their own are those of the whole.
 
-    Args:
-        kernel: What is measured.
-        attempt: Fills a tensor with it, and returns the states before and after.
-        dtype: Of the elements.
+    ``attempt`` fills a tensor with ``kernel`` and returns the states before and after.
     """
     whole, transposed = torch.empty(1500, dtype=dtype), torch.empty(30, 50, dtype=dtype).t()
     one = torch.empty(1, dtype=dtype)

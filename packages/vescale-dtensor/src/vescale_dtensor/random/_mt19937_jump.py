@@ -24,7 +24,7 @@ _TWIST = 0x9908B0DF
 _LOW = (1 << _DEGREE) - 1
 
 # Draws whose words the polynomial combines: its own degree, and the words of the result.
-_SEQUENCE_NUMEL = (_DEGREE // NUM_WORDS + 2) * NUM_WORDS
+SEQUENCE_NUMEL = (_DEGREE // NUM_WORDS + 2) * NUM_WORDS
 # Four coefficients at a time index a table of the sixteen XORs of four neighbouring words.
 _GROUP = 4
 _ROWS_AT_A_TIME = 512
@@ -95,17 +95,17 @@ def advance(sequence: Tensor, distance: int) -> Tensor:
         distance: Number of draws, not negative.
     """
     # A window row per group of coefficients, starting at the table entry of the group.
-    table = torch.zeros(1 << _GROUP, _SEQUENCE_NUMEL, dtype=torch.int32)
+    table = torch.zeros(1 << _GROUP, SEQUENCE_NUMEL, dtype=torch.int32)
     for entry in range(1, 1 << _GROUP):
         lowest = entry & -entry
         shift = lowest.bit_length() - 1
-        table[entry, : _SEQUENCE_NUMEL - shift] = sequence[shift:]
+        table[entry, : SEQUENCE_NUMEL - shift] = sequence[shift:]
         if entry != lowest:
             table[entry] ^= table[entry ^ lowest]
     packed = power_of_x(distance).to_bytes(_DEGREE // 8 + 1, "little")
     coefficients = torch.tensor(list(packed), dtype=torch.int64)
     groups = torch.stack((coefficients & 15, coefficients >> _GROUP), dim=1).flatten()
-    starts = groups * _SEQUENCE_NUMEL + _GROUP * torch.arange(groups.numel())
+    starts = groups * SEQUENCE_NUMEL + _GROUP * torch.arange(groups.numel())
     windows = table.view(-1).as_strided((table.numel() - NUM_WORDS + 1, NUM_WORDS), (1, 1))
     total = torch.zeros(_ROWS_AT_A_TIME, NUM_WORDS, dtype=torch.int32)
     for chunk in starts.split(_ROWS_AT_A_TIME):
@@ -114,11 +114,6 @@ def advance(sequence: Tensor, distance: int) -> Tensor:
         half = len(total) // 2
         total = total[:half] ^ total[half:]
     return total[0]
-
-
-def sequence_numel() -> int:
-    """Return how many words :func:`advance` reads."""
-    return _SEQUENCE_NUMEL
 
 
 def untempered(word: int) -> int:

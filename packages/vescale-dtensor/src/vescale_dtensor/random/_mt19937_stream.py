@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._mt19937_jump import NUM_WORDS, advance, sequence_numel, untempered
+from ._mt19937_jump import NUM_WORDS, SEQUENCE_NUMEL, advance, untempered
 from ._skip_ahead import discard
 
 # torch.Generator.get_state(), 5056 bytes: u64 seed; i32 left, seeded; u64 next, words[624];
@@ -175,7 +175,7 @@ def _jump(state: Tensor, distance: int) -> Tensor:
     generator = torch.Generator()
     generator.set_state(_at_end_of_block(state))
     blocks = [words_of(state).to(torch.int32)]
-    for _ in range(sequence_numel() // NUM_WORDS - 1):
+    for _ in range(SEQUENCE_NUMEL // NUM_WORDS - 1):
         discard(generator, NUM_WORDS)
         blocks.append(words_of(generator.get_state()).to(torch.int32))
     words = advance(torch.cat(blocks), distance)

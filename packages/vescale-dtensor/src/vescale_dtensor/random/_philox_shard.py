@@ -98,13 +98,7 @@ def _fits(numel: int, itemsize: int) -> bool:
 
 
 class PhiloxTensor:
-    """The elements that one call draws, in the order of the memory.
-
-    Args:
-        draw_at: Draws them.
-        grid: On which threads.
-        launches: In which pieces.
-    """
+    """The elements that one call draws, in the order of the memory."""
 
     def __init__(self, draw_at: DrawAt, grid: Grid, launches: list[Launch]) -> None:
         self._draw_at = draw_at

@@ -50,25 +50,41 @@ _METHODS: dict[_Operator, Fill] = {
     _aten.cauchy_.default: Fill("cauchy_", (0.0, 1.0)),
     _aten.geometric_.default: Fill("geometric_", ()),
 }
-_FACTORIES: dict[_Operator, Callable[[_Args], Fill]] = {
-    _aten.rand.default: lambda args: _UNIT_UNIFORM,
-    _aten.rand.generator: lambda args: _UNIT_UNIFORM,
-    _aten.rand_like.default: lambda args: _UNIT_UNIFORM,
-    _aten.rand_like.generator: lambda args: _UNIT_UNIFORM,
-    _aten.randn.default: lambda args: _UNIT_NORMAL,
-    _aten.randn.generator: lambda args: _UNIT_NORMAL,
-    _aten.randn_like.default: lambda args: _UNIT_NORMAL,
-    _aten.randn_like.generator: lambda args: _UNIT_NORMAL,
-    _aten.randint.default: lambda args: Fill("random_", (0, args[0])),
-    _aten.randint.generator: lambda args: Fill("random_", (0, args[0])),
-    _aten.randint.low: lambda args: Fill("random_", (args[0], args[1])),
-    _aten.randint.low_generator: lambda args: Fill("random_", (args[0], args[1])),
-    _aten.randint_like.default: lambda args: Fill("random_", (0, args[1])),
-    _aten.randint_like.generator: lambda args: Fill("random_", (0, args[1])),
-    _aten.randint_like.low_dtype: lambda args: Fill("random_", (args[1], args[2])),
-    _aten.randint_like.low_generator_dtype: lambda args: Fill("random_", (args[1], args[2])),
-    _aten.normal.float_float: lambda args: Fill("normal_", (args[0], args[1])),
+# By the overload without a generator, which makes no difference.
+_FACTORIES: dict[str, Callable[[_Args], Fill]] = {
+    "aten.rand.default": lambda args: _UNIT_UNIFORM,
+    "aten.rand_like.default": lambda args: _UNIT_UNIFORM,
+    "aten.randn.default": lambda args: _UNIT_NORMAL,
+    "aten.randn_like.default": lambda args: _UNIT_NORMAL,
+    "aten.randint.default": lambda args: Fill("random_", (0, args[0])),
+    "aten.randint.low": lambda args: Fill("random_", (args[0], args[1])),
+    "aten.randint_like.default": lambda args: Fill("random_", (0, args[1])),
+    "aten.randint_like.low_dtype": lambda args: Fill("random_", (args[1], args[2])),
+    "aten.normal.float_float": lambda args: Fill("normal_", (args[0], args[1])),
 }
+_FINISHED: tuple[_Operator, ...] = (
+    _aten.bernoulli.default,
+    _aten.bernoulli.Tensor,
+    _aten.bernoulli_.Tensor,
+    _aten.normal.Tensor_float,
+    _aten.normal.float_Tensor,
+    _aten.normal.Tensor_Tensor,
+    _aten.native_dropout.default,
+)
+
+
+def _factory(func: _Operator) -> Callable[[_Args], Fill] | None:
+    name = str(func).replace(".generator", ".default").replace("_generator", "")
+    return _FACTORIES.get(name)
+
+
+_LIKES = (_aten.rand_like, _aten.randn_like, _aten.randint_like)
+# Those whose first argument is a tensor.
+OPERATORS_ON_TENSORS: tuple[Any, ...] = (
+    *_METHODS,
+    *_FINISHED,
+    *filter(_factory, (getattr(like, name) for like in _LIKES for name in like.overloads())),
+)
 
 
 def fill_of(func: _Operator, args: _Args) -> Fill | None:
@@ -82,7 +98,7 @@ def fill_of(func: _Operator, args: _Args) -> Fill | None:
         fill = _METHODS[func]
         given = args[1:]
         return Fill(fill.method, (*given, *fill.parameters[len(given) :]))
-    factory = _FACTORIES.get(func)
+    factory = _factory(func)
     return None if factory is None else factory(args)
 
 

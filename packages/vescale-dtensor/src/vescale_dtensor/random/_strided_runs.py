@@ -35,12 +35,9 @@ class Runs:
 
 
 def draw_window(runs: Runs, window: Window, out: Tensor) -> None:
-    """Put the elements at ``window`` into ``out``.
+    """Put the elements at ``window`` into ``out``, which has its shape.
 
-    Args:
-        runs: Draws them.
-        window: In units of elements in drawing order, no stride being zero.
-        out: Of the shape of ``window``.
+    The window is in units of elements in drawing order, no stride being zero.
     """
     dims = [dim for dim, size in enumerate(window.shape) if size > 1]
     dims.sort(key=lambda dim: window.stride[dim], reverse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,25 +34,12 @@ class Window:
     @property
     def is_dense(self) -> bool:
         """Whether the elements are all different and leave no gap."""
-        expected = 1
-        dims = sorted(zip(self.stride, self.shape, strict=True))
-        for stride, size in dims:
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+        return _are_without_gaps(sorted(zip(self.stride, self.shape, strict=True)))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without a gap."""
-        expected = 1
-        for stride, size in zip(reversed(self.stride), reversed(self.shape), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+        return _are_without_gaps([*zip(self.stride, self.shape, strict=True)][::-1])
 
     @property
     def span(self) -> int:
@@ -67,6 +55,16 @@ class Window:
         """Return the tensor that is this window on ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+def _are_without_gaps(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether dims, (stride, size) from the innermost on, are as those of a dense tensor."""
+    expected = 1
+    for stride, size in dims:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def memory_order(window: Window) -> tuple[int, ...]:

@@ -15,11 +15,7 @@ from .candidate import Candidate
 
 
 def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
-    """Return the candidate along an axis that parameters begin and end.
-
-    Raises:
-        RefusedError: If there is none.
-    """
+    """Return the candidate along an axis that parameters begin and end."""
     for obstacle in search.obstacles.get(atom, ()):
         where = f" in {obstacle.module!r}" if obstacle.module else ""
         raise RefusedError(f"{obstacle.why}{where}")

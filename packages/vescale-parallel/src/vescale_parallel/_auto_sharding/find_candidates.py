@@ -22,11 +22,8 @@ def find_candidates(
 ) -> Candidates:
     """Propose shardings of a model's parameters among ``size`` ranks.
 
-    Args:
-        model: May be real, on the meta device, or deferred; it is not changed.
-        batch: As in :func:`vescale_parallel.observe`.
-        size: Ranks along the tensor-parallel axis.
-        trace: What :func:`infer_axes` returned for the model and batch, to save the time.
+    The model may be real, on the meta device, or deferred; it is not changed. A ``trace`` is what
+    :func:`infer_axes` returned for it and the batch, to save the time.
 
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.

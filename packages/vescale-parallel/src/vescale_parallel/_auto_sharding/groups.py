@@ -15,6 +15,7 @@ from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
 from .candidate import Group
 from .find_candidates import Candidate
+from .region_options import is_linear
 
 
 def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
@@ -29,9 +30,7 @@ def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
     rest: dict[str, str] = {}
     for pattern, text in plan.items():
         owner = pattern.rpartition(".")[0]
-        found = matching(owner, names)
-        linear = bool(found) and linear_kind(model.get_submodule(found[0])) is not None
-        if "<" in pattern or not linear or owner in moved:
+        if "<" in pattern or not is_linear(model, owner) or owner in moved:
             rest[pattern] = text
         else:
             members.setdefault(owner.rpartition(".")[0], {})[pattern] = text
@@ -75,11 +74,7 @@ def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> b
 
 
 def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
-    """Put the candidates of equal blocks together.
-
-    Returns:
-        The groups, best first, tables of embeddings and heads last.
-    """
+    """Put the candidates of equal blocks together, best first, tables and heads last."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     tables: list[Group] = []
     for cut in cuts:
@@ -128,10 +123,7 @@ def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str
 def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> list[Group]:
     """Return groups whose key-value heads are fewer than the ranks, so that ranks share them.
 
-    Args:
-        model: Whole.
-        cuts: Along axes whose length divides ``size``.
-        size: Tensor-parallel ranks.
+    ``cuts`` are along axes whose length divides ``size``.
     """
     groups = [group for group in groups_of_cuts(model, cuts) if group.entries]
     lengths = {fqn: cut.length for cut in cuts for fqn in cut.parameters}
@@ -144,7 +136,7 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
         least = min(rows.values())
         few = {p.rpartition(".")[0] for p, length in rows.items() if length == least}
         ratio = max(rows.values()) // least
-        linear = all(_is_linear_pattern(model, p) for p in few)
+        linear = all(is_linear(model, p) for p in few)
         if linear and ratio % (size // num_shared) == 0 and few <= set(group.entries):
             found.append(
                 Group(
@@ -167,11 +159,6 @@ def _cut_length(model: nn.Module, pattern: str, text: str) -> int:
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     dim = getattr(parse_placement(text), "dim", 0)
     return model.get_parameter(matching(pattern, names)[0]).shape[dim]
-
-
-def _is_linear_pattern(model: nn.Module, pattern: str) -> bool:
-    found = matching(pattern, [fqn for fqn, _ in model.named_modules()])
-    return bool(found) and linear_kind(model.get_submodule(found[0])) is not None
 
 
 def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

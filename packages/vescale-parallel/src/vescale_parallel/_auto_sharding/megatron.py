@@ -14,7 +14,7 @@ from torch import nn
 
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
-from vescale_parallel._verify.single_module import proven_alone
+from vescale_parallel._verify.single_module import checked_alone
 
 
 def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[
         shapes = tuple(tuple(child.get_parameter("weight").shape) for child in linears.values())
         key = (type(module), tuple(linears), shapes)
         if key not in known:
-            known[key] = _fused_attention(module, size) or _proven_pair(module, linears, size)
+            known[key] = _fused_attention(module, size) or _checked_pair(module, linears, size)
         plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
     return plan
 
@@ -66,19 +66,16 @@ def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
     }
 
 
-def _proven_pair(module: nn.Module, linears: Mapping[str, nn.Module], size: int) -> dict[str, str]:
+def _checked_pair(
+    module: nn.Module, linears: Mapping[str, nn.Module], size: int
+) -> dict[str, str]:
     """Return a sharding plan for one module if running it shows the plan right.
+
+    ``linears`` are the linear layers among its children, in definition order. Names are relative
+    to ``module``; there are none if no variant is right.
 
     The last linear becomes row-wise, the others column-wise (fused projections in equal
     parts), and integers that count heads or features are divided where that is needed.
-
-    Args:
-        module: A module that can be called on one tensor (batch, sequence, features).
-        linears: Its children that are linear layers, by name, in definition order.
-        size: Tensor-parallel ranks.
-
-    Returns:
-        Names relative to ``module`` to placement text; empty if no variant is right.
     """
     *columns, row = linears
     row_kind = linear_kind(linears[row])
@@ -99,7 +96,7 @@ def _proven_pair(module: nn.Module, linears: Mapping[str, nn.Module], size: int)
         )
     for attributes in _divisible_attributes(module, inner, size):
         variant = plan | {f"<attr:{name}>": "Shard(0)" for name in attributes}
-        proven = proven_alone(module, variant, outer, size)
+        proven = checked_alone(module, variant, outer, size)
         if proven is not None:
             return proven
     return {}

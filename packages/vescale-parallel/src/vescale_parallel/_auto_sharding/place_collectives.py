@@ -23,7 +23,7 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._verify.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
-from vescale_parallel._verify.equivalence import Proof, prove
+from vescale_parallel._verify.equivalence import CheckResult, check_plan
 
 from .candidate import Group
 from .region_options import attribute_options, border_options, entrances, holder_of, is_linear
@@ -71,12 +71,8 @@ def place_collectives(
 ) -> ShardingProposal:
     """Return a sharding plan for as many groups as compute what one device does.
 
-    Args:
-        runs: Of the whole model, which is only run on fakes, its blocks on random numbers.
-        groups: What to shard, each compared on its own and then together; of those that share
-            parameters the first that is right.
-        size: Tensor-parallel ranks.
-        sequence: Shard activations between regions along dim 1.
+    Each group is compared on its own and then together; of those that share parameters the first
+    that is right counts. ``sequence`` shards activations between regions along dim 1.
 
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right.
@@ -91,16 +87,16 @@ def place_collectives(
     subject = _Subject(runs, size, needs_values)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
     try:
-        proof = subject.proof_of(_together(kept))
+        result = subject.result_of(_together(kept))
     except DryRunError:
         raise  # no other borders would help
     except ValueError:
         kept, refused = _one_by_one(subject, groups)
-        proof = subject.proof_of(_together(kept)) if kept and not sequence else None
+        result = subject.result_of(_together(kept)) if kept and not sequence else None
     if sequence:
         plan = _in_sequence(subject, kept)
     else:
-        plan = _together(kept) | ({} if proof is None else _grad_marks(model, proof))
+        plan = _together(kept) | ({} if result is None else _grad_marks(model, result))
     form = CallForms(model).form(*bind(model, runs.batch))
     return ShardingProposal(plan=plan, left_whole=refused, proven_call=form)
 
@@ -131,7 +127,7 @@ def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[
         plan, why = _alone(subject, group)
         try:
             if plan is not None and together:
-                subject.proof_of(together | plan)
+                subject.result_of(together | plan)
         except ValueError as error:
             plan, why = None, str(error)
         if plan is None:
@@ -157,39 +153,39 @@ class _Subject:
     runs: DryRuns
     size: int
     needs_values: bool
-    _proofs: dict[tuple[tuple[str, str], ...], Proof | str] = field(
-        default_factory=dict["tuple[tuple[str, str], ...]", "Proof | str"]
+    _results: dict[tuple[tuple[str, str], ...], CheckResult | str] = field(
+        default_factory=dict["tuple[tuple[str, str], ...]", "CheckResult | str"]
     )
 
     @property
     def model(self) -> nn.Module:
         return self.runs.model
 
-    def proof_of(self, plan: Mapping[str, str]) -> Proof:
+    def result_of(self, plan: Mapping[str, str]) -> CheckResult:
         """Prove a plan, once; raise ValueError if it is wrong or was not compared in full."""
         key = tuple(plan.items())
-        found = self._proofs.get(key)
+        found = self._results.get(key)
         if isinstance(found, str):
             raise ValueError(found)
         if found is None:
             try:
-                found = self._proofs[key] = self._prove(plan)
+                found = self._results[key] = self._check(plan)
             except ValueError as error:
                 if not isinstance(error, DryRunError):
-                    self._proofs[key] = str(error)  # the error would keep what was compared
+                    self._results[key] = str(error)  # the error would keep what was compared
                 raise
         return found
 
-    def _prove(self, plan: Mapping[str, str]) -> Proof:
+    def _check(self, plan: Mapping[str, str]) -> CheckResult:
         sharding = shard(plan, self.model, self.size)
-        proof = prove(self.runs, sharding, needs_values=self.needs_values)
-        if proof.too_large:
+        result = check_plan(self.runs, sharding, needs_values=self.needs_values)
+        if result.too_large:
             raise ValueError(
-                f"{proof.too_large[0]} is too large to be run and compared with one device"
+                f"{result.too_large[0]} is too large to be run and compared with one device"
             )
-        for fqn, why in proof.unproven.items():
+        for fqn, why in result.unchecked.items():
             raise ValueError(f"{fqn} was not compared with one device: {why}")
-        return proof
+        return result
 
 
 def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]:
@@ -199,7 +195,7 @@ def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]
         for borders in border_options(subject.model, group):
             plan = {**group.placed, **attributes, **borders}
             try:
-                subject.proof_of(plan)
+                subject.result_of(plan)
             except ValueError as error:
                 why = why or str(error)
                 continue
@@ -207,13 +203,13 @@ def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]
     return None, why
 
 
-def _grad_marks(model: nn.Module, proof: Proof) -> dict[str, str]:
+def _grad_marks(model: nn.Module, result: CheckResult) -> dict[str, str]:
     """Return the marks of parameters with partial gradients, patterns where they can be."""
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     marks: dict[str, str] = {}
-    for fqn in sorted(proof.partial_grads):
+    for fqn in sorted(result.partial_grads):
         patterns = (generalize(fqn), generalize_first(fqn), fqn)
-        fitting = (p for p in patterns if proof.partial_grads.issuperset(matching(p, names)))
+        fitting = (p for p in patterns if result.partial_grads.issuperset(matching(p, names)))
         marks[f"{next(fitting)}.<grad>"] = "Partial()"
     return marks
 
@@ -256,11 +252,11 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
             for part in chosen:
                 plan |= part
             try:
-                proof = subject.proof_of(plan)
+                result = subject.result_of(plan)
             except ValueError as error:
                 why = why or str(error)
                 continue
-            return plan | _grad_marks(model, proof)
+            return plan | _grad_marks(model, result)
     raise ValueError(
         "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
         f"{type(model).__name__} along dim 1; leave it out ({why})"

@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
 from .candidate import Group
 
@@ -89,8 +92,10 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
     found: set[int] = set()
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, text in group.parameters.items():
-        digits = [int(part) for part in text.strip(")").partition("(")[2].split(",")]
+        placement = parse_placement(text)
+        assert isinstance(placement, Shard | InterleavedShard)
         for fqn in matching(pattern, names)[:1]:
-            length = model.get_parameter(fqn).shape[digits[0]]
-            found |= {length, length // (digits[1] if len(digits) > 1 else 1)}
+            length = model.get_parameter(fqn).shape[placement.dim]
+            parts = placement.parts if isinstance(placement, InterleavedShard) else 1
+            found |= {length, length // parts}
     return found

@@ -1,1 +1,1 @@
-"""Where rows of the batch meet (BatchNorm, contrast, masked means): found, then computed whole."""
+"""Where rows of the batch depend on each other, as in BatchNorm: found, then computed whole."""

@@ -22,11 +22,8 @@ from .regions import RowRegions
 class BatchRows:
     """What a parallelized model knows of the rows of its batches.
 
-    Args:
-        guard: Finds where rows meet; None if the batch is in one part.
-        regions: Lets them meet; None where that cannot be, in a pipeline.
-        groups: Of the ranks that share a batch, innermost axis first.
-        num_parts: How many parts the batch is in.
+    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline, where
+    rows that depend on each other are refused.
 
     Attributes:
         meetings: Of the call that runs.
@@ -44,7 +41,7 @@ class BatchRows:
         self.meetings, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
-        """Be ready for rows that meet in modules whose forward is wrapped after this."""
+        """Be ready for dependent rows in modules whose forward is wrapped after this."""
         if self._regions is not None:
             self._regions.prepare(model, fqns)
 
@@ -52,10 +49,11 @@ class BatchRows:
     def of_call(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Run a call of the model; where rows meet it is of the batch of all ranks.
+        """Run a call; where rows depend on each other it is of the batch of all ranks.
 
         Raises:
-            ValueError: If rows meet in a pipeline, or ranks have batches of other shapes.
+            ValueError: If rows depend on each other in a pipeline, or ranks have batches of other
+                shapes.
         """
         if self._guard is None:
             yield

@@ -1,6 +1,6 @@
-"""How tensors at the border of a module lie over the ranks that share a batch.
+"""Where the rows of a batch are in tensors, and where they depend on each other; pure data.
 
-Kept apart from what finds it (:mod:`._row_check`) and from what carries it out
+Kept apart from what finds it (:mod:`.check`) and from what carries it out
 (:mod:`.regions`): plain data, and what is read off shapes.
 """
 
@@ -16,6 +16,8 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
+
+from .row_counts import num_rows_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class MeanOfParts:
 
 
 @dataclass(frozen=True)
-class Border:
+class ModuleRows:
     """Where the rows are in what a module takes and returns; None for tensors without rows."""
 
     inputs: tuple[Rows | None, ...]
@@ -53,20 +55,20 @@ class Border:
 
 @dataclass(frozen=True)
 class RowMeetings:
-    """Where rows of a batch meet in one form of call of a model.
+    """Where rows of a batch depend on each other in one form of call of a model.
 
     Attributes:
-        regions: Modules whose own code lets rows meet, with how that was seen.
-        borders: Of regions, and of modules that a region's code calls and in whose own code
-            rows do not meet: by name and by what they are called with.
+        regions: Modules whose own code lets rows depend on each other, with how that was seen.
+        module_rows: Of regions, and of modules that a region's code calls and in whose own code
+            rows do not depend on each other: by name and by what they are called with.
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
         given: Where the rows are in what the model is given; None if it was not looked at.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
-    borders: Mapping[tuple[str, str], Border] = field(
-        default_factory=dict[tuple[str, str], Border]
+    module_rows: Mapping[tuple[str, str], ModuleRows] = field(
+        default_factory=dict[tuple[str, str], ModuleRows]
     )
     of_patterns: bool = False
     given: tuple[Rows | None, ...] | None = None
@@ -87,29 +89,31 @@ class RowMeetings:
         return self.given if self.given is not None and len(self.given) == len(leaves) else None
 
     def is_region(self, fqn: str) -> bool:
-        """Whether rows meet in a module's own code."""
+        """Whether rows depend on each other in a module's own code."""
         return self._named(fqn) in self.regions
 
     def as_patterns(self) -> RowMeetings:
         """Return the same for a model with more layers of the same kinds."""
         return RowMeetings(
             regions={generalize(fqn): why for fqn, why in self.regions.items()},
-            borders={(generalize(fqn), form): b for (fqn, form), b in self.borders.items()},
+            module_rows={
+                (generalize(fqn), form): b for (fqn, form), b in self.module_rows.items()
+            },
             of_patterns=True,
             given=self.given,
         )
 
     def reason(self, fqn: str) -> str:
-        """Return how it was seen that rows meet in a region."""
+        """Return how it was seen that rows depend on each other in a region."""
         return self.regions[self._named(fqn)]
 
-    def border(self, fqn: str, tree: Any) -> Border | None:
+    def rows_of_module(self, fqn: str, tree: Any) -> ModuleRows | None:
         """Return where the rows are for a call with ``tree``, None if none like it was seen."""
-        return self.borders.get((self._named(fqn), structure(tree)))
+        return self.module_rows.get((self._named(fqn), structure(tree)))
 
     def names(self, fqns: Sequence[str]) -> list[str]:
-        """Return which modules of a model are regions or have a border."""
-        known = {*self.regions, *(name for name, _ in self.borders)}
+        """Return which modules of a model are regions, or have rows at known dims."""
+        known = {*self.regions, *(name for name, _ in self.module_rows)}
         return [fqn for fqn in fqns if self._named(fqn) in known]
 
     def _named(self, fqn: str) -> str:
@@ -120,16 +124,16 @@ NOWHERE = RowMeetings()
 
 
 def joined(found: Sequence[RowMeetings]) -> RowMeetings:
-    """Return where rows meet for any of several ranks, which were given different values."""
+    """Return where rows depend on each other for any of several ranks, with other values."""
     regions: dict[str, str] = {}
-    borders: dict[tuple[str, str], Border] = {}
+    module_rows: dict[tuple[str, str], ModuleRows] = {}
     for each in found:
         regions |= {fqn: why for fqn, why in each.regions.items() if fqn not in regions}
-        borders |= {at: border for at, border in each.borders.items() if at not in borders}
+        module_rows |= {at: rows for at, rows in each.module_rows.items() if at not in module_rows}
     clear = {
-        at: border
-        for at, border in borders.items()
-        if all(each.borders.get(at, border) == border for each in found)
+        at: rows
+        for at, rows in module_rows.items()
+        if all(each.module_rows.get(at, rows) == rows for each in found)
     }
     given = {each.given for each in found}
     return RowMeetings(
@@ -166,41 +170,3 @@ def part_of_rows(whole: Tensor, rows: Rows, part: int, num_parts: int, num_rows:
     few = num_rows // num_parts
     inner = whole.unflatten(rows.dim, (-1, num_rows)).narrow(rows.dim + 1, part * few, few)
     return inner.flatten(rows.dim, rows.dim + 1)
-
-
-def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
-    """Whether a list has something for every row, rather than tensors of all rows."""
-    if len(value) != num_rows or num_rows == 0:
-        return False
-    tensors = [each for each in value if isinstance(each, Tensor)]
-    return not tensors or any(row_dim(x, num_rows) is None for x in tensors)
-
-
-def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-    """Return how many rows a call may have, the likeliest first.
-
-    Most tensors have the rows as their first dim; in (time x batch x features) beside targets
-    of (batch) they are what the tensors share.
-    """
-    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-    leaves = pytree.tree_leaves((opened, dict(kwargs)))
-    shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
-    firsts = [shape[0] for shape in shapes]
-    sizes = dict.fromkeys(size for shape in shapes for size in shape)
-
-    def likelihood(size: int) -> tuple[int, int]:
-        shared = sum(size in shape for shape in shapes)
-        return shared + firsts.count(size), shared
-
-    return sorted(sizes, key=likelihood, reverse=True)
-
-
-def num_rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the rows of the batch that a call has, 0 if it has no tensor."""
-    return next(iter(row_counts(args, kwargs)), 0)
-
-
-def row_dim(tensor: Tensor, num_rows: int) -> int | None:
-    """Return the first dim of a tensor that is as long as there are rows."""
-    shape = tuple(tensor.shape)
-    return shape.index(num_rows) if num_rows in shape else None

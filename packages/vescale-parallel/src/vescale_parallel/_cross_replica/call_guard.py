@@ -1,18 +1,18 @@
-"""Know where rows of the batch meet in every form of call of a model, before it runs in it."""
+"""Know where rows depend on each other in every form of call of a model, before it runs in it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
 from vescale_parallel._model.copies import copied_without_hooks
-from vescale_parallel._model.inputs import common_length, some_that_count
+from vescale_parallel._model.inputs import (
+    usual_num_rows,
+)
 from vescale_parallel._model.random_copies import random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -24,10 +24,7 @@ from vescale_parallel._verify.threads import in_fresh_thread
 from .borders import (
     NOWHERE,
     RowMeetings,
-    is_one_a_row,
     joined,
-    row_counts,
-    row_dim,
 )
 from .check import (
     CannotRunError,
@@ -36,17 +33,16 @@ from .check import (
     UnclearRowsError,
     row_meetings,
 )
-from .parts import NUM_ROWS
+from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import seeded
+from .small_batches import Extremes, in_double, largest_table, plain, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
-# Numbers of rows that are tried where more than one dim may be the rows.
-_MOST_GUESSES = 3
 
 
 class RowGuard:
-    """Finds out, once for each form of call, where rows of the batch meet.
+    """Finds out, once for each form of call, where rows of the batch depend on each other.
 
     Args:
         model: Still whole; what a check needs of it is copied.
@@ -79,7 +75,7 @@ class RowGuard:
     def meetings(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[RowMeetings, bool]:
-        """Return where rows meet in a call, and whether that could be checked.
+        """Return where rows depend on each other in a call, and whether that could be checked.
 
         Every rank that shares the batch must call this, unless gradients are off and rows do not
         meet: in a form of call that is new they tell each other where, since that may depend on
@@ -90,7 +86,7 @@ class RowGuard:
         """
         key = self.latest = self.key(model, args, kwargs)
         if key not in self._known and not torch.is_grad_enabled() and key[0] in self._trained:
-            # Where all ranks agreed that rows meet in training they may meet now.
+            # Where all ranks agreed that rows depend on each other in training they may meet now.
             self._known[key] = self._trained[key[0]]
         if key not in self._known:
             self._known[key] = self._find(key, model, args, kwargs)
@@ -113,10 +109,11 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowMeetings:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        is_rows_first = self.is_rows_first((args, kwargs))
+        leaves = filter(_has_dims, pytree.tree_leaves((args, kwargs)))
+        known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
         found, why, is_wrong = NOWHERE, "", False
         try:
-            found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))
+            found = in_fresh_thread(lambda: self._check(model, given, known_rows))
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
         if not found.regions and not torch.is_grad_enabled():
@@ -140,19 +137,11 @@ class RowGuard:
             )
         return joined([each for _, each, *_ in ranks])
 
-    def _check(self, model: nn.Module, given: Given, *, is_rows_first: bool) -> RowMeetings:
+    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowMeetings:
         subject, is_scaled_down = self.subject(model)
-        counts = row_counts(*given)
-        if not counts:
-            raise CannotRunError("no tensor is given that has rows")
-        firsts = {x.shape[0] for x in pytree.tree_leaves(given) if _has_dims(x)}
-        if is_rows_first and len(firsts) == 1:
-            counts = [*firsts]
-        shared = [_sharing(given, count) for count in counts]
-        counts = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]]
         found: dict[int, RowMeetings] = {}
         errors: list[CannotRunError] = []
-        for num_rows in counts[:_MOST_GUESSES]:
+        for num_rows in likely_row_counts(*given) if known_rows is None else [known_rows]:
             try:
                 found[num_rows] = self._meetings_of(subject, given, num_rows, is_scaled_down)
             except CannotRunError as error:
@@ -161,25 +150,24 @@ class RowGuard:
             # Steps of time, taken for rows, meet; rows mostly do not.
             if not found[num_rows].regions:
                 break
+        if not errors and not found:
+            raise CannotRunError("no tensor is given that has rows")
         if not found:
             raise errors[0]
-        first, *_, last = [*found, *found]
-        if len(firsts) == 1 and last != first and not found[last].regions:
-            raise UnclearRowsError(_unclear(found[first], first, last))
-        chosen = last if not found[last].regions else first
+        chosen = _chosen(found, given)
         alike = self._of_rows_alike(subject, given, chosen, is_scaled_down)
         return _with_regions_of(found[chosen], alike)
 
     def _of_rows_alike(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
     ) -> RowMeetings:
-        """Return where rows meet if those of one part have what no row of another one has.
+        """Return where rows depend on each other if no two halves share a value.
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
         last = largest_table(subject) - 1
         for larger in (_twice, lambda value: value.clamp(min=last), lambda value: value):
-            batches = some_rows(given, num_rows, uneven=False, alike=_Extremes(larger))
+            batches = some_rows(given, num_rows, uneven=False, alike=Extremes(larger))
             if is_scaled_down:
                 batches = pytree.tree_map_only(Tensor, within(subject), batches)
             whole, *halves = batches
@@ -228,7 +216,7 @@ class RowGuard:
             module.training = live[fqn].training
             for name, buffer in live[fqn].named_buffers(recurse=False):
                 if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
-                    module._buffers[name] = _in_double(buffer)
+                    module._buffers[name] = in_double(buffer)
         for parameter in subject.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return subject, False
@@ -239,22 +227,28 @@ def _twice(value: Tensor) -> Tensor:
 
 
 def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
-    """Return where rows meet in either; where they lie, the first one knows better."""
+    """Return both; where rows lie, the first one knows better."""
     if not other.regions:
         return found
-    borders = {at: each for at, each in other.borders.items() if at not in found.borders}
-    return joined([found, replace(other, borders=borders, given=found.given)])
+    module_rows = {
+        at: each for at, each in other.module_rows.items() if at not in found.module_rows
+    }
+    return joined([found, replace(other, module_rows=module_rows, given=found.given)])
 
 
-def _unclear(found: RowMeetings, first: int, other: int) -> str:
-    names = ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
+def _unclear(found: RowMeetings, length: int, other: RowMeetings, other_length: int) -> str:
     return (
-        "it cannot be told which dim of a call's tensors the rows of the batch are: if the first, "
-        f"of length {first}, they depend on each other in {names}; if the one of length {other}, "
-        "nowhere. Give parallelize the data set, whose batches have rows first, or call the model "
-        "with tensors that only share the rows, targets of (batch) for example; or use "
+        "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
+        f"length {length}, they depend on each other in {_named(found)}; if the one of length "
+        f"{other_length}, {_named(other) or 'nowhere'}. Give parallelize the data set, whose "
+        "batches have rows first, or call the model with tensors that only share the rows, "
+        "targets of (batch) for example, and with positions of (1, time); or use "
         "data_parallel.size 1"
     )
+
+
+def _named(found: RowMeetings) -> str:
+    return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
 
 
 def _copy_without_values(model: nn.Module) -> nn.Module | None:
@@ -269,139 +263,23 @@ def _copy_without_values(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def plain(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach()
+def _chosen(found: Mapping[int, RowMeetings], given: Given) -> int:
+    """Return how many rows there are, of the numbers that were tried in this order.
 
-
-def _in_double(tensor: Tensor) -> Tensor:
-    real = tensor.detach().cpu().clone()
-    return real.double() if real.is_floating_point() else real
-
-
-def within(model: nn.Module) -> Any:
-    """Return what brings token ids into a smaller vocabulary."""
-    limit = largest_table(model)
-
-    def inside(x: Tensor) -> Tensor:
-        is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
-        return torch.where(x >= limit, x % limit, x) if is_index else x
-
-    return inside
-
-
-def largest_table(model: nn.Module) -> int:
-    """Return how many rows the largest embedding has."""
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return max(tables, default=0)
+    Raises:
+        UnclearRowsError: If shapes and runs fit more than one.
+    """
+    first, *_, last = [*found, *found]
+    usual, firsts = usual_num_rows(given), {shape[0] for shape in shapes_with_rows(*given)}
+    if last == first or (found[last].regions and (first == usual or usual not in found)):
+        return first
+    # Of numbers of which each is the first dim of a tensor, targets (B) beside (T, B) or positions
+    # (S) beside (B, S), only the run can tell.
+    is_told = first not in firsts or (last in firsts and last != usual)
+    if found[last].regions or not is_told:
+        raise UnclearRowsError(_unclear(found[first], first, found[last], last))
+    return last
 
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
-
-
-def _sharing(given: Given, count: int) -> int:
-    leaves = pytree.tree_leaves(given)
-    return sum(count in x.shape for x in leaves if isinstance(x, Tensor))
-
-
-@dataclass(frozen=True)
-class _Extremes:
-    """Integers that no row of a half shares with the other one.
-
-    Attributes:
-        larger: Of a tensor that has one value only, of one row of one token for example, the
-            value of the second half. It need not be an index of what the model looks up.
-    """
-
-    larger: Callable[[Tensor], Tensor]
-
-    def fill(self, rows: Tensor) -> None:
-        """Give the first half of rows the least integer, the second half the largest."""
-        if rows.is_floating_point() or rows.is_complex() or not rows.numel():
-            return
-        least, largest = rows.amin(), rows.amax()
-        if least == largest and not _is_mask(rows):
-            # 0 is an index of everything that has any. A mask that keeps all stays one.
-            least = least.clamp(max=0)
-            largest = self.larger(largest)
-        rows[: NUM_ROWS // 2] = least
-        rows[NUM_ROWS // 2 :] = largest
-
-
-def some_rows(
-    given: Given, num_rows: int, *, uneven: bool, alike: _Extremes | None = None
-) -> list[Given]:
-    """Return small batches: one of as many rows as a check takes, and both halves of it.
-
-    Args:
-        given: Positional and keyword arguments, with ``num_rows`` rows.
-        num_rows: What tells which dim the rows are along.
-        uneven: Whether to have masks keep another number of positions of every row: whoever
-            counts them must not be taken for somebody who does not.
-        alike: Has all integers of the first half of the rows be alike, and those of the second.
-    """
-    half = NUM_ROWS // 2
-    kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
-    return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]
-
-
-def _some_rows(
-    given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: _Extremes | None
-) -> Given:
-    generator = torch.Generator().manual_seed(0)
-    length = common_length(given, num_rows)
-
-    def some(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dim, real = row_dim(value, num_rows), _in_double(value)
-            if dim is None:
-                return real
-            grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
-            if alike is not None:
-                alike.fill(grown)
-            return grown[rows].movedim(0, dim).contiguous()
-        if isinstance(value, Mapping):
-            return {key: some(each) for key, each in value.items()}
-        if type(value) not in (list, tuple):
-            return value
-        if is_one_a_row(value, num_rows):
-            chosen = [_plain_tree(value[i % num_rows]) for i in range(NUM_ROWS)]
-            return type(value)(chosen[rows])
-        return type(value)(map(some, value))
-
-    args, kwargs = given
-    return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}
-
-
-def _plain_tree(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, _in_double, tree)
-
-
-def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
-    """Return as many rows as a check takes, made different where there were fewer."""
-    if length is not None and x.dim() == 2:
-        x = x[:, :length]
-    rows = [x[i % len(x)] for i in range(NUM_ROWS)]
-    for i in range(len(x), NUM_ROWS):
-        if x.is_floating_point() and not _is_mask(x):
-            noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
-            rows[i] = rows[i] * (1 + 0.1 * noise)
-        elif rows[i].dim():
-            rows[i] = rows[i].roll(i, -1)
-    made = some_that_count(torch.stack(rows))
-    return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
-
-
-def _is_mask(x: Tensor) -> bool:
-    return x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
-
-
-def _thinned(mask: Tensor) -> Tensor:
-    """Clear the ends of rows, of each one another number of positions."""
-    length = math.prod(mask.shape[1:])
-    flat = mask.clone().reshape(len(mask), length)
-    for i, row in enumerate(flat):
-        row[length - (i * length) // (2 * NUM_ROWS) :] = 0
-    return flat.view(mask.shape)

@@ -1,8 +1,9 @@
-"""Find the modules in which rows of a batch meet, by running them on all rows and on parts.
+"""Find the modules in which rows depend on each other, by runs on all rows and on parts.
 
 A data-parallel rank sees a part of the batch's rows. That gives one device's numbers wherever
 each row is treated alone, and for means over rows that are averaged over ranks. It does not
-where rows meet: batch statistics, contrast within a batch, auxiliary losses over all tokens, sums
+where rows depend on each other: batch statistics, contrast within a batch, auxiliary losses over
+all tokens, sums
 and masked means. Nothing about operators is assumed: a module is run on random weights in float64,
 on a few rows and on each half of them. What it returns for half of the rows must be half of what
 it returns for all, and a loss must be put together from means that are known to average.
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._verify.without_chance import WithoutChance
 
-from .borders import Border, MeanOfParts, RowMeetings, Rows, part_of_rows, structure
+from .borders import MeanOfParts, ModuleRows, RowMeetings, Rows, part_of_rows, structure
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
 from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
 
 
 class RowCheckError(ValueError):
-    """It is not known where rows of a batch meet."""
+    """It is not known where rows of a batch depend on each other."""
 
 
 class CannotRunError(RowCheckError):
@@ -39,7 +40,7 @@ class CannotRunError(RowCheckError):
 
 
 class GradientsDifferError(RowCheckError):
-    """Rows meet in a backward pass alone, which nothing here can make right."""
+    """Rows depend on each other in a backward pass alone, which nothing here can make right."""
 
 
 class UnclearRowsError(RowCheckError):
@@ -52,13 +53,10 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 def row_meetings(
     model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
 ) -> RowMeetings:
-    """Return where rows meet in a call of a model.
+    """Return where rows depend on each other in a call of a model.
 
-    Args:
-        model: On the CPU, with values in float64; copies of it are run.
-        whole: Positional and keyword arguments, with :data:`NUM_ROWS` rows.
-        halves: The same with each half of the rows.
-        losses_only: Whether numbers that have no gradient do not matter.
+    The model is on the CPU, with values in float64; ``whole`` has :data:`NUM_ROWS` rows. With
+    ``losses_only``, numbers that have no gradient do not matter.
 
     Raises:
         CannotRunError: If the model cannot be run.
@@ -69,7 +67,7 @@ def row_meetings(
         warnings.simplefilter("ignore")
         _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
     given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
-    return RowMeetings(regions=found.regions, borders=found.useful_borders(), given=given)
+    return RowMeetings(regions=found.regions, module_rows=found.useful_rows(), given=given)
 
 
 @dataclass
@@ -78,8 +76,8 @@ class _Found:
 
     Attributes:
         losses_only: Whether numbers that have no gradient do not matter.
-        regions: Modules in whose own code rows meet, and why.
-        borders: By module and form of call.
+        regions: Modules in whose own code rows depend on each other, and why.
+        module_rows: By module and form of call.
         unclear: Calls of which it cannot be told where the rows are in what they are given.
         mixed: Likewise in what they return: both dims of (batch x batch), for example.
         callers: Modules whose own code calls a module.
@@ -87,17 +85,19 @@ class _Found:
 
     losses_only: bool
     regions: dict[str, str] = field(default_factory=dict[str, str])
-    borders: dict[tuple[str, str], Border] = field(default_factory=dict[tuple[str, str], Border])
+    module_rows: dict[tuple[str, str], ModuleRows] = field(
+        default_factory=dict[tuple[str, str], ModuleRows]
+    )
     unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
-    def useful_borders(self) -> dict[tuple[str, str], Border]:
+    def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
         regions = {*self.regions}
         return {
-            at: border
-            for at, border in self.borders.items()
+            at: rows
+            for at, rows in self.module_rows.items()
             if at not in self.unclear
             and (
                 at[0] in regions
@@ -113,8 +113,8 @@ class _Found:
         if len(are_means) != len(outputs):
             are_means = (False,) * len(outputs)
         pairs = zip(outputs, are_means, strict=True)
-        border = Border(inputs, tuple(MeanOfParts() if mean else rows for rows, mean in pairs))
-        if not is_clear or self.borders.setdefault(at, border) != border:
+        rows = ModuleRows(inputs, tuple(MeanOfParts() if mean else rows for rows, mean in pairs))
+        if not is_clear or self.module_rows.setdefault(at, rows) != rows:
             self.unclear.add(at)
         if not is_row_wise:
             self.mixed.add(at)
@@ -150,7 +150,7 @@ def _examine(
 def _examine_inside(
     module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: _Found
 ) -> str | None:
-    """Examine the modules that a module calls; return why rows meet in its own code, if so."""
+    """Examine the modules that a module calls; return why its own code needs all rows, if so."""
     script = [Script(whole.calls, part) for part in range(NUM_PARTS)]
     try:
         forced = [
@@ -266,11 +266,7 @@ def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool
 
 
 def _compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
-    """Raise if parameters' gradients are not the sum over parts.
-
-    Raises:
-        GradientsDifferError: With the name of a parameter.
-    """
+    """Raise if parameters' gradients are not the sum over parts."""
     outputs = whole.call.outputs
     weights = [torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs]
     expected = _gradients(

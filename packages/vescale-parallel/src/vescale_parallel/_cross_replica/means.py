@@ -8,7 +8,7 @@ quotient of two means is that only for some data, so it does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,8 +35,7 @@ _OF_UNKNOWN_LENGTH = ("Index", "MaskedSelect", "Take", "Unique", "RepeatInterlea
 class MeanTracker(TorchFunctionMode):
     """Tells which scalars are sums of means over rows, while code runs.
 
-    Args:
-        token_means: Filled meanwhile with means that count over all parts.
+    ``token_means`` is filled meanwhile with means that count over all parts.
     """
 
     def __init__(self, token_means: Sequence[Tensor]) -> None:
@@ -53,13 +52,7 @@ class MeanTracker(TorchFunctionMode):
         """Whether a value is such a scalar."""
         return id(value) in self._known
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dim() == 0 and result.is_floating_point():
             name = getattr(func, "__name__", "")

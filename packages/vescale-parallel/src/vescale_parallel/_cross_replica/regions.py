@@ -1,13 +1,13 @@
-"""Run the code in which rows of a batch meet on distributed tensors of the global batch.
+"""Run code in which rows depend on each other on distributed tensors of the global batch.
 
 [Note: regions] Data-parallel ranks run a model on plain tensors, their part of the rows. Where
-:mod:`.check` found that rows meet, a module's own code gets distributed tensors of the whole
-batch instead, cut along the rows: a sum is the sum over all ranks, a size is that of the
-global batch. Modules that it calls and in which rows do not meet get plain parts again, so that
-the bulk of the work stays as it is. Parameters and other plain tensors that meet distributed ones
-are the same on all ranks.
+:mod:`.check` found that rows depend on each other, a module's own code gets distributed tensors
+of the whole batch instead, cut along the rows: a sum is the sum over all ranks, a size is that of
+the global batch. Modules that it calls and in which rows do not depend on each other get plain
+parts again, so that the bulk of the work stays as it is. Parameters and other plain tensors that
+meet distributed ones are the same on all ranks.
 
-[Note: gradients at the border] The engine averages parameters' gradients over the R data-parallel
+[Note: gradients of regions] The engine averages parameters' gradients over the R data-parallel
 ranks. So among plain tensors the gradient of a rank's rows is R times one device's, and the mean
 over ranks of the gradients of what all of them hold is one device's. Among distributed tensors
 gradients are one device's. Hence the factors below.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -31,17 +31,13 @@ from vescale_dtensor import DTensor, is_sharded
 from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, is_on
 from vescale_parallel._torch_private import current_function_mode, pytree
 
-from .borders import NOWHERE, Border, MeanOfParts, RowMeetings, Rows
+from .borders import NOWHERE, MeanOfParts, ModuleRows, RowMeetings, Rows
 
 
 class RowRegions:
-    """Carries out where rows meet, for one model on one rank.
+    """Carries out where rows depend on each other, for one model on one rank.
 
-    Args:
-        mesh: The axes of data-parallel ranks.
-        tp_mesh: The axis of tensor-parallel ranks, if there is one.
-        with_tp: All of these axes, if there is one.
-        lift: Of the model's logits that stay cut over tensor-parallel ranks.
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
 
     Attributes:
         meetings: Of the call that runs.
@@ -54,24 +50,24 @@ class RowRegions:
         with_tp: DeviceMesh | None,
         lift: LiftPlain | None,
     ) -> None:
-        self._border = _Border(mesh, tp_mesh, with_tp)
+        self._converter = _RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
-        self._mode = _WithRows(self._border)
+        self._mode = _WithRows(self._converter)
         self._wrapped: set[str] = set()
         self._hooked: set[str] = set()
         # Whether a region's own code runs, and the modules that it left to run on parts,
         # innermost last, with whether it runs again behind them.
         self._is_inside = False
-        self._left: list[tuple[nn.Module, Border, bool]] = []
+        self._left: list[tuple[nn.Module, ModuleRows, bool]] = []
         self.meetings = NOWHERE
 
     @contextmanager
     def of_call(self, meetings: RowMeetings, num_rows: int) -> Iterator[None]:
-        """Let rows meet in a call of the model, which has ``num_rows`` on this rank.
+        """Begin a call of the model, which has ``num_rows`` on this rank.
 
         And in what backward runs again of it, so what is known stays until the next call.
         """
-        self.meetings, self._border.num_rows = meetings, num_rows
+        self.meetings, self._converter.num_rows = meetings, num_rows
         try:
             yield
         finally:
@@ -79,7 +75,7 @@ class RowRegions:
             self._left.clear()
 
     def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
-        """Have modules, should rows meet in them, do it within what wraps them afterwards."""
+        """Wrap modules now, in case rows depend on each other in them; others wrap them later."""
         for fqn in fqns:
             if fqn not in self._wrapped:
                 self._wrapped.add(fqn)
@@ -87,7 +83,7 @@ class RowRegions:
                 module.forward = self._meeting(module, module.forward, fqn)
 
     def watch(self, model: nn.Module, meetings: RowMeetings) -> None:
-        """Have the modules of a model let rows meet where a check has found that they do."""
+        """Have modules compute over all rows where a check has found that they need them."""
         names = meetings.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
         for fqn in names:
@@ -106,24 +102,24 @@ class RowRegions:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.meetings.is_region(fqn):
                 return forward(*args, **kwargs)
-            if self._is_inside or self._border.is_any_whole((args, kwargs)):
+            if self._is_inside or self._converter.is_any_whole((args, kwargs)):
                 with contextlib.nullcontext() if self._is_inside else self._inside():
                     output = forward(*args, **kwargs)
                     _settle_buffers(module)
                     return output
-            border = self.meetings.border(fqn, (args, kwargs))
-            if border is None:
+            rows = self.meetings.rows_of_module(fqn, (args, kwargs))
+            if rows is None:
                 raise ValueError(
                     f"rows of the batch depend on each other in {fqn or 'the model'!r} "
                     f"({self.meetings.reason(fqn)}), and where they are in what it is called "
                     "with could not be told; use data_parallel.size 1, or give it tensors whose "
                     "first dim is the batch"
                 )
-            args, kwargs = self._border.to_rows((args, kwargs), border.inputs)
+            args, kwargs = self._converter.to_rows((args, kwargs), rows.inputs)
             with self._inside():
                 output = forward(*args, **kwargs)
                 _settle_buffers(module)
-                return self._border.to_parts(output, border.outputs, is_model=not fqn)
+                return self._converter.to_parts(output, rows.outputs, is_model=not fqn)
 
         return run
 
@@ -142,14 +138,14 @@ class RowRegions:
     def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
-        is_called_so = self._is_inside or self._border.is_any_whole((args, kwargs))
-        border = self.meetings.border(fqn, (args, kwargs)) if is_called_so else None
-        if border is None or self.meetings.is_region(fqn):
+        is_called_so = self._is_inside or self._converter.is_any_whole((args, kwargs))
+        rows = self.meetings.rows_of_module(fqn, (args, kwargs)) if is_called_so else None
+        if rows is None or self.meetings.is_region(fqn):
             return None
-        given = self._border.to_parts((args, kwargs), border.inputs)
+        given = self._converter.to_parts((args, kwargs), rows.inputs)
         if self._is_inside:
             self._mode.pause()
-        self._left.append((module, border, self._is_inside))
+        self._left.append((module, rows, self._is_inside))
         self._is_inside = False
         return given
 
@@ -157,23 +153,19 @@ class RowRegions:
         """Behind such a module: go on with the whole batch."""
         if not self._left or self._left[-1][0] is not module or self._is_inside:
             return None
-        _, border, self._is_inside = self._left.pop()
+        _, rows, self._is_inside = self._left.pop()
         if self._is_inside:
             self._mode.resume()
         # A module that raised has no output.
-        return None if output is None else self._border.to_rows(output, border.outputs)
+        return None if output is None else self._converter.to_rows(output, rows.outputs)
 
 
 class _WithRows(TorchFunctionMode):
-    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too.
+    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too."""
 
-    Attributes:
-        is_paused: Whether it does nothing for now.
-    """
-
-    def __init__(self, border: _Border) -> None:
+    def __init__(self, converter: _RowConverter) -> None:
         super().__init__()
-        self._border = border
+        self._converter = converter
         self.is_paused = False
 
     def pause(self) -> None:
@@ -190,13 +182,7 @@ class _WithRows(TorchFunctionMode):
         else:
             self.__enter__()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, named = tuple(args), dict(kwargs or {})
         if self.is_paused:
             return func(*args, **named)
@@ -204,15 +190,15 @@ class _WithRows(TorchFunctionMode):
         if not tensors:
             # Made from nothing (an index, zeros to add to): what ranks make is the same.
             made = func(*args, **named)
-            return self._border.replicated(made) if type(made) is Tensor else made
-        if len(tensors) > 1 and any(map(self._border.is_inside, tensors)):
+            return self._converter.replicated(made) if type(made) is Tensor else made
+        if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
             if _writes_to_first(func) and _loses_gradient(tensors):
                 raise ValueError(
                     f"{getattr(func, '__name__', func)} writes into a tensor of this rank what "
                     "is made of all rows of the batch, which would lose its gradient; make the "
                     "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
                 )
-            args, named = pytree.tree_map_only(Tensor, self._border.replicated, (args, named))
+            args, named = pytree.tree_map_only(Tensor, self._converter.replicated, (args, named))
         return func(*args, **named)
 
 
@@ -229,13 +215,10 @@ def _loses_gradient(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in others)
 
 
-class _Border:
+class _RowConverter:
     """Turns tensors into distributed ones and back.
 
-    Args:
-        mesh: The axes of data-parallel ranks.
-        tp_mesh: The axis of tensor-parallel ranks, if there is one.
-        with_tp: All of these.
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
 
     Attributes:
         num_rows: Of this rank's part of the batch.
@@ -271,11 +254,8 @@ class _Border:
     ) -> Any:
         """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
 
-        Args:
-            tree: Of tensors and whatever else.
-            rows: Of its leaves.
-            is_model: Whether it is what the model returns: the gradient of what all ranks
-                hold is then the same on all.
+        Of what the model returns (``is_model``) the gradient of what all ranks hold is the same on
+        all.
         """
         leaves, spec = pytree.tree_flatten(tree)
         found = rows if len(rows) == len(leaves) else [None] * len(leaves)

@@ -214,13 +214,7 @@ def group_parameters(
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
     """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
-    Args:
-        model: Holds the parameters.
-        mesh: The plan's mesh.
-        params: The parameters that this rank computes with.
-        blocks: FQNs, in order. One without parameters here has no group.
-        param_dtype: Dtype of compute, None for each parameter's own.
-        reduce_dtype: Dtype of gradient sums, None for the gradient's own.
+    A block without parameters here has no group.
     """
     block_of = {
         f"{fqn}.{name}": index

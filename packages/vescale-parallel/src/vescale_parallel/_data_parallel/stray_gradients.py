@@ -8,11 +8,7 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
 def refuse_stray_gradients(params: Iterable[ShardedParameter]) -> None:
-    """Raise if a backward pass reached parameters other than through an output of a call.
-
-    Raises:
-        ValueError: With the name of a parameter.
-    """
+    """Raise if a backward pass reached parameters other than through an output of a call."""
     for param in params:
         if param.unsharded is not None and param.unsharded.grad is not None:
             param.unsharded.grad = None

@@ -114,11 +114,7 @@ class ZeroState:
         output.register_hook(self._begin_backward)
 
     def finish_backward(self, scale: Tensor | None) -> None:
-        """Reduce the gradients that are left, and add all to the distributed parameters.
-
-        Args:
-            scale: Multiplies them; None for 1.
-        """
+        """Reduce the gradients that are left, and add all to the distributed parameters."""
         reduce_together([*(self._open if self._reduces_early else self._param_groups), self._root])
         self._open.clear()
         self._num_backwards += 1
@@ -218,11 +214,7 @@ class ZeroState:
             param.show_sharded()
 
     def _check_mixed_up(self) -> None:
-        """Raise if ranks ran different blocks while they exchanged parameters.
-
-        Raises:
-            ValueError: On the ranks that noticed.
-        """
+        """Raise if ranks ran different blocks while they exchanged parameters."""
         flags = [param_group.take_mixed_up() for param_group in (self._root, *self._param_groups)]
         if any(bool(flag) for flag in flags if flag is not None):
             raise ValueError(

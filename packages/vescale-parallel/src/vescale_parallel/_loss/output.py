@@ -41,11 +41,7 @@ def is_loss(leaf: object) -> bool:
 
 
 def scalars_of(output: Any) -> list[Tensor]:
-    """Return the scalars among a module's outputs.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the scalars among a module's outputs."""
     scalars = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
     if not scalars:
         raise ValueError(
@@ -82,9 +78,7 @@ def loss_of(output: Any) -> Tensor:
 def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], float]) -> Any:
     """Return the structure of the micro-batches' outputs with scalars and no other tensors.
 
-    Args:
-        outputs: Of every micro-batch.
-        mean: Returns the mean of one scalar over the global batch.
+    ``mean`` returns the mean of one scalar over the global batch.
     """
     columns = [pytree.tree_leaves(output) for output in outputs]
     leaves, spec = pytree.tree_flatten(outputs[-1])

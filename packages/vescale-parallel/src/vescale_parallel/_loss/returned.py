@@ -20,13 +20,7 @@ class ReturnedLosses:
         self._checked_lines: set[tuple[str, int]] = set()
 
     def check(self, output: Any, means: TokenMeans, *, knows_rows: bool) -> None:
-        """Warn if a loss may not average to one device's.
-
-        Args:
-            output: Of a call.
-            means: What the call averaged.
-            knows_rows: Whether it was seen how the output depends on rows of the batch.
-        """
+        """Warn if a loss may not average to one device's."""
         if not torch.is_grad_enabled() or (line := user_line()) in self._checked_lines:
             return
         self._checked_lines.add(line)

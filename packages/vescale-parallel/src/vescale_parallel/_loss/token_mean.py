@@ -41,13 +41,7 @@ class TokenMeans(TorchFunctionMode):
         self._denominator = denominator
         self.means: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counted = _counted(func, args, kwargs or {})
         if counted is None or isinstance(counted, DTensor):
             # Distributed targets are those of the global batch.
@@ -108,13 +102,7 @@ class TokenCounts(TorchFunctionMode):
         super().__init__()
         self.counts: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counted = _counted(func, args, kwargs or {})
         if counted is None:
             return func(*args, **(kwargs or {}))

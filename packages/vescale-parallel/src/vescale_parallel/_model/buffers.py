@@ -49,10 +49,6 @@ class Buffers:
 
     A first run copies all of them, the ones after it those that the first one changed: most
     modules pay for nothing but a comparison of versions.
-
-    Args:
-        module: The module; modules are not added to it later.
-        fqn: Its name, for errors.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:

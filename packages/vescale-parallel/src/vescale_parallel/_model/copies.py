@@ -22,13 +22,11 @@ def copied_without_hooks(
 ) -> nn.Module:
     """Copy a module with other parameters and buffers, and without its users' hooks.
 
+    ``make_parameter`` is asked once for tied ones; ``make_buffer`` also for a tensor that is kept
+    as an attribute.
+
     Neither the tensors nor what hooks refer to is copied. Hooks of torch itself that compute
     weights stay, as those of torch.nn.utils.weight_norm.
-
-    Args:
-        module: The module to copy.
-        make_parameter: Returns what a parameter becomes; tied ones are asked for once.
-        make_buffer: Returns what a buffer, or a tensor that is kept as an attribute, becomes.
     """
     memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
     for tensor in _kept_tensors(module):
@@ -76,10 +74,6 @@ def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
 
     copy.deepcopy shares functions. One that is kept on a module and reads it from its closure, as
     ``self.head = lambda x: x @ self.embed.weight.T`` does, would go on reading the original.
-
-    Args:
-        module: The module to copy.
-        memo: As for copy.deepcopy.
     """
     memo = {} if memo is None else memo
     copied: nn.Module = copy.deepcopy(module, memo)

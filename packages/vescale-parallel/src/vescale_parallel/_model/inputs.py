@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,29 @@ def batch_dims(batch: Any) -> tuple[int | None, ...]:
     """Return the dim of every leaf of a batch that its rows are along, None of one without rows.
 
     [Note: which dim is the batch] The rows are the first dim of the first tensor that has dims,
-    and of every other tensor whose first dim is as long. It is what torch's data loaders give, and
-    all that can be said without a run. A model that is called with (time x batch) and targets of
-    (batch) is told from one that is called with (batch x time) and positions of (time) by a run
-    alone. So what splits or joins real batches asks the cross-replica check first, which runs the
-    model: ``RowMeetings.rows_of``. Its guesses, ``row_counts``, are in the order in which they are
-    tried, and no rule.
+    and of every other tensor whose first dim is as long; but a tensor with a first dim of 1
+    beside one of many is shared by all rows, as positions of (1 x time) are. It is what torch's
+    data loaders give, and all that can be said without a run. A model that is called with (time x
+    batch) and targets of (batch) is told from one that is called with (batch x time) and
+    positions of (time) by a run alone, if at all. So what splits or joins real batches asks the
+    cross-replica check first, which runs the model: ``RowMeetings.rows_of``. Its guesses,
+    ``row_counts``, are in the order in which they are tried, and no rule.
     """
     leaves = pytree.tree_leaves(batch)
-    num_rows = next((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), None)
-    return tuple(
-        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else None for x in leaves
-    )
+    rows = usual_num_rows(leaves)
+    return tuple(0 if _has_dims(x) and x.shape[0] == rows else None for x in leaves)
+
+
+def usual_num_rows(batch: Any) -> int | None:
+    """Return how many rows a batch has by [Note: which dim is the batch], None without tensors."""
+    firsts = [x.shape[0] for x in pytree.tree_leaves(batch) if _has_dims(x)]
+    return next((first for first in firsts if first != 1), firsts[0] if firsts else None)
+
+
+def is_shared_by_rows(shape: Sequence[int], shapes: Iterable[Sequence[int]]) -> bool:
+    """Whether a tensor is one row for all rows of another one: (1, S) beside (B, S)."""
+    sizes = {*shape} - {1}
+    return shape[:1] == (1,) and any(other[0] != 1 and sizes <= {*other[1:]} for other in shapes)
 
 
 def has_rows_first(batch: Any) -> bool:
@@ -43,7 +54,7 @@ def has_rows_first(batch: Any) -> bool:
     return bool(dims) and None not in dims
 
 
-def _has_dims(x: Any) -> bool:
+def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
 
 

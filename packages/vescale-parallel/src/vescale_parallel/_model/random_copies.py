@@ -17,11 +17,9 @@ from .copies import copied_without_hooks, deep_copied
 def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
     """Copy a module with random float64 parameters, whatever its tensors are made of.
 
-    Every parameter is trained in the copy, so that every gradient can be compared.
+    Parameters that are ``empty``, by identity, get zeros and no memory.
 
-    Args:
-        module: The module to copy.
-        empty: Parameters, by identity, that get zeros and no memory.
+    Every parameter is trained in the copy, so that every gradient can be compared.
     """
 
     def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -56,9 +54,7 @@ _LOW = (torch.float32, torch.bfloat16, torch.float16)
 class InDouble(TorchFunctionMode):
     """Has code that asks for float32 compute in float64, so that sums can be compared."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             func = Tensor.double
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):

@@ -6,7 +6,7 @@ that no call of the model uses any more. Nothing would fail, and nothing would t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -28,13 +28,7 @@ class ReplacedParameter(nn.Parameter):
     """What a parameter of the model was before; any use of its values raises."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SHAPE_QUESTIONS:
             return super(nn.Parameter, cls).__torch_function__(func, types, args, kwargs or {})
         used = (x for x in _flat((args, kwargs)) if isinstance(x, ReplacedParameter))
@@ -57,12 +51,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def mark_replaced(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Have what still uses parameters, given by FQN, raise.
-
-    Raises:
-        Nothing here. Later, ``ValueError`` where one is used, and by the step of an optimizer
-        that holds one.
-    """
+    """Have what still uses parameters, given by FQN, raise."""
     _watch_optimizers()
     for fqn, parameter in parameters.items():
         setattr(parameter, _MARK, fqn)

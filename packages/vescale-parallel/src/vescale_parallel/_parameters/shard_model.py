@@ -46,14 +46,8 @@ def shard_parameters(
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
-    Args:
-        plan: What to do.
-        model: Whole; its parameters are replaced.
-        mesh: The plan's.
-        sharding: How the model is sharded over tensor-parallel ranks.
-        stages_of: Returns the pipeline stages that use a parameter.
-        placeholder: Makes what takes the place of a parameter that no stage of this rank uses.
-        read: Returns the values of a box of one of the model's tensors.
+    ``stages_of`` returns the pipeline stages that use a parameter, ``placeholder`` what takes the
+    place of one that no stage of this rank uses, ``read`` the values of a box of a tensor.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}

@@ -61,11 +61,7 @@ class ShardedParameter:
         return local.data_ptr(), local.dtype, local.shape
 
     def check_in_place(self) -> None:
-        """Raise if somebody hung another parameter in this one's place.
-
-        Raises:
-            ValueError: With the name of the parameter.
-        """
+        """Raise if somebody hung another parameter in this one's place."""
         for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
             found = module._parameters.get(name)
             if found is not self.sharded or self._address() != self._held:
@@ -129,12 +125,8 @@ def placements_of(
 ) -> tuple[Placement, ...]:
     """Return a parameter's placement on every mesh axis.
 
-    Args:
-        mesh: The plan's mesh.
-        shape: Global shape.
-        tp: Placement on the ``tp`` axis.
-        shard_dim: Dim cut by the ``dp_shard`` axis, None for a copy on each of its ranks.
-        owner: Index along the ``pp`` axis of the stage that owns the parameter.
+    ``shard_dim`` is cut by the ``dp_shard`` axis, None for a copy on each of its ranks; ``owner``
+    is the stage that owns it.
     """
     by_axis: dict[str, Placement] = {"tp": tp}
     if shard_dim is not None:

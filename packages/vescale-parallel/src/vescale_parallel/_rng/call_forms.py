@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
-from vescale_parallel._cross_replica.call_guard import RowGuard, plain, some_rows, within
+from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._cross_replica.small_batches import plain, some_rows, within
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
@@ -50,14 +51,8 @@ Cuts = Mapping[Draw, ShardedDraw | None]
 class DrawForms:
     """Finds out, once for each form of call, which random numbers it draws and how they are cut.
 
-    Args:
-        model: Still whole.
-        guard: Has a copy of it.
-        example: A batch; None if there is none.
-        parallelism: What tensor-parallel ranks compute.
-        exchange: Returns what every rank that shares a batch has for a value.
-        has_parts: Whether the batch is in parts. If not, where its rows are does not matter,
-            and what an example shows is enough.
+    Without parts of the batch it does not matter where its rows are, and what an example shows is
+    enough.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class DrawForms:
         """
         if self._shown is not None:
             return self._shown
-        # Whoever looked where rows meet has just told the form.
+        # Whoever looked where rows depend on each other has just told the form.
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:
             found = self._find(model, args, kwargs, num_rows)
@@ -197,11 +192,7 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
 
 
 def _batches(given: Given, num_rows: int) -> tuple[Given, Given]:
-    """Return a batch of a few rows, and one of all of them twice.
-
-    Raises:
-        RowCheckError: If nothing has rows.
-    """
+    """Return a batch of a few rows, and one of all of them twice."""
     whole, half, _ = some_rows(given, num_rows, uneven=False)
     pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
     if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):

@@ -40,11 +40,8 @@ def cuts_of_example(
 ) -> Mapping[Draw, ShardedDraw | None] | None:
     """Return how what a model draws in training is cut, None if an example does not show it.
 
-    Args:
-        model: Whole.
-        batch: An example; None if there is none.
-        sharding: Of the model; what it says of draws goes before what is found.
-        runs: Of the model on the batch, if there were some.
+    What ``sharding`` says of draws goes before what is found; ``runs`` are of the model on the
+    batch.
     """
     if batch is None:
         return None
@@ -101,18 +98,7 @@ def drawn_by_shape(
     twice: Given,
     sharding: TensorSharding,
 ) -> Noted:
-    """Return what a model draws, seen without memory.
-
-    Args:
-        model: Whole.
-        once: Positional and keyword arguments.
-        twice: The same with every row twice.
-        sharding: Of the model; what it says of draws goes before what is found.
-
-    Raises:
-        DryRunError: If its forward needs values.
-        ObservationError: If it cannot be copied.
-    """
+    """Return what a model draws, seen on fake tensors."""
     few = draws_of_rank(model, once)
     if not few:
         return Noted((), (), ())

@@ -23,8 +23,8 @@ from vescale_parallel._cross_replica.runs import seeded
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
-from vescale_parallel._torch_private import TorchDispatchMode, pytree
-from vescale_parallel._trace.random_ops import draw_with, is_draw
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.random_ops import DrawMode, draw_with
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 from vescale_parallel._verify.without_chance import without_chance
 
@@ -47,13 +47,8 @@ def order_of_rows(
 ) -> Rows | None:
     """Return how rows lie in a dim of what a model draws, None if it cannot be seen.
 
-    Args:
-        model: With values, on the CPU; copies of it are run.
-        once: Positional and keyword arguments, with ``num_rows`` rows.
-        twice: The same with all rows twice.
-        num_rows: How many there are.
-        draw: Which draw; those of equal modules are taken for equal.
-        dim: The dim.
+    The model has values and is on the CPU; copies of it are run, on ``num_rows`` rows and on all
+    of them twice. Draws of equal modules are taken for equal.
     """
     few = _run(model, once, _Trial(draw))
     if few is None:
@@ -191,19 +186,14 @@ def _keep_calls(module: nn.Module, fqn: str, trial: _Trial) -> None:
     module.register_forward_hook(after)
 
 
-class _OneDraw(TorchDispatchMode):
+class _OneDraw(DrawMode):
     """Has all draws but one give constants."""
 
     def __init__(self, notes: DrawNotes, trial: _Trial) -> None:
         super().__init__()
         self._notes, self._trial = notes, trial
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_draw(func, args, kwargs):
-            return func(*args, **kwargs)
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._trial.run(self._notes.note(func, args), func, args, kwargs)
 
 

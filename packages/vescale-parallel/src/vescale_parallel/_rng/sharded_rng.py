@@ -34,13 +34,13 @@ from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._torch_private import TorchDispatchMode, is_in_backward
+from vescale_parallel._torch_private import is_in_backward
 from vescale_parallel._trace.memory_order import (
     order_in_whole,
     split_in_order,
     strides_in_order,
 )
-from vescale_parallel._trace.random_ops import draw_with, drawn_shape, is_draw
+from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 
 from .known_draws import KnownDraws, Place, Scope, ShardedDraw, mark
 
@@ -342,7 +342,7 @@ def _seed(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(DrawMode):
     """Counts the draws of one call of a module, and has :class:`Draws` do them."""
 
     def __init__(self, draws: Draws, fqn: str, scope: Scope) -> None:
@@ -350,11 +350,8 @@ class _Drawing(TorchDispatchMode):
         self._draws, self._fqn, self._scope = draws, fqn, scope
         self._count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._draws.is_drawing or not is_draw(func, args, kwargs):
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._draws.is_drawing:  # what an enclosing module draws its part with
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
         return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)

@@ -22,7 +22,7 @@ from vescale_parallel._model.fqns import merged, once_each, renamed_owner, stack
 from vescale_parallel._model.linear_layout import LinearKind, linear_kind
 from vescale_parallel._torch_private import pytree
 
-from .attention_heads import Borders, attend_by_heads, cut_attention
+from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
@@ -46,12 +46,8 @@ def install(
 ) -> None:
     """Add the collectives of tensor parallelism to a module, in place.
 
-    Args:
-        model: Holds this rank's parameters.
-        sharding: Of the whole model; names outside ``prefix`` are passed over.
-        boundary: Does the collectives.
-        prefix: FQN of ``model`` within the model that the names of the plan are of.
-        keep_cut: For outputs that stay cut; None gathers them.
+    Names outside ``prefix``, the FQN of ``model`` in the model of the plan, are passed over.
+    ``keep_cut`` is for outputs that stay cut; None gathers them.
 
     Raises:
         ValueError: If a divided attribute is no multiple of the number of ranks.
@@ -66,7 +62,7 @@ def install(
     attention = cut_attention(modules, placements)
     target = _Target(modules, spec, placements, boundary, attention)
     for fqn, module in attention.items():
-        attend_by_heads(module, boundary, _attention_borders(fqn, spec))
+        attend_by_heads(module, boundary, _attention_cuts(fqn, spec))
     _keep_from_nesting(modules, attention)
     size = boundary.ranks.size
     for (fqn, attribute), parts in sorted(spec.attributes.items()):
@@ -169,12 +165,12 @@ def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _attention_borders(fqn: str, spec: ShardingSpec) -> Borders:
+def _attention_cuts(fqn: str, spec: ShardingSpec) -> AttentionCuts:
     def arrives(argument: str) -> int | None:
         named = spec.entered.get((fqn, argument))
         return shard_dim(named if named is not None else spec.entered.get((fqn, "")))
 
-    return Borders(
+    return AttentionCuts(
         query=arrives("query"),
         key=arrives("key"),
         value=arrives("value"),

@@ -84,12 +84,8 @@ def sum_in_parts(
 ) -> Tensor:
     """Return the sum over ranks of what a layer computes, see [Note: overlap].
 
-    Args:
-        compute: The layer: each position of its output depends on that position of its input.
-        x: Its input, positions in all dims but the last.
-        dim: Keep this rank's shard of the sum along it, which ranks must divide; None to keep all.
-        num_parts: How many chunks, at most.
-        beside: What the sums are computed on.
+    Each position of the layer's output depends on that position of its input, in all dims but the
+    last. A rank keeps its shard along ``dim``, which ranks must divide, or all if that is None.
     """
     steps: list[_Step] = []
     partial: list[Tensor] = []

@@ -66,11 +66,7 @@ def cut_attention(
 def check_attention(
     modules: Mapping[str, nn.Module], placements: Mapping[str, Placement], size: int
 ) -> None:
-    """Raise if a plan shards an attention layer in a way that is not known.
-
-    Raises:
-        ValueError: With the parameters and what would be right.
-    """
+    """Raise if a plan shards an attention layer in a way that is not known."""
     for fqn, module in modules.items():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -92,15 +88,10 @@ def check_attention(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Borders:
+class AttentionCuts:
     """How activations reach and leave an attention layer: the dim that they are sharded along.
 
-    Attributes:
-        query: Of the query, None if it is whole.
-        key: Of the key, None if it is whole.
-        value: Of the value, None if it is whole.
-        output: Of the output, None if it is to be whole.
-        stack: The stack of blocks that the layer is in.
+    None is for what is whole. ``stack`` is the stack of blocks that the layer is in.
     """
 
     query: int | None
@@ -110,7 +101,9 @@ class Borders:
     stack: str
 
 
-def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: Borders) -> None:
+def attend_by_heads(
+    module: nn.MultiheadAttention, boundary: Boundary, cuts: AttentionCuts
+) -> None:
     """Have a layer that holds a rank's shard of the parameters compute this rank's heads."""
     size, rank = boundary.ranks.size, boundary.ranks.rank
     heads = module.num_heads // size
@@ -131,10 +124,10 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched, batch_first = query.dim() == 3, module.batch_first and query.dim() == 3
-        cut_dim = borders.output
+        cut_dim = cuts.output
         if batch_first and cut_dim in (0, 1):
             cut_dim = 1 - cut_dim
-        entered = _entered(boundary, borders, query, key, value)
+        entered = _entered(boundary, cuts, query, key, value)
         q_NhLD, k_NhSD, v_NhSD = _projected(module, entered, heads, batch_first=batch_first)
         rows = q_NhLD.shape[0]
         mask = _float_mask(attn_mask, query.dtype)
@@ -156,15 +149,13 @@ def attend_by_heads(module: nn.MultiheadAttention, boundary: Boundary, borders: 
         # In memory time is outermost, as in what torch computes: dropout draws in that order.
         y_LNF = y_NhLD.permute(2, 0, 1, 3).flatten(2)
         y = F.linear(y_LNF if batched else y_LNF.squeeze(1), module.out_proj.weight)
-        output = boundary.leave(y, cut_dim, borders.stack)
+        output = boundary.leave(y, cut_dim, cuts.stack)
         if module.out_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
             output = output + module.out_proj.bias
         if batch_first:
             output = output.transpose(0, 1)
         if weights is not None:
-            weights = _whole_weights(
-                weights, boundary, borders.stack, average=average_attn_weights
-            )
+            weights = _whole_weights(weights, boundary, cuts.stack, average=average_attn_weights)
             weights = weights if batched else weights.squeeze(0)
         return output, weights
 
@@ -185,19 +176,19 @@ def _whole_weights(
 
 
 def _entered(
-    boundary: Boundary, borders: Borders, query: Tensor, key: Tensor, value: Tensor
+    boundary: Boundary, cuts: AttentionCuts, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bring what is one tensor in once, so that its gradient is summed once."""
-    held = [(query, boundary.enter(query, borders.query, borders.stack))]
+    held = [(query, boundary.enter(query, cuts.query, cuts.stack))]
 
     def enter(x: Tensor, dim: int | None) -> Tensor:
         for original, already in held:
             if original is x:
                 return already
-        held.append((x, boundary.enter(x, dim, borders.stack)))
+        held.append((x, boundary.enter(x, dim, cuts.stack)))
         return held[-1][1]
 
-    return held[0][1], enter(key, borders.key), enter(value, borders.value)
+    return held[0][1], enter(key, cuts.key), enter(value, cuts.value)
 
 
 def _projected(

@@ -110,14 +110,14 @@ class FakeRanks:
 class ThreadRanks:
     """One of several ranks that are threads of this process."""
 
-    def __init__(self, meeting: ThreadExchange, rank: int) -> None:
-        self._meeting, self.size, self.rank = meeting, meeting.size, rank
+    def __init__(self, threads: ThreadExchange, rank: int) -> None:
+        self._threads, self.size, self.rank = threads, threads.size, rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return functools.reduce(operator.add, self._meeting.exchange(self.rank, x))
+        return functools.reduce(operator.add, self._threads.exchange(self.rank, x))
 
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
-        return torch.cat(self._meeting.exchange(self.rank, x), dim)
+        return torch.cat(self._threads.exchange(self.rank, x), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return own_part(self.all_reduce(x), dim, self)
@@ -134,9 +134,7 @@ class Turns(Protocol):
 class ThreadExchange:
     """Where threads exchange tensors.
 
-    Args:
-        size: How many threads exchange tensors.
-        turns: If given, only one thread runs at a time, between what they exchange.
+    With ``turns``, only one thread runs at a time, between what they exchange.
     """
 
     # A rank that sends less than the others would have them wait for ever.

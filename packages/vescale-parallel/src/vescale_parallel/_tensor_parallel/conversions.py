@@ -110,9 +110,7 @@ class Boundary:
     def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
         """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
 
-        Args:
-            model: Whose calls begin and end with whole activations.
-            ends: Of every stack of blocks, the modules that cut and that gather.
+        ``ends`` are, of every stack of blocks, the modules that cut and that gather.
         """
         self._ends = dict(ends)
 
@@ -153,11 +151,6 @@ class Boundary:
 
         A tensor that several layers read enters once: gradients are summed before they are
         sent, and a cut one is gathered once.
-
-        Args:
-            x: Whole, or this rank's part.
-            dim: Dim that ``x`` is cut along, None if it is whole.
-            stack: The stack of blocks that the region is in; names the sequence.
         """
         # Inference tensors have no version: nobody could tell whether they were changed since.
         version = None if x.is_inference() else x._version
@@ -185,14 +178,7 @@ class Boundary:
     def leave_layer(
         self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str
     ) -> Tensor:
-        """Sum what a layer computes of ``x`` as :meth:`leave` does, perhaps in parts.
-
-        Args:
-            compute: The layer.
-            x: Its input, whose dims but the last are those of its output.
-            dim: As for :meth:`leave`.
-            stack: As for :meth:`leave`.
-        """
+        """Sum what a layer computes of ``x`` as :meth:`leave` does, perhaps in parts."""
         divides = x.dim() > 1 and (dim is None or x.shape[dim] % self.ranks.size == 0)
         if self._beside is None or not divides:
             return self.leave(compute(x), dim, stack)
@@ -204,11 +190,7 @@ class Boundary:
         return total
 
     def split(self, x: Tensor, dim: int, stack: str) -> Tensor:
-        """Keep this rank's part of a whole activation.
-
-        Raises:
-            ValueError: If the parts would differ and must not.
-        """
+        """Keep this rank's part of a whole activation."""
         length, size = x.shape[dim], self.ranks.size
         if self._even and length % size:
             raise ValueError(

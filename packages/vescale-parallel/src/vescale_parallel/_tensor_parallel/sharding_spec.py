@@ -109,9 +109,6 @@ class ShardingSpec:
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
         """Return the same with modules of several names under one of them.
 
-        Args:
-            names: Other names of modules to the one to use.
-
         Raises:
             ValueError: If the plan says different things of one module.
         """

@@ -18,7 +18,7 @@ Three borders keep the two worlds apart:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -35,13 +35,11 @@ def keep_sharded(
 ) -> None:
     """Have a module that returns this rank's shard of its features return a DTensor of them all.
 
-    Nothing is sent, in forward or backward. Hooks that were there before see the DTensor.
+    The features are cut as ``Shard`` cuts them, in the last dim, over the one axis of ``mesh``.
+    ``num_features`` of all ranks need not divide into them. ``lift`` begins when the module has
+    run.
 
-    Args:
-        module: Returns features that are cut as ``Shard`` cuts them, in the last dim.
-        mesh: The one axis of ranks that share the features.
-        num_features: Of all ranks together; need not divide into them.
-        lift: Begins when the module has run.
+    Nothing is sent, in forward or backward. Hooks that were there before see the DTensor.
     """
 
     def after(_: nn.Module, args: Any, output: Tensor) -> DTensor:
@@ -83,13 +81,7 @@ class LiftPlain(TorchFunctionMode):
             self._is_entered = True
             self.__enter__()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (tuple(args), dict(kwargs or {}))
         if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
             given = pytree.tree_map_only(Tensor, self._lifted, given)

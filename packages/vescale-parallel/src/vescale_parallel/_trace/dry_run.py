@@ -1,4 +1,4 @@
-"""Run a whole model, or one rank's part of it, without memory, and note how modules are called."""
+"""Dry runs: a whole model, or one rank's part, on fake tensors, and how its modules are called."""
 
 from __future__ import annotations
 
@@ -78,12 +78,7 @@ def dry_run(
 ) -> dict[str, ModuleCall]:
     """Return the first call of every watched module.
 
-    Args:
-        model: Not changed.
-        given: Positional and keyword arguments.
-        watched: FQNs.
-        prepare: Changes the copy that is run.
-        make_listeners: Returns who else hears the run.
+    ``prepare`` changes the copy that is run; ``make_listeners`` returns who else hears the run.
 
     Raises:
         DryRunError: If the forward raises.

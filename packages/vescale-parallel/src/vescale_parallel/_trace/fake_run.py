@@ -53,13 +53,11 @@ class Listener:
 class FakeRun:
     """A copy of a model that has shapes and no memory, and one forward of it.
 
+    ``refused`` returns what is raised instead of what the forward raises.
+
     Floating-point tensors are fake. Integers stay real, so that code that looks at masks and
     positions works. Modes that a listener wants around the forward, such as whether there are
     gradients, it puts there itself.
-
-    Args:
-        model: Not changed; its hooks are not copied.
-        refused: Returns what is raised instead of what the forward raises.
 
     Attributes:
         fake_mode: Whose tensors the copy has.
@@ -92,10 +90,6 @@ class FakeRun:
         self, given: tuple[tuple[Any, ...], Mapping[str, Any]], *listeners: Listener
     ) -> Any:
         """Run the copy, draw nothing from generators, and return its output.
-
-        Args:
-            given: Positional and keyword arguments, fake.
-            listeners: Hear an event in this order.
 
         Raises:
             ObservationError: Or what ``refused`` returns, if the forward raises.
@@ -161,9 +155,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._run, self._listeners = run, listeners
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # asked for by most operators, through us
             return args[0].fake_device
         kwargs = kwargs or {}

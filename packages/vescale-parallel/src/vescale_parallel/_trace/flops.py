@@ -54,9 +54,6 @@ class Uncounted:
 
     A parameter of two or more dims is a weight, and so is what is computed of weights alone:
     a cast one, a transposed one, a dequantised one.
-
-    Attributes:
-        operators: Their names, in the order met.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

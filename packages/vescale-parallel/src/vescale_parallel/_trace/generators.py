@@ -56,11 +56,10 @@ def set_generators(states: States) -> None:
 def untouched_generators(seed: int | None = None) -> Iterator[None]:
     """Put back the states of the host's generators at the end: torch's, Python's and numpy's.
 
+    With a ``seed``, torch's generator of the CPU starts with that inside.
+
     Those of devices are not drawn from on the host, and torch.manual_seed, which would seed all
     of them, is not called. torch.random.fork_rng would leave them seeded.
-
-    Args:
-        seed: What torch's generator of the CPU starts with inside; None to leave it as it is.
     """
     held = states_of_generators()
     try:

@@ -42,10 +42,7 @@ class NotedOrder:
 def order_in_whole(local: Tensor, noted: NotedOrder | None, cut: Collection[int]) -> Order:
     """Return the order of the whole of which a tensor is a rank's part.
 
-    Args:
-        local: The part.
-        noted: What was seen; None for nothing.
-        cut: Dims that are longer in the whole.
+    ``noted`` is what was seen; ``cut`` dims are longer in the whole.
 
     Raises:
         NotImplementedError: If it cannot be told.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._model.inputs import usual_num_rows
 from vescale_parallel._torch_private import pytree
 
 from .fake_run import FakeRun, Listener, Operator
@@ -298,11 +299,10 @@ def _activation_bytes(output: Any) -> int:
 
 
 def _rows_and_tokens(batch: Any) -> tuple[int, int]:
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
-    if not tensors:
+    rows = usual_num_rows(batch)
+    if rows is None:
         return 1, 1
-    rows = tensors[0].shape[0]
-    for tensor in tensors:
-        if tensor.dim() == (3 if is_float(tensor.dtype) else 2):
+    for tensor in (t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)):
+        if tensor.dim() == (3 if is_float(tensor.dtype) else 2) and tensor.shape[0] == rows:
             return rows, math.prod(tensor.shape[:2])
     return rows, rows

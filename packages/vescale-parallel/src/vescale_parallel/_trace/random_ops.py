@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor.random import RandomOperator, random_operator
+from vescale_parallel._torch_private import TorchDispatchMode
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -19,6 +20,18 @@ def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if "dropout_p" in given or "scaled_dot_product" in func._schema.name:
         return bool(given.get("dropout_p", 0.0))
     return given.get("train", given.get("training", True)) is not False
+
+
+class DrawMode(TorchDispatchMode):
+    """Has :meth:`draw` run the operators that draw random numbers."""
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        draws = is_draw(func, args, kwargs)
+        return self.draw(func, args, kwargs) if draws else func(*args, **kwargs)
 
 
 def drawn_shape(args: tuple[Any, ...]) -> tuple[int, ...]:

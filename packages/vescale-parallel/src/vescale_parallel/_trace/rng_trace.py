@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import TorchDispatchMode
+from vescale_parallel._trace.random_ops import DrawMode
 
 from .fake_run import Listener, Operator
 from .memory_order import Order, memory_order
@@ -39,11 +39,7 @@ class NotedDraw:
 
 
 class DrawNotes(Listener):
-    """Notes the draws of a model that runs to see, or of a run that it listens to.
-
-    Attributes:
-        draws: In order.
-    """
+    """Notes the draws of a model that runs to see, or of a run that it listens to."""
 
     def __init__(self) -> None:
         self.draws: list[NotedDraw] = []
@@ -115,17 +111,12 @@ def _order(args: tuple[Any, ...]) -> Order:
     return tuple(dim for dim, length in enumerate(drawn_shape(args)) if length > 1)
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(DrawMode):
     def __init__(self, notes: DrawNotes) -> None:
         super().__init__()
         self._notes = notes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_draw(func, args, kwargs):
-            return func(*args, **kwargs)
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notes.note(func, args)
         if not isinstance(args[0], Tensor) and drawn_shape(args) == ():
             # Code that decides by a random number, such as to leave out a layer, needs a

@@ -24,7 +24,7 @@ from vescale_parallel._trace.dry_run import DryRunError
 
 from .call_signature import CallForms
 from .dry_runs import DryRuns
-from .equivalence import NOT_REACHED, Contradiction, prove
+from .equivalence import NOT_REACHED, Contradiction, check_plan
 from .scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from .threads import in_fresh_thread
 
@@ -32,12 +32,8 @@ from .threads import in_fresh_thread
 class CallGuard:
     """Knows the forms of call that a plan was proven for, and proves it for others.
 
-    Args:
-        model: Still whole; what a proof needs of it is copied. One that cannot be copied, and
-            so was never proven, is not guarded.
-        sharding_plan: The plan.
-        sharding: The same for this model, with what a proof has added to it.
-        proven: Forms that need no proof.
+    A model that cannot be copied, and so was never checked, is not guarded. ``sharding`` is the
+    plan for this model, with what a check has added to it; ``proven`` are forms that need none.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class CallGuard:
         named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
-            return in_fresh_thread(lambda: self._prove(small))
+            return in_fresh_thread(lambda: self._check(small))
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was made for other calls, and is wrong for those with "
@@ -93,7 +89,7 @@ class CallGuard:
     def _told(self, fqn: str) -> str:
         return repr(fqn) if fqn else f"{self._class} itself"
 
-    def _prove(self, named: Mapping[str, Any]) -> str | None:
+    def _check(self, named: Mapping[str, Any]) -> str | None:
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
@@ -107,16 +103,16 @@ class CallGuard:
         except DryRunError as error:
             # Values decide what is run: right for these ones may be wrong for others.
             doubt = str(error)
-        proof = prove(runs, sharding, needs_values=doubt is not None)
+        result = check_plan(runs, sharding, needs_values=doubt is not None)
         marked = frozenset(sharding.spec.grads)
-        for fqn in sorted((proof.partial_grads - marked) | (proof.whole_grads & marked)):
+        for fqn in sorted((result.partial_grads - marked) | (result.whole_grads & marked)):
             raise Contradiction(
                 fqn, "the gradient is a sum over ranks in some forms of call and not in others"
             )
         # What results do not depend on in this form of call cannot make them wrong.
-        doubts = {fqn: why for fqn, why in proof.unproven.items() if why != NOT_REACHED}
+        doubts = {fqn: why for fqn, why in result.unchecked.items() if why != NOT_REACHED}
         reasons = (f"{fqn} was not compared: {why}" for fqn, why in doubts.items())
-        too_large = (f"{fqn} is too large to be run" for fqn in proof.too_large)
+        too_large = (f"{fqn} is too large to be run" for fqn in result.too_large)
         return doubt or next(itertools.chain(reasons, too_large), None)
 
     def _sharding_of(self, scaled: nn.Module) -> TensorSharding | None:

@@ -16,11 +16,7 @@ _BY_VALUE = (bool, str, type(None))
 
 
 class CallForms:
-    """Describes calls of one model.
-
-    Args:
-        model: Its forward says what arguments are called and what they are if not given.
-    """
+    """Describes calls of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = inspect.signature(model.forward).parameters

@@ -38,12 +38,6 @@ def compare(
 ) -> None:
     """Run a region whole and on all ranks, and note what gradients are.
 
-    Args:
-        make: Makes the region; random numbers that it draws are always the same.
-        sharding: Of the whole model.
-        found: Gets what is found.
-        seed: Of the random numbers.
-
     Raises:
         Contradiction: If anything differs.
         DryRunError: If the whole region cannot be run.
@@ -139,11 +133,11 @@ def _run_ranks(
     lengths = _sequence_lengths(region.inputs, how)
     kept = _of_floats(how, expected)
 
-    def on_rank(rank: int, meeting: ThreadExchange) -> _Results:
+    def on_rank(rank: int, threads: ThreadExchange) -> _Results:
         local = sharing_copy(base)
         cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
-        boundary = Boundary(ThreadRanks(meeting, rank))
+        boundary = Boundary(ThreadRanks(threads, rank))
         boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
         install(local, sharding, boundary, prefix=fqn)
         mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]

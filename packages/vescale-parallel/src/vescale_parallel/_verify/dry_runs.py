@@ -32,12 +32,8 @@ _Found = TypeVar("_Found")
 class DryRuns:
     """Runs a model on fakes, whole and as one rank's part, and keeps what was seen.
 
-    It lives as long as what asks: the making of one plan, or one proof. The model must not change
+    It lives as long as what asks: the making of one plan, or one check. The model must not change
     meanwhile.
-
-    Args:
-        model: Whole.
-        batch: An example, small.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:

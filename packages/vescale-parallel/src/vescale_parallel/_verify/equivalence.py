@@ -7,7 +7,7 @@ gradient must agree with those of one device. Nothing about operators is assumed
 [Note: regions that are run] Blocks first, one of each kind, since what differs is found there by
 name. Then the model from its first input to its last output, with all that lies outside of blocks;
 of a long stack equal blocks in the middle pass on what they get. What is cut and was in neither
-run, or had no part in any gradient, is named in ``unproven``.
+run, or had no part in any gradient, is named in ``unchecked``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DRAWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class CheckResult:
     """What running a plan showed.
 
     Attributes:
@@ -49,14 +49,14 @@ class Proof:
         whole_grads: Whole parameters of which every rank has the whole gradient, and not zero.
         proven: Blocks that were run, one of each kind, the model itself being ``""``.
         too_large: Blocks that only fit in shape, being too large to run.
-        unproven: Cut parameters outside of all that was run, and why.
+        unchecked: Cut parameters outside of all that was run, and why.
     """
 
     partial_grads: frozenset[str]
     whole_grads: frozenset[str]
     proven: tuple[str, ...]
     too_large: tuple[str, ...]
-    unproven: Mapping[str, str] = field(default_factory=dict[str, str])
+    unchecked: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(eq=False)
@@ -75,19 +75,15 @@ class _Blocks:
     too_large: list[str] = field(default_factory=list[str])
 
 
-def prove(
+def check_plan(
     runs: DryRuns,
     sharding: TensorSharding,
     *,
     needs_values: bool = False,
-) -> Proof:
+) -> CheckResult:
     """Run a plan without a second rank.
 
-    Args:
-        runs: Of the whole model on a small example.
-        sharding: Of the model.
-        needs_values: Whether the forward needs values; the model is then run as one region,
-            more than once.
+    A forward that ``needs_values`` is run as one region, more than once.
 
     Raises:
         Contradiction: If the results or gradients of a block or the model differ, or shapes do
@@ -104,15 +100,15 @@ def prove(
             raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     found = Findings()
     blocks = _prove_blocks(model, whole, part, sharding, found)
-    unproven = _prove_rest(runs, whole, blocks, sharding, found)
+    unchecked = _check_rest(runs, whole, blocks, sharding, found)
     hooked = read_by_hooks(model)
-    unproven |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
-    return Proof(
+    unchecked |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
+    return CheckResult(
         partial_grads=frozenset(found.partial),
         whole_grads=frozenset(found.whole),
         proven=tuple(blocks.proven),
         too_large=tuple(blocks.too_large),
-        unproven=unproven,
+        unchecked=unchecked,
     )
 
 
@@ -154,7 +150,7 @@ def _prove_blocks(
     return blocks
 
 
-def _prove_rest(
+def _check_rest(
     runs: DryRuns,
     whole: Mapping[str, ModuleCall],
     blocks: _Blocks,

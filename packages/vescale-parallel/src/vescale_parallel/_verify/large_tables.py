@@ -32,14 +32,8 @@ def checked_tables(
 ) -> Mapping[str, str]:
     """Return which cut parameters were compared apart from the model (""), and which cannot be.
 
-    Args:
-        runs: Of the whole model on an example.
-        sharding: Of the model.
-        cut: Every cut parameter.
-        inside: Prefixes of blocks that were compared.
-
-    Returns:
-        Parameter FQN to nothing, or to the reason. Of blocks, only those that others read, too.
+    Returned are parameter FQN to nothing, or to the reason. Of blocks, whose prefixes are
+    ``inside``, only those that others read, too.
     """
     model = runs.model
     try:

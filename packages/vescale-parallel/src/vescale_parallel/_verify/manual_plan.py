@@ -16,7 +16,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import DryRunError
 
 from .dry_runs import DryRuns
-from .equivalence import Contradiction, Proof, prove
+from .equivalence import CheckResult, Contradiction, check_plan
 from .single_module import contradicted_module
 from .threads import in_fresh_thread
 
@@ -26,14 +26,10 @@ def checked_plan(
 ) -> tuple[TensorSharding, bool]:
     """Return the plan, completed by partial gradients, and whether it was proven.
 
+    A ``declared`` plan has to say itself which gradients are partial values.
+
     Without an example, or if the model cannot be run without values, only pairs of linears
     within modules that can be called on one tensor are run.
-
-    Args:
-        model: Whole.
-        sharding: The plan, applied to the model.
-        batch: An example; None if there is none.
-        declared: Refuse a plan that does not say itself which gradients are partial values.
 
     Raises:
         ValueError: With the module whose results or gradients the plan changes.
@@ -41,7 +37,7 @@ def checked_plan(
     if batch is not None:
         try:
             small = small_example(batch)
-            proof = in_fresh_thread(lambda: prove(DryRuns(model, small), sharding))
+            result = in_fresh_thread(lambda: check_plan(DryRuns(model, small), sharding))
         except Contradiction as error:
             raise ValueError(
                 "tensor_parallel.sharding_plan changes what "
@@ -50,19 +46,21 @@ def checked_plan(
             ) from error
         except DryRunError:
             return checked_plan(model, sharding, None, declared=declared)
-        for fqn in sorted(proof.whole_grads.intersection(sharding.spec.grads)):
+        for fqn in sorted(result.whole_grads.intersection(sharding.spec.grads)):
             raise ValueError(
                 f"tensor_parallel.sharding_plan: ranks do not hold partial values of the gradient "
                 f"of {fqn!r}; leave out its <grad>"
             )
-        for fqn in sorted(proof.partial_grads.difference(sharding.spec.grads)) if declared else ():
+        for fqn in (
+            sorted(result.partial_grads.difference(sharding.spec.grads)) if declared else ()
+        ):
             raise ValueError(
                 f"tensor_parallel.communication is 'declared', and ranks hold partial "
                 f"values of the gradient of {fqn!r}; add '{fqn}.<grad>': 'Partial()' to the "
                 "sharding plan"
             )
-        _warn_of_unproven(proof)
-        grads = {**sharding.spec.grads, **dict.fromkeys(proof.partial_grads, Partial())}
+        _warn_of_unchecked(result)
+        grads = {**sharding.spec.grads, **dict.fromkeys(result.partial_grads, Partial())}
         return replace(sharding, spec=replace(sharding.spec, grads=grads)), True
     _check_kinds(model, sharding.spec)
     wrong = contradicted_module(model, sharding)
@@ -74,9 +72,9 @@ def checked_plan(
     return sharding, False
 
 
-def _warn_of_unproven(proof: Proof) -> None:
+def _warn_of_unchecked(result: CheckResult) -> None:
     """Say what was only found to fit in shape."""
-    reasons = dict.fromkeys(proof.too_large, "it is too large to be run") | dict(proof.unproven)
+    reasons = dict.fromkeys(result.too_large, "it is too large to be run") | dict(result.unchecked)
     for fqn, why in reasons.items():
         warnings.warn(
             f"tensor_parallel.sharding_plan: {fqn!r} fits in shape and was not compared with one "

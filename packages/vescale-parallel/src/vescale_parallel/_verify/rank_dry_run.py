@@ -46,11 +46,7 @@ def draws_of_rank(
 ) -> tuple[NotedDraw, ...]:
     """Return what random numbers a forward draws on the first of some ranks.
 
-    Args:
-        model: Whole.
-        given: Positional and keyword arguments.
-        sharding: Of the model; None for one rank.
-        training: Whether to run all of it in training mode.
+    Without a ``sharding`` there is one rank. ``training`` runs all of it in training mode.
 
     Raises:
         DryRunError: If the forward needs values, or shapes do not fit each other.

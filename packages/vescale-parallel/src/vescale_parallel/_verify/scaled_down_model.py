@@ -45,12 +45,8 @@ def is_large(model: nn.Module) -> bool:
 def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     """Return a model of the same class with few small layers, on the meta device.
 
-    Args:
-        model: A transformers model.
-        size: What the small layers' features shall divide by.
-
-    Returns:
-        None if the class or its configuration is not understood, or the modules differ.
+    The features of the small layers divide by ``size``. None if the class or its configuration is
+    not understood, or the modules differ.
     """
     config = copy.deepcopy(getattr(model, "config", None))
     heads = _first(config, _HEADS)

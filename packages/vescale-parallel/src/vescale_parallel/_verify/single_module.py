@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
@@ -14,24 +15,18 @@ from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placem
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 
 from .dry_runs import DryRuns
-from .equivalence import MAX_NUMEL, prove
+from .equivalence import MAX_NUMEL, check_plan
 from .threads import in_fresh_thread
 
 
-def proven_alone(
+def checked_alone(
     module: nn.Module, plan: Mapping[str, str], num_features: int, size: int
 ) -> dict[str, str] | None:
     """Run a module whole and on all ranks, on one activation (batch, sequence, features).
 
-    Args:
-        module: The module; a copy of it is run on random weights.
-        plan: Names relative to the module to placement text.
-        num_features: Of the activation.
-        size: Tensor-parallel ranks.
-
-    Returns:
-        The plan with the marks of whole parameters of which ranks hold partial gradients; None if
-        results or gradients differ, or if the module is too large or takes something else.
+    Names are relative to the module, of which a copy is run on random weights. The plan comes back
+    with the marks of whole parameters of which ranks hold partial gradients; None if results or
+    gradients differ, or if the module is too large or takes something else.
     """
     if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
         return None
@@ -41,23 +36,23 @@ def proven_alone(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sharding = shard(plan, module, size)
-            proof = in_fresh_thread(lambda: _prove(module, batch, sharding))
+            result = in_fresh_thread(lambda: _check(module, batch, sharding))
     # Arbitrary user code: whatever it raises only means that this plan is not proven.
     except Exception:
         return None
-    if proof is None:
+    if result is None:
         return None
-    return {**plan, **{f"{fqn}.<grad>": "Partial()" for fqn in sorted(proof)}}
+    return {**plan, **{f"{fqn}.<grad>": "Partial()" for fqn in sorted(result)}}
 
 
-def _prove(module: nn.Module, batch: object, sharding: TensorSharding) -> frozenset[str] | None:
+def _check(module: nn.Module, batch: object, sharding: TensorSharding) -> frozenset[str] | None:
     runs, needs_values = DryRuns(module, batch), False
     try:
         runs.blocks()
     except ValueError:
         needs_values = True
-    proof = prove(runs, sharding, needs_values=needs_values)
-    return None if proof.unproven or proof.too_large else proof.partial_grads
+    result = check_plan(runs, sharding, needs_values=needs_values)
+    return None if result.unchecked or result.too_large else result.partial_grads
 
 
 def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | None:
@@ -79,14 +74,17 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | Non
         row, last = next(reversed(linears.items()))
         kind = linear_kind(last)
         assert kind is not None
-        if len(own) < 2 or own.get(f"{row}.weight") != f"Shard({kind.in_dim})":
+        is_row_wise = sharding.placements.get(f"{fqn}.{row}.weight".lstrip(".")) == Shard(
+            kind.in_dim
+        )
+        if len(own) < 2 or f"{row}.weight" not in own or not is_row_wise:
             continue
         width = features(last, kind)[1]
         unmarked = {name: text for name, text in own.items() if not name.endswith("<grad>")}
-        proven = proven_alone(module, unmarked, width, sharding.size)
+        proven = checked_alone(module, unmarked, width, sharding.size)
         if proven is not None and set(proven) == set(own):
             continue
-        if proven_alone(module, {}, width, sharding.size) is not None:
+        if checked_alone(module, {}, width, sharding.size) is not None:
             return fqn or type(model).__name__
     return None
 

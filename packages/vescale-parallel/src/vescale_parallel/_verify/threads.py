@@ -49,30 +49,25 @@ class _OwnGenerators:
 def run_in_threads(
     size: int, on_rank: Callable[[int, ThreadExchange], Any], *, draw_alike: bool = False
 ) -> list[Any]:
-    """ModuleCall a function on every rank, each in a thread of its own.
+    """Call a function on every rank, each in a thread of its own.
 
-    Args:
-        size: How many ranks.
-        on_rank: Gets the rank, and where ranks meet.
-        draw_alike: All draw the same numbers from the host's generators, as processes do;
-            only one runs at a time then.
-
-    Raises:
-        Exception: Whatever the first rank that failed raised.
+    It gets the rank, and where ranks exchange tensors. With ``draw_alike`` all draw the same
+    numbers from the host's generators, as processes do; only one runs at a time then. What the
+    first rank that failed raised is raised.
     """
     turns = _OwnGenerators(size) if draw_alike else None
-    meeting = ThreadExchange(size, turns)
+    exchange = ThreadExchange(size, turns)
     results: list[Any] = [None] * size
     errors: list[Exception] = []
 
     def work(rank: int) -> None:
         try:
             with contextlib.nullcontext() if turns is None else turns.turn(rank):
-                results[rank] = on_rank(rank, meeting)
+                results[rank] = on_rank(rank, exchange)
         # Handed to the caller below.
         except Exception as error:
             errors.append(error)
-            meeting.give_up()
+            exchange.give_up()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

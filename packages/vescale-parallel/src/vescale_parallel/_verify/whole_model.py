@@ -22,16 +22,11 @@ def passed_over(
 ) -> dict[str, list[str]]:
     """Return blocks that need not run for what is outside of them to be compared.
 
+    ``kinds`` says of every block what makes it equal to another. They are returned by the block
+    that runs before them.
+
     Each is equal to a block that runs, neither first, second nor last of its stack, and returns
     an activation like the one it gets, which it may pass on.
-
-    Args:
-        model: Whole.
-        calls: How blocks are called.
-        kinds: Of every block, what makes it equal to another.
-
-    Returns:
-        By the block that runs before them.
     """
     found: dict[str, list[str]] = {}
     for stack in block_stacks(model):
@@ -62,10 +57,8 @@ def _activation(tree: Any) -> Tensor | None:
 def whole_region(model: nn.Module, batch: Any, over: Mapping[str, Sequence[str]]) -> Region:
     """Return a model with an example as its inputs.
 
-    Args:
-        model: Whole.
-        batch: The example; its floats are used if they are not made up, as zeros are.
-        over: What :func:`passed_over` gave.
+    Floats of the example are used if they are not made up, as zeros are. ``over`` is what
+    :func:`passed_over` gave.
     """
     leaves, spec = pytree.tree_flatten(bind(model, batch))
     inputs = [given_input(leaf) for leaf in leaves]

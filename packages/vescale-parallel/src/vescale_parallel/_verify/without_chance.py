@@ -7,24 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_parallel._torch_private import TorchDispatchMode, pytree
-from vescale_parallel._trace.random_ops import is_draw
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.random_ops import DrawMode
 
 aten = torch.ops.aten
 
 
-class WithoutChance(TorchDispatchMode):
+class WithoutChance(DrawMode):
     """Has operators that draw random numbers give constants: dropout keeps everything.
 
     The number of draws, and so what is drawn for a row, depends on how many rows there are.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_draw(func, args, kwargs):
-            return func(*args, **kwargs)
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return without_chance(func, args, kwargs)
 
 

@@ -17,20 +17,3 @@ from .propagate import (
     follow as follow,
     is_within as is_within,
 )
-
-__all__ = [
-    "Axes",
-    "Dim",
-    "Flow",
-    "Graph",
-    "Obstacle",
-    "RefusedError",
-    "Step",
-    "Trace",
-    "UnknownOperator",
-    "Value",
-    "check_partial",
-    "follow",
-    "infer_axes",
-    "is_within",
-]

@@ -208,14 +208,3 @@ class Call:
         for tensor in tensors:
             for dim in self.dims(tensor):
                 self.block(dim, why)
-
-
-__all__ = [
-    "Call",
-    "Linearity",
-    "Obstacle",
-    "Step",
-    "Trace",
-    "UnknownOperator",
-    "Value",
-]

@@ -1,0 +1,58 @@
+"""Which dim of a call's tensors is the batch, where some tensors have one row for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_testing import World
+
+from .plans import DP, make_plan
+from .training import whole
+
+
+class Positioned(nn.Module):
+    """A causal language model that is told the positions of its tokens, (1, S) for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.mix, self.head = nn.Linear(8, 24), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        x_BSD = self.tokens(ids) + self.positions(position_ids)
+        q, k, v = self.mix(x_BSD).chunk(3, -1)
+        y_BSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(y_BSD)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def trained(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of a batch, and gradients."""
+    loss = model(ids=ids, position_ids=torch.arange(ids.shape[1])[None])
+    loss.backward()
+    return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def of_one_device_and_rank(rows: int, length: int) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model, ids = Positioned().double(), torch.randint(16, (2 * rows, length))
+    expected = trained(model, ids)
+    model.zero_grad()
+    model = vescale.parallelize(make_plan({DP: 2}), model)
+    return expected, trained(model, ids.chunk(2)[dist.get_rank()])
+
+
+# Batches shorter than, as long as, and longer than the sequence.
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "length"), [(2, 6), (4, 4), (6, 3)])
+def test_positions_that_all_rows_share_are_no_rows(world2: World, rows: int, length: int) -> None:
+    for expected, found in world2.run(of_one_device_and_rank, rows, length):
+        assert found[0] == pytest.approx(expected[0], rel=1e-12, abs=0)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,145 @@
+"""The small batches that a cross-replica check runs a model on: a few rows, and halves of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_parallel._model.inputs import common_length, is_shared_by_rows, some_that_count
+from vescale_parallel._torch_private import pytree
+
+from .check import Given
+from .parts import NUM_ROWS
+from .row_counts import is_one_a_row, row_dim, shapes_with_rows
+
+
+def plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    real = tensor.detach().cpu().clone()
+    return real.double() if real.is_floating_point() else real
+
+
+def within(model: nn.Module) -> Any:
+    """Return what brings token ids into a smaller vocabulary."""
+    limit = largest_table(model)
+
+    def inside(x: Tensor) -> Tensor:
+        is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
+        return torch.where(x >= limit, x % limit, x) if is_index else x
+
+    return inside
+
+
+def largest_table(model: nn.Module) -> int:
+    """Return how many rows the largest embedding has."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return max(tables, default=0)
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """Integers that no row of a half shares with the other one.
+
+    Attributes:
+        larger: Of a tensor that has one value only, of one row of one token for example, the
+            value of the second half. It need not be an index of what the model looks up.
+    """
+
+    larger: Callable[[Tensor], Tensor]
+
+    def fill(self, rows: Tensor) -> None:
+        """Give the first half of rows the least integer, the second half the largest."""
+        if rows.is_floating_point() or rows.is_complex() or not rows.numel():
+            return
+        least, largest = rows.amin(), rows.amax()
+        if least == largest and not _is_mask(rows):
+            # 0 is an index of everything that has any. A mask that keeps all stays one.
+            least = least.clamp(max=0)
+            largest = self.larger(largest)
+        rows[: NUM_ROWS // 2] = least
+        rows[NUM_ROWS // 2 :] = largest
+
+
+def some_rows(
+    given: Given, num_rows: int, *, uneven: bool, alike: Extremes | None = None
+) -> list[Given]:
+    """Return small batches: one of as many rows as a check takes, and both halves of it.
+
+    ``uneven`` has masks keep another number of positions of every row: whoever counts them must
+    not be taken for somebody who does not. ``alike`` has all integers of the first half of the
+    rows be alike, and those of the second.
+    """
+    half = NUM_ROWS // 2
+    kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
+    return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]
+
+
+def _some_rows(
+    given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: Extremes | None
+) -> Given:
+    generator = torch.Generator().manual_seed(0)
+    length, shapes = common_length(given, num_rows), shapes_with_rows(*given)
+
+    def some(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dim, real = row_dim(value, num_rows), in_double(value)
+            if dim is None or is_shared_by_rows(value.shape, shapes):
+                return real
+            grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
+            if alike is not None:
+                alike.fill(grown)
+            return grown[rows].movedim(0, dim).contiguous()
+        if isinstance(value, Mapping):
+            return {key: some(each) for key, each in value.items()}
+        if type(value) not in (list, tuple):
+            return value
+        if is_one_a_row(value, num_rows):
+            chosen = [_plain_tree(value[i % num_rows]) for i in range(NUM_ROWS)]
+            return type(value)(chosen[rows])
+        return type(value)(map(some, value))
+
+    args, kwargs = given
+    return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}
+
+
+def _plain_tree(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, in_double, tree)
+
+
+def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
+    """Return as many rows as a check takes, made different where there were fewer."""
+    if length is not None and x.dim() == 2:
+        x = x[:, :length]
+    rows = [x[i % len(x)] for i in range(NUM_ROWS)]
+    for i in range(len(x), NUM_ROWS):
+        if x.is_floating_point() and not _is_mask(x):
+            noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
+            rows[i] = rows[i] * (1 + 0.1 * noise)
+        elif rows[i].dim():
+            rows[i] = rows[i].roll(i, -1)
+    made = some_that_count(torch.stack(rows))
+    return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all())
+
+
+def _thinned(mask: Tensor) -> Tensor:
+    """Clear the ends of rows, of each one another number of positions."""
+    length = math.prod(mask.shape[1:])
+    flat = mask.clone().reshape(len(mask), length)
+    for i, row in enumerate(flat):
+        row[length - (i * length) // (2 * NUM_ROWS) :] = 0
+    return flat.view(mask.shape)
