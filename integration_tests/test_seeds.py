@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vescale
+from vescale_dtensor import DTensor
 from vescale_testing import World
 
 from .models import HandWritten
@@ -53,7 +54,7 @@ WAYS = {"eager": eager, "deferred": deferred}
 
 def values(model: nn.Module) -> list[Tensor]:
     named = [*model.parameters(), *model.buffers(), *getattr(model, "kept", [])]
-    tensors = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in named]
+    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in named]
     return [tensor.detach().clone() for tensor in tensors]
 
 

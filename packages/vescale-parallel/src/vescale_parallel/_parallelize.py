@@ -42,6 +42,7 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import Draws
+from ._runtime.arguments import Arguments
 from ._runtime.checks import call_lr_scheduler_fn, call_optimizer_fn, check_arguments
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
@@ -341,6 +342,7 @@ def _engine(
         mesh=mesh,
         parameters=parameters,
         data_ranks=ranks,
+        arguments=Arguments(model, mesh.device_type),
         inputs=inputs,
         known=KnownModules(model, parameters.params),
         proofs=proofs,

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from vescale_parallel._plan.plan import ModelSignature, ParallelPlan
 
@@ -36,7 +37,7 @@ def described_structure(model: nn.Module) -> dict[str, str]:
 
 
 def _geometry(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         return "without a shape"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 

@@ -81,7 +81,7 @@ def take_model_of_rank_zero(model: nn.Module, construction: Construction | None)
 
 def _which_are_equal(values: Mapping[str, str]) -> dict[str, bool]:
     """Return which texts all ranks have alike; one that a rank lacks is an error of the model."""
-    check_agreement(model={name: "held" for name in values})
+    check_agreement(model=dict.fromkeys(values, "held"))
     return all_equal(values)
 
 

@@ -101,7 +101,7 @@ def _check_model(model: nn.Module) -> None:
         # By name, as the libraries need not be imported.
         wrapped = [base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPED]
         if wrapped:
-            raise ValueError(f"{which} is a {wrapped[0]}: it {_WRAPPED[wrapped[0]]}")
+            raise ValueError(f"{which} is a {wrapped[0]}, which {_WRAPPED[wrapped[0]]}")
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{which} is a ScriptModule, whose parts cannot be changed; "
