@@ -61,11 +61,12 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def plan(constraints: Any = None, model: Any = None, **kwargs: Any) -> ParallelPlan:
-    return vescale.generate_plan(model or Net(), constraints, **{"world_size": 2, **kwargs})
+    given: dict[str, Any] = {"world_size": 2, **kwargs}
+    return vescale.generate_plan(model or Net(), constraints, **given)
 
 
 def parallel(*args: Any) -> Any:
-    given: tuple[Any, ...] = (PLAN, Net()) if not args else args
+    given: tuple[Any, ...] = args or (PLAN, Net())
     return vescale.parallelize(*given)
 
 
@@ -190,7 +191,8 @@ def optimizer_object() -> None:
 
 
 def optimizer_of_parameters() -> None:
-    parallel(PLAN, Net(), lambda params: AdamW(params))  # pyright: ignore
+    make: Any = AdamW
+    parallel(PLAN, Net(), lambda params: make(params, lr=0.1))
 
 
 def several_optimizers() -> None:

@@ -7,8 +7,8 @@ opens dicts and not what is derived from them. So the classes that are met are m
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from vescale_parallel._torch_private import pytree
 
@@ -24,7 +24,7 @@ def open_mappings(values: Iterable[Any]) -> None:
 
 
 def _register(cls: type[Any]) -> None:
-    is_dict = issubclass(cls, dict)
+    is_dict, new = issubclass(cls, dict), cast("Callable[..., Any]", cls.__new__)
 
     def flatten(mapping: Any) -> tuple[list[Any], _Context]:
         attributes = {k: v for k, v in getattr(mapping, "__dict__", {}).items() if k != "data"}
@@ -33,7 +33,7 @@ def _register(cls: type[Any]) -> None:
     def unflatten(values: Iterable[Any], context: _Context) -> Any:
         keys, attributes = context
         # Constructors may take anything, or count what is constructed.
-        mapping = cls.__new__(cls)
+        mapping = new(cls)
         if not is_dict:
             mapping.data = {}
         if attributes:

@@ -100,10 +100,9 @@ class ParallelPlan:
 
     def _check_sections(self) -> None:
         for name, hint in get_type_hints(ParallelPlan).items():
-            kind: Any = hint
-            if name in _OF_PLANNER or not is_dataclass(kind):
+            if name in _OF_PLANNER or not is_dataclass(hint):
                 continue
-            value = getattr(self, name)
+            kind, value = cast("Any", hint), getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(
                     f"expected {name} to be a {kind.__name__}, got {value!r}; write for example "
