@@ -7,6 +7,7 @@ time out: the world's timeout is a minute, a test's bound is less.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -165,6 +166,20 @@ def live_and_die(directory: str, fn: Callable[..., None], *args: Any) -> None:
     os._exit(code)
 
 
+def leave(how: str) -> None:
+    """Train longer on rank 0 than on rank 1, which ends in some way."""
+    model = vescale.parallelize(make_plan(TWO["dp"]), HandWritten())
+    for batch in batches(STEPS):
+        own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        rows = {name: each[own] for name, each in batch.items()}
+        model(rows).backward()
+        if dist.get_rank() == 1 and how == "early":
+            atexit._run_exitfuncs()
+            os._exit(0)
+        if dist.get_rank() == 1:
+            os._exit(9)
+
+
 def check(world: World, directory: Path, *args: Any) -> None:
     with pytest.raises(RankError) as caught:
         world.run(live_and_die, str(directory), train, *args, timeout=BOUND)
@@ -234,3 +249,23 @@ def test_an_exception_on_one_rank_ends_all_ranks_with_its_text(
     size, constraints = LAYOUTS[layout]
     world: World = request.getfixturevalue(f"world{size}")
     check(world, tmp_path, constraints, place, rank_of(place, layout), step)
+
+
+LEAVES = {
+    "early": "rank 1 ended its program: did it have fewer batches, or stop early? Every rank has",
+    "killed": "a rank's process ended without a word, as one that is killed does",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LEAVES)
+def test_a_rank_that_left_is_told_of_by_those_that_waited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world2: World, how: str
+) -> None:
+    monkeypatch.setattr("vescale_testing._pool.GRACE_SECONDS", BOUND)
+    with pytest.raises(RankError) as caught:
+        world2.run(live_and_die, str(tmp_path), leave, how, timeout=BOUND)
+    report = (tmp_path / "0").read_text("utf-8")
+    assert LEAVES[how] in report, report
+    assert "PeerError" in report.splitlines()[-1]
+    assert "died with exit code" in caught.value.errors[1]

@@ -41,6 +41,30 @@ def fingerprint(module: nn.Module) -> str:
         >>> layer(1) == layer(1), layer(1) == layer(2)
         (True, False)
     """
+    return _digest(_named(module))
+
+
+def fingerprints(module: nn.Module) -> dict[str, str]:
+    """Return a :func:`fingerprint` of each tensor, by its first name: to say which one differs.
+
+    A tensor that is no parameter or buffer goes by a number. Takes longer than one fingerprint,
+    as tensors may depend on the same operators.
+
+    Args:
+        module: Not materialised yet.
+
+    Example:
+        >>> from vescale_deferred import deferred_init
+        >>> list(fingerprints(deferred_init(nn.Linear, 4, 3)))
+        ['weight', 'bias']
+    """
+    found: dict[str, str] = {}
+    for number, (fqn, tensor) in enumerate(_named(module)):
+        found[fqn or f"attribute {number}"] = _digest([(fqn, tensor)])
+    return found
+
+
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
     named = [(fqn, tensor) for fqn, _, _, tensor in registered(module)]
 
     def note(tensor: Tensor) -> Tensor:
@@ -48,6 +72,10 @@ def fingerprint(module: nn.Module) -> str:
         return tensor
 
     replace_unregistered(module, note)
+    return named
+
+
+def _digest(named: list[tuple[str, Tensor]]) -> str:
     digest = _Digest()
     with plainly():
         snapshots = [t.deferral.snapshot() for _, t in named if isinstance(t, DeferredTensor)]

@@ -17,6 +17,9 @@ The rooms, in the order in which data passes through them:
 - ``_cross_replica``: what is computed over rows of the global batch.
 - ``_loss``: the loss of one device from those of its shards.
 - ``_runtime``: one call of the model, one backward, one optimizer step.
+
+What is promised is in ``__all__``. The other names are what vescale-planner needs to know what
+would run; they change together with it, in any version.
 """
 
 from ._auto_sharding.place_collectives import ShardingProposal as ShardingProposal
@@ -28,7 +31,6 @@ from ._data_parallel.loader import ParallelLoader as ParallelLoader
 from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
 from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
-from ._parameters.shard_model import read_real as read_real
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.partition import split_blocks as split_blocks
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
@@ -75,22 +77,12 @@ __all__ = [
     "ParallelPlan",
     "PipelineParallel",
     "Precision",
-    "ShardingProposal",
     "TensorParallel",
-    "block_stacks",
-    "check_constraints",
-    "check_pipeline",
     "constraint_keys",
     "data_parallel_rank",
     "explain",
-    "model_signature",
-    "modules_outside_blocks",
     "observe",
     "parallelize",
-    "pipeline_blocks",
-    "propose_sharding",
-    "read_real",
-    "split_blocks",
     "tensor_parallel_plan",
     "with_constraints",
 ]

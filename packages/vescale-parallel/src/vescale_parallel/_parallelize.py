@@ -27,7 +27,8 @@ from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_group
 from ._mesh.process_group import start_process_group
 from ._model.blocks import blocks_of
 from ._model.inputs import example_from, example_of
-from ._model.signature import check_signature, described_values, model_signature
+from ._model.signature import check_signature, described_structure
+from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
 from ._parameters.sharded_parameter import ShardedParameter
 from ._pipeline.placeholders import placeholder
@@ -41,7 +42,8 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import Draws
-from ._runtime.checks import check_arguments
+from ._runtime.arguments import Arguments
+from ._runtime.checks import call_lr_scheduler_fn, call_optimizer_fn, check_arguments
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
 from ._runtime.optimizer import parallelize_optimizer
@@ -70,7 +72,7 @@ def parallelize(
     dataset: Any | None = None,
     *,
     read: Read = read_real,
-    construction: str = "",
+    construction: Construction | None = None,
 ) -> Any:
     """Make a model, and what trains it, run as a plan says. Every rank must call this.
 
@@ -86,7 +88,7 @@ def parallelize(
         lr_scheduler_fn: Called on the optimizer.
         dataset: A map-style data set; becomes a :class:`ParallelLoader`.
         read: Returns the values of a box of one of the model's tensors.
-        construction: What tells how those values came about, equal on all ranks.
+        construction: How those values come about; None of a model that has its own.
 
     Returns:
         The model; or a tuple of the model, optimizer, scheduler and loader, one for each
@@ -102,17 +104,24 @@ def parallelize(
     with announced_failures():
         check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
         check_agreement(
-            plan=plan.to_json(),
-            model=repr(model_signature(model)),
-            arguments=f"optimizer_fn {optimizer_fn is not None}, lr_scheduler_fn "
-            f"{lr_scheduler_fn is not None}, dataset {dataset is not None}",
-            construction=construction,
-            **described_values(model),
+            plan=plan.described(),
+            model=described_structure(model),
+            arguments={
+                "model": "deferred" if construction is not None else "one with values",
+                "optimizer_fn": _given(optimizer_fn),
+                "lr_scheduler_fn": _given(lr_scheduler_fn),
+                "dataset": _given(dataset),
+            },
         )
         plan.check_world_size(dist.get_world_size())
+        take_model_of_rank_zero(model, construction)
         check_signature(plan, model)
         check_supported(plan, model)
         return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
+
+
+def _given(value: object) -> str:
+    return "None" if value is None else "given"
 
 
 def _carry_out(
@@ -174,10 +183,10 @@ def _train_parts(
 ) -> Any:
     parts: list[Any] = [model]
     if optimizer_fn is not None:
-        optimizer = parallelize_optimizer(optimizer_fn(model), model)
+        optimizer = parallelize_optimizer(call_optimizer_fn(optimizer_fn, model), model)
         parts.append(optimizer)
         if lr_scheduler_fn is not None:
-            parts.append(lr_scheduler_fn(optimizer))
+            parts.append(call_lr_scheduler_fn(lr_scheduler_fn, optimizer))
     if loader is not None:
         parts.append(loader)
     return parts[0] if len(parts) == 1 else tuple(parts)
@@ -333,6 +342,7 @@ def _engine(
         mesh=mesh,
         parameters=parameters,
         data_ranks=ranks,
+        arguments=Arguments(model, mesh.device_type),
         inputs=inputs,
         known=KnownModules(model, parameters.params),
         proofs=proofs,

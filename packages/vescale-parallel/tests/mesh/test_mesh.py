@@ -76,16 +76,19 @@ def test_data_ranks_sum_in_the_order_of_ranks(in_threads: InThreads) -> None:
     assert in_threads(4, total) == [(rank, expected, expected / 4) for rank in range(4)]
 
 
-def test_ranks_that_were_given_different_things_all_say_so(in_threads: InThreads) -> None:
+def test_ranks_that_were_given_different_things_all_say_which(in_threads: InThreads) -> None:
     def check(rank: int) -> str:
-        check_agreement(plan="same", model="same")
+        held = {"a": "1", "b": "2"}
+        check_agreement(plan={"size": "2"}, model=held)
+        if rank == 2:
+            held = {"a": "1", "b": "3", "c": "4"}
         with pytest.raises(ValueError, match="expected the same model on every rank") as caught:
-            check_agreement(plan="same", model="other" if rank == 2 else "same")
+            check_agreement(plan={"size": "2"}, model=held)
         return str(caught.value)
 
-    for rank, told in enumerate(in_threads(3, check)):
-        held = "other" if rank == 2 else "same"
-        assert f"but ranks [2] differ from rank 0; this is rank {rank} with {held!r}" in told
+    told = in_threads(3, check)
+    assert told == [told[0]] * 3
+    assert "but b is 2 on rank 0 and 3 on rank 2 (1 more differ)" in told[0]
 
 
 def test_a_second_group_has_the_same_ranks_and_is_another(in_threads: InThreads) -> None:

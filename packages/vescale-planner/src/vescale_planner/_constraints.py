@@ -10,6 +10,7 @@ from torch import nn
 from vescale_parallel import (
     ParallelPlan,
     PipelineParallel,
+    Precision,
     ShardingProposal,
     check_constraints,
     with_constraints,
@@ -22,6 +23,42 @@ _NOT_YET = {
     "expert_parallel.size": (1, "expert parallelism"),
     "compile": (False, "compilation"),
 }
+
+
+def in_order(model: object, constraints: object) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model and its constraints, which may be given the other way round.
+
+    Raises:
+        TypeError: If there is no model, or the constraints are no mapping.
+    """
+    if isinstance(constraints, nn.Module) and not isinstance(model, nn.Module):
+        model, constraints = constraints, model
+    if isinstance(model, type):
+        name = model.__name__
+        raise TypeError(
+            f"expected model to be an nn.Module, got the class {name}; construct it, "
+            f"{name}(...), or without memory, vescale.deferred_init({name}, ...)"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected model to be an nn.Module, got {type(model).__name__}; the order is "
+            "generate_plan(model, constraints)"
+        )
+    constraints = {} if constraints is None else constraints
+    if not isinstance(constraints, Mapping):
+        raise TypeError(
+            "expected constraints as a dict such as {'data_parallel.size': 2}, got "
+            f"{type(constraints).__name__}"
+        )
+    return model, {key: _dtype_by_name(key, value) for key, value in constraints.items()}
+
+
+def _dtype_by_name(key: object, value: Any) -> Any:
+    """Return how a plan calls a dtype that may be torch's; other values as they are."""
+    if key not in ("precision.param", "precision.reduce"):
+        return value
+    name = str(key).removeprefix("precision.")
+    return getattr(Precision(**{name: value}), name)
 
 
 def check(constraints: Mapping[str, Any], model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
 
-from ._constraints import check, check_split_points
+from ._constraints import check, check_split_points, in_order
 from ._explain import left_whole, nothing_fits, reasons
 from ._memory import Memory, optimizer_states
 from ._runnable import runnable
@@ -28,7 +28,7 @@ def generate_plan(
     world_size: int | None = None,
     cluster: Cluster | None = None,
     example_batch: Any = None,
-    optimizer: str = "adamw",
+    optimizer: str | type = "adamw",
 ) -> ParallelPlan:
     """Choose how to run a model on many ranks. Communicates nothing and allocates nothing.
 
@@ -39,26 +39,27 @@ def generate_plan(
     Args:
         model: Real, on the meta device, or deferred.
         constraints: Dotted key to value, see ``vescale_parallel.constraint_keys()``. Each is
-            obeyed exactly.
+            obeyed exactly. The two may be given in either order.
         world_size: Ranks; by default ``WORLD_SIZE``, else the number of GPUs, else 1.
         cluster: The machines; by default what this one has.
         example_batch: What one data-parallel rank gives the model in a step. Flops and
             activations are then observed, otherwise estimated from the parameters.
-        optimizer: Name of the optimizer, for its memory.
+        optimizer: The optimizer's name or class, for its memory.
 
     Raises:
         ValueError: If a constraint is unknown or cannot be obeyed, no sizes multiply to the
             world size, or nothing fits in memory.
+        TypeError: If ``model`` is no module, or ``constraints`` no mapping.
 
     Example:
         >>> plan = generate_plan(nn.Linear(8, 8), world_size=2, cluster=Cluster.preset("h200"))
         >>> plan.data_parallel.size
         2
     """
-    constraints = {} if constraints is None else dict(constraints)
+    model, constraints = in_order(model, constraints)
     check(constraints, model)
     world_size = _world_size() if world_size is None else world_size
-    if isinstance(world_size, bool) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]: user input
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
     states = optimizer_states(optimizer)
     cluster = Cluster.of_this_machine(world_size) if cluster is None else cluster

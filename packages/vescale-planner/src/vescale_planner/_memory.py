@@ -27,18 +27,20 @@ _OPTIMIZER_STATES = {
 }
 
 
-def optimizer_states(optimizer: str) -> int:
+def optimizer_states(optimizer: str | type) -> int:
     """Return how many tensors of a parameter's size an optimizer keeps.
 
     Raises:
         ValueError: If the optimizer is unknown, with the known ones.
     """
-    if optimizer.lower() not in _OPTIMIZER_STATES:
+    name = optimizer.__name__ if isinstance(optimizer, type) else optimizer
+    if not isinstance(name, str) or name.lower() not in _OPTIMIZER_STATES:  # pyright: ignore[reportUnnecessaryIsInstance]: user input
         raise ValueError(
-            f"expected optimizer to be one of {sorted(_OPTIMIZER_STATES)}, got {optimizer!r}; "
+            f"expected optimizer to be one of {sorted(_OPTIMIZER_STATES)}, got "
+            f"{name if isinstance(name, str) else type(name).__name__!r}; "  # pyright: ignore[reportUnnecessaryIsInstance]: user input
             "name the one that keeps as many tensors a parameter"
         )
-    return _OPTIMIZER_STATES[optimizer.lower()]
+    return _OPTIMIZER_STATES[name.lower()]
 
 
 @dataclass(frozen=True, kw_only=True)

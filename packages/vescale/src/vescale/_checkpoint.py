@@ -69,7 +69,9 @@ def load(
     }
 
 
-def _plans_as_text(state: Mapping[str, Any]) -> dict[str, Any]:
+def _plans_as_text(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: user input
+        return state  # vescale-ckpt says what it expects
     return {
         key: value.to_json() if isinstance(value, ParallelPlan) else value
         for key, value in state.items()

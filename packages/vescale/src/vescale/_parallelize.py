@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 import vescale_deferred
 import vescale_parallel
+from vescale_deferred import RecordedDraws
 from vescale_parallel import ParallelPlan
 
 
@@ -50,7 +52,6 @@ def parallelize(
         >>> model(torch.ones(3, 4)).shape
         torch.Size([3, 2])
     """
-    deferred = vescale_deferred.is_deferred(model)
     parts = vescale_parallel.parallelize(
         plan,
         model,
@@ -58,8 +59,33 @@ def parallelize(
         lr_scheduler_fn,
         dataset,
         read=vescale_deferred.read,
-        construction=vescale_deferred.fingerprint(model) if deferred else "",
+        construction=_construction_of(model),
     )
     # What is left are tensors that the modules hold without having registered them.
     vescale_deferred.materialize(model)
     return parts
+
+
+@dataclass(frozen=True)
+class _Construction:
+    """What vescale-parallel asks about a deferred model."""
+
+    model: nn.Module
+
+    def fingerprint(self) -> str:
+        return vescale_deferred.fingerprint(self.model)
+
+    def fingerprints(self) -> dict[str, str]:
+        return vescale_deferred.fingerprints(self.model)
+
+    def recorded_draws(self) -> RecordedDraws:
+        return vescale_deferred.recorded_draws(self.model)
+
+    def replace_draws(self, draws: RecordedDraws) -> None:
+        vescale_deferred.replace_draws(self.model, draws)
+
+
+def _construction_of(model: object) -> _Construction | None:
+    if isinstance(model, nn.Module) and vescale_deferred.is_deferred(model):
+        return _Construction(model)
+    return None

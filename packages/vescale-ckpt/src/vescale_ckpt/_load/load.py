@@ -17,6 +17,7 @@ from vescale_ckpt._comm.control_group import (
     current_control_group,
 )
 from vescale_ckpt._comm.hosts import this_host
+from vescale_ckpt._state.arguments import check_arguments
 from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt._store.reader import CheckpointReader
@@ -85,10 +86,12 @@ def load(
         A dict like ``state``: the same tensors and objects, and the stored Python values.
 
     Raises:
+        TypeError: If ``path`` is no path, or ``state`` no dict.
         CorruptCheckpointError: If anything in the checkpoint is damaged or missing.
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
+    check_arguments("load", path, state)
     ranks = current_control_group(timeout)
     ranks.meet()
     with ranks.together():

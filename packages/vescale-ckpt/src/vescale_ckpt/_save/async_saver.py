@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, ControlGroup, separate_control_group
+from vescale_ckpt._state.arguments import check_arguments
 from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import CheckpointError
 
@@ -88,6 +89,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
+        check_arguments("save", path, state)
         destination: Destination | None = None
         taken: Snapshot | None = None
         failure: Exception | None = None

@@ -26,6 +26,7 @@ from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._format.state_encoding import Encoded, encode
+from vescale_ckpt._state.arguments import check_arguments
 from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, stacked_shard
 from vescale_ckpt._store.retention import keep_newest
 from vescale_ckpt._store.storage import Storage
@@ -76,6 +77,7 @@ def save(
             up on one that hangs.
 
     Raises:
+        TypeError: If ``path`` is no path, or ``state`` no dict.
         ValueError: If ``keep_last`` is less than one, ``path`` does not end with a number then,
             or it is a URL, which does not take shared files.
         MismatchError: If ranks disagree about a key, a shape, a dtype or a value.
@@ -91,6 +93,7 @@ def save(
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
+    check_arguments("save", path, state)
     choose = partial(destination_of, path, layout=layout, keep_last=keep_last)
     ranks = current_control_group(timeout)
     write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)

@@ -56,7 +56,11 @@ class DirectoryStorage:
         """Open the checkpoint, or the one that was being replaced here."""
         where = place_of(self.where)
         if not is_there(where):
-            raise CheckpointError(f"there is no checkpoint at {self.where}: no such directory")
+            raise CheckpointError(
+                f"there is no checkpoint at {self.where}: no such directory. A first run has "
+                "nothing to load: vescale_ckpt.latest(directory) returns the newest of the "
+                "checkpoints in a directory (step-100, step-200, ..), None if there is none"
+            )
         if not where.is_dir():
             raise CheckpointError(
                 f"there is no checkpoint at {self.where}: expected a directory, got a file"
@@ -64,7 +68,8 @@ class DirectoryStorage:
         if not is_there(where / MANIFEST_NAME):
             raise CorruptCheckpointError(
                 f"there is no checkpoint at {self.where}: {MANIFEST_NAME}, the file written "
-                f"last, is missing; the save did not finish, or this is another kind of directory"
+                "last, is missing; the save did not finish, or this is another kind of directory. "
+                "Of a directory of checkpoints load one: vescale_ckpt.latest(directory)"
             )
         return CheckpointReader(where)
 

@@ -18,6 +18,7 @@ begun and left would pair with a later one of the other ranks.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import sys
@@ -36,6 +37,9 @@ from .emulation import is_emulated
 _COUNT = "vescale/failures"
 _NUM_LOOKED_AT = 1024  # entries; ranks that raise alike write one each
 _PATIENCE = datetime.timedelta(seconds=5)  # with a store whose host may be gone
+
+# What backends say of a connection whose other end is gone.
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 _MARK = "_announced_as"  # on an exception
 
@@ -98,6 +102,7 @@ def _is_announced(error: BaseException) -> bool:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _hook_before: _Hook | None = None
+_has_told = False  # what ended the program
 
 
 def _watch_the_end() -> None:
@@ -105,12 +110,29 @@ def _watch_the_end() -> None:
     global _hook_before
     if _hook_before is None:
         _hook_before, sys.excepthook = sys.excepthook, _announce_uncaught
+        # Runs before what was registered earlier: the process group is still there.
+        atexit.register(_announce_end)
+
+
+def _announce_end() -> None:
+    """Tell the others that this rank's program is over, unless it told them why already."""
+    if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1 or _has_told:
+        return
+    with contextlib.suppress(Exception), _patient_store() as store:
+        number = store.add(_COUNT, 1)
+        store.set(
+            _key(number),
+            f"rank {dist.get_rank()} ended its program: did it have fewer batches, or stop early? "
+            "Every rank has to take as many steps",
+        )
 
 
 def _announce_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     assert _hook_before is not None
+    global _has_told
+    _has_told = True
     # Whatever goes wrong here must not keep the error itself from being shown.
     with contextlib.suppress(Exception):
         _explain_or_announce(error)
@@ -162,6 +184,14 @@ def named_failures() -> Iterator[None]:
             raise PeerError(f"{text}; this rank ({dist.get_rank()}) was waiting for it") from error
         if known[0] is dist.group.WORLD:
             error.add_note(f"no rank has told of a failure since {known[2]}")
+        if any(text in str(error) for text in _CLOSED):
+            lost = PeerError(
+                "a rank's process ended without a word, as one that is killed does (the kernel "
+                f"does it when memory runs out); this rank ({dist.get_rank()}) was waiting for "
+                "it. The launcher's output says which one and by what signal"
+            )
+            announce(lost)
+            raise lost from error
         announce(error)
         raise
     if _standing:

@@ -28,6 +28,7 @@ def start_process_group() -> None:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
+    _refuse_other_launchers()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -36,6 +37,28 @@ def start_process_group() -> None:
             backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
         )
     atexit.register(_leave_process_group)
+
+
+# Which environment variables other launchers number their processes by, and count them.
+_OTHER_LAUNCHERS = {
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
+}
+
+
+def _refuse_other_launchers() -> None:
+    """Refuse to run many times alone where a launcher has started many processes."""
+    if "RANK" in os.environ:
+        return
+    for launcher, (rank, size) in _OTHER_LAUNCHERS.items():
+        if rank in os.environ and os.environ.get(size, "1") not in ("", "1"):
+            raise ValueError(
+                f"expected the environment that torchrun makes (RANK, WORLD_SIZE, MASTER_ADDR, "
+                f"MASTER_PORT), got that of {launcher} ({rank}={os.environ[rank]}, "
+                f"{size}={os.environ[size]}): each process would train alone. Have {launcher} "
+                "start one torchrun a node, or set the four variables for each process"
+            )
 
 
 def _leave_process_group() -> None:

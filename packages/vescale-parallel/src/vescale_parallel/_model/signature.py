@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from vescale_parallel._plan.plan import ModelSignature, ParallelPlan
 
@@ -24,28 +25,21 @@ def model_signature(model: nn.Module) -> ModelSignature:
     )
 
 
-def described_values(model: nn.Module) -> dict[str, str]:
-    """Return what must agree between ranks for them to hold one and the same model.
-
-    Returns:
-        ``parameter_values``: a sum of every tensor that exists; ``random_state``: of the
-        default generator, from which deferred tensors get their values and forward its seeds.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    sums = [(fqn, float(_sum(tensor))) for fqn, tensor in tensors if type(tensor) in _REAL]
-    state = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:16]
-    return {"parameter_values": repr(sums), "random_state": state}
+def described_structure(model: nn.Module) -> dict[str, str]:
+    """Return what must agree between ranks for them to hold copies of one model, by name."""
+    described = {"its class": type(model).__name__}
+    for fqn, parameter in model.named_parameters():
+        trained = "" if parameter.requires_grad else ", frozen"
+        described[f"parameter {fqn!r}"] = _geometry(parameter) + trained
+    for fqn, buffer in model.named_buffers():
+        described[f"buffer {fqn!r}"] = _geometry(buffer)
+    return described
 
 
-_REAL = (torch.Tensor, nn.Parameter)
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        return torch.zeros(())
-    return (
-        tensor.detach().sum(dtype=torch.complex128 if tensor.is_complex() else torch.float64).abs()
-    )
+def _geometry(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "without a shape"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_signature(plan: ParallelPlan, model: nn.Module) -> None:

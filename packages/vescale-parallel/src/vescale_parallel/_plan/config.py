@@ -218,6 +218,17 @@ class Batch:
 
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+_SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
+    "float": "float32", "fp64": "float64", "double": "float64",
+}  # fmt: skip
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Return how a plan calls a dtype that may be torch's, or a short name of it."""
+    # Not by torch.dtype: a plan is made without torch.
+    name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
+    return _SHORT.get(name, name) if isinstance(name, str) else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,4 +244,6 @@ class Precision:
     reduce: Dtype | None = None
 
     def __post_init__(self) -> None:
+        for name in ("param", "reduce"):
+            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
         check_choices("precision.", self)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from .config import (
@@ -20,6 +23,8 @@ from .config import (
 )
 
 _FORMAT = 1
+# What a plan says of itself; nobody constrains it.
+_OF_PLANNER = ("model", "estimate", "reasons")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class ParallelPlan:
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_sections()
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
         shards = self.data_parallel.size * self.pipeline_parallel.microbatches
@@ -91,6 +97,17 @@ class ParallelPlan:
                 f"the nearest sizes are {size // shards * shards or shards} and "
                 f"{(size // shards + 1) * shards}"
             )
+
+    def _check_sections(self) -> None:
+        for name, hint in get_type_hints(ParallelPlan).items():
+            if name in _OF_PLANNER or not is_dataclass(hint):
+                continue
+            kind, value = cast("Any", hint), getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"expected {name} to be a {kind.__name__}, got {value!r}; write for example "
+                    f"{name}={kind.__name__}({fields(kind)[0].name}=..)"
+                )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -118,7 +135,8 @@ class ParallelPlan:
             axes = " x ".join(f"{name} {size}" for name, size in self.axes.items() if size > 1)
             raise ValueError(
                 f"expected {self.world_size} ranks ({axes or 'no axis above 1'}), "
-                f"got world size {world_size}; start as many ranks or generate another plan"
+                f"got world size {world_size}; {_how_to_start(self.world_size)}, "
+                "or generate another plan"
             )
 
     def to_json(self) -> str:
@@ -134,8 +152,12 @@ class ParallelPlan:
         """
         try:
             record: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected a plan as JSON, got text that is not: {error}") from None
+        except (json.JSONDecodeError, TypeError) as error:
+            given = f"{text[:80]!r}" if isinstance(text, str) else type(text).__name__  # pyright: ignore[reportUnnecessaryIsInstance]: user input
+            raise ValueError(
+                f"expected a plan as JSON, got {given}, which is not: {error}; of a file, give "
+                "what is in it: ParallelPlan.from_json(Path(..).read_text())"
+            ) from None
         if not isinstance(record, dict):
             raise ValueError(f"expected a plan as a JSON object, got {type(record).__name__}")
         record = dict(cast("dict[str, Any]", record))
@@ -160,6 +182,11 @@ class ParallelPlan:
         lines += [f"- {reason}" for reason in self.reasons]
         return "\n".join(lines)
 
+    def described(self) -> dict[str, str]:
+        """Return every field as text, by its constraint key, to compare plans."""
+        keys = {**constraint_keys(), **{name: (name,) for name in _OF_PLANNER}}
+        return {key: repr(_get(self, path)) for key, path in keys.items()}
+
     def dotted(self) -> dict[str, Any]:
         """Return every field that differs from the default, by its constraint key."""
         plain = ParallelPlan()
@@ -176,7 +203,7 @@ def constraint_keys() -> dict[str, tuple[str, ...]]:
     keys: dict[str, tuple[str, ...]] = {}
     plain = ParallelPlan()
     for each in fields(ParallelPlan):
-        if each.name in ("model", "estimate", "reasons"):
+        if each.name in _OF_PLANNER:
             continue
         section = getattr(plain, each.name)
         if is_dataclass(section):
@@ -185,6 +212,14 @@ def constraint_keys() -> dict[str, tuple[str, ...]]:
         else:
             keys[each.name] = (each.name,)
     return keys
+
+
+def _how_to_start(world_size: int) -> str:
+    """Return the command that starts this program on as many ranks."""
+    script = Path(sys.argv[0]).name
+    script = script if script.endswith(".py") else "train.py"
+    missing = "" if "RANK" in os.environ else "this process was not started by torchrun; "
+    return f"{missing}start as many ranks: torchrun --nproc-per-node {world_size} {script}"
 
 
 def _get(plan: ParallelPlan, path: tuple[str, ...]) -> Any:

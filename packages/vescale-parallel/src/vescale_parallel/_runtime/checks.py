@@ -2,38 +2,184 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim import Optimizer
 
+from vescale_dtensor import DTensor
 from vescale_parallel._plan.plan import ParallelPlan
 
 from .module import ParallelModule
+
+_ORDER = "parallelize(plan, model, optimizer_fn, lr_scheduler_fn, dataset)"
 
 
 def check_arguments(
     plan: object, model: object, optimizer_fn: object, lr_scheduler_fn: object
 ) -> None:
-    if not isinstance(plan, ParallelPlan):
-        raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    """Refuse arguments of the wrong kind, in the wrong order, or changed by something else.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the model is one that cannot be parallelized.
+    """
+    _check_plan(plan)
+    _check_kind_of_model(model)
+    assert isinstance(model, nn.Module)
+    _check_model(model)
+    for name, value, example in (
+        ("optimizer_fn", optimizer_fn, "lambda model: AdamW(model.parameters())"),
+        ("lr_scheduler_fn", lr_scheduler_fn, "lambda optimizer: StepLR(optimizer, 1)"),
+    ):
+        if value is not None and (isinstance(value, Optimizer | nn.Module) or not callable(value)):
+            raise TypeError(
+                f"expected {name} to be a function, got {type(value).__name__}; "
+                + _instead_of(name, value, example)
+            )
+    if lr_scheduler_fn is not None and optimizer_fn is None:
+        raise ValueError("lr_scheduler_fn needs optimizer_fn, whose optimizer it schedules")
+
+
+def _check_plan(plan: object) -> None:
+    if isinstance(plan, ParallelPlan):
+        return
+    if isinstance(plan, nn.Module):
+        advice = f"the order is {_ORDER}"
+    elif isinstance(plan, str):
+        advice = "read it with ParallelPlan.from_json(text)"
+    elif isinstance(plan, Mapping):
+        advice = "constraints become a plan by vescale.generate_plan(model, constraints)"
+    else:
+        advice = "vescale.generate_plan(model) makes one; ParallelPlan() is that of one device"
+    raise TypeError(f"expected plan to be a ParallelPlan, got {type(plan).__name__}; {advice}")
+
+
+def _check_kind_of_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        name = model.__name__
+        raise TypeError(
+            f"expected model to be an nn.Module, got the class {name}; "
+            f"construct it, {name}(...), or vescale.deferred_init({name}, ...)"
+        )
+    if isinstance(model, ParallelPlan):
+        advice = f"the order is {_ORDER}"
+    elif isinstance(model, Mapping):
+        advice = "give the module itself, and its state to model.load_state_dict"
+    elif isinstance(model, list | tuple):
+        advice = "parallelize one module, of which the others are parts"
+    else:
+        advice = f"the order is {_ORDER}"
+    raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}; {advice}")
+
+
+# What other libraries make of a module, by the name of its class, and what to do instead.
+_WRAPPED = {
+    "OptimizedModule": (
+        "is what torch.compile made of a module; parallelize the module (._orig_mod), then "
+        "compile it: model = torch.compile(vescale.parallelize(plan, model))"
+    ),
+    "DataParallel": "runs threads over GPUs; give parallelize the plain module (.module)",
+    "FullyShardedDataParallel": "shards already; give parallelize the plain module instead",
+    "FSDPModule": "is sharded by fully_shard already; give parallelize the plain module instead",
+    "DeepSpeedEngine": "is DeepSpeed's engine; give parallelize the plain module (.module)",
+}
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, ParallelModule):
+        raise ValueError(
+            f"{type(model).__name__} is parallelized already; give parallelize the plain module"
+        )
+    for fqn, module in model.named_modules():
+        which = f"{fqn!r}" if fqn else "the model"
+        # By name, as the libraries need not be imported.
+        wrapped = [base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPED]
+        if wrapped:
+            raise ValueError(f"{which} is a {wrapped[0]}, which {_WRAPPED[wrapped[0]]}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{which} is a ScriptModule, whose parts cannot be changed; "
+                "give parallelize the module that it was scripted from"
+            )
+    _check_parameters(model)
+
+
+def _check_parameters(model: nn.Module) -> None:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ValueError(
             "expected parameters that have a shape, got lazy ones (nn.LazyLinear, ..); run the "
             "model once, then parallelize it"
         )
-    hooked = [name for name, p in model.named_parameters() if p._post_accumulate_grad_hooks]
-    if hooked:
-        raise ValueError(
-            f"{hooked[0]!r} has a post-accumulate-grad hook, which would hang on a parameter that "
-            "parallelize replaces; register it after parallelize"
+    for fqn, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{fqn!r} has a post-accumulate-grad hook, which would hang on a parameter that "
+                "parallelize replaces; register it after parallelize"
+            )
+        if isinstance(parameter, DTensor | TorchDTensor):
+            raise ValueError(
+                f"{fqn!r} is a distributed tensor already; give parallelize the plain module, "
+                "and say how it is sharded by the plan (tensor_parallel.sharding_plan)"
+            )
+        if type(parameter) is nn.Parameter and parameter.is_meta:
+            raise ValueError(
+                f"{fqn!r} is on the meta device and has no values; construct the model by "
+                "vescale.deferred_init(Net, ...), which has none either and remembers how to "
+                "make them"
+            )
+
+
+def _instead_of(name: str, value: object, example: str) -> str:
+    if hasattr(value, "__getitem__") or hasattr(value, "__iter__"):
+        return f"a data set is given by name: dataset=..; the order is {_ORDER}"
+    made_for = "the model" if name == "optimizer_fn" else "the optimizer"
+    return f"{made_for} that it is for does not exist before: {name}={example}"
+
+
+def call_optimizer_fn(optimizer_fn: Callable[[nn.Module], Optimizer], model: nn.Module) -> object:
+    """Return the optimizer of a model from a function, or from an optimizer's class.
+
+    Raises:
+        TypeError: If the function does not take a model, with what it raised.
+    """
+    # A class, or functools.partial of one.
+    made_by = getattr(optimizer_fn, "func", optimizer_fn)
+    if isinstance(made_by, type) and issubclass(made_by, Optimizer):
+        return cast("Any", optimizer_fn)(model.parameters())
+    return _called("optimizer_fn", optimizer_fn, model, "lambda model: AdamW(model.parameters())")
+
+
+def call_lr_scheduler_fn(
+    lr_scheduler_fn: Callable[[Optimizer], Any], optimizer: Optimizer
+) -> object:
+    """Return the scheduler of an optimizer.
+
+    Raises:
+        TypeError: If the function does not take an optimizer, with what it raised, or returns
+            nothing that steps.
+    """
+    example = "lambda optimizer: StepLR(optimizer, step_size=10)"
+    scheduler = _called("lr_scheduler_fn", lr_scheduler_fn, optimizer, example)
+    if not hasattr(scheduler, "step"):
+        raise TypeError(
+            "expected lr_scheduler_fn to return a scheduler (with step()), got "
+            f"{type(scheduler).__name__}; lr_scheduler_fn={example}"
         )
-    if isinstance(model, ParallelModule):
-        raise ValueError(
-            f"{type(model).__name__} is parallelized already; give parallelize the plain module"
-        )
-    for name, value in (("optimizer_fn", optimizer_fn), ("lr_scheduler_fn", lr_scheduler_fn)):
-        if value is not None and (isinstance(value, Optimizer) or not callable(value)):
-            raise TypeError(f"expected {name} to be a function, got {type(value).__name__}")
-    if lr_scheduler_fn is not None and optimizer_fn is None:
-        raise ValueError("lr_scheduler_fn needs optimizer_fn, whose optimizer it schedules")
+    return scheduler
+
+
+def _called(name: str, function: Callable[[Any], Any], argument: object, example: str) -> object:
+    """Call a user's function; say how it is called if that is what went wrong."""
+    try:
+        return function(argument)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with {'the model' if name == 'optimizer_fn' else 'the optimizer'} "
+            f"alone, and raised: {error}; expected a function such as {name}={example}"
+        ) from error

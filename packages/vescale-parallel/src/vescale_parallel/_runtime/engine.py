@@ -23,6 +23,7 @@ from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, pytree
 
+from .arguments import Arguments
 from .outside import KnownModules, read_in
 from .same_inputs import SameInputs
 
@@ -45,6 +46,7 @@ class Engine:
         mesh: The plan's mesh.
         parameters: Has them gathered and shown, and reduces their gradients.
         data_ranks: Those that share a batch.
+        arguments: Takes a batch by name, and says what is wrong with one.
         inputs: Compares what ranks are called with.
         known: The modules that were there.
         proofs: Of the sharding plan, for calls; None if nothing is cut.
@@ -59,6 +61,7 @@ class Engine:
     mesh: DeviceMesh
     parameters: ZeroState
     data_ranks: DataRanks
+    arguments: Arguments
     inputs: SameInputs
     known: KnownModules
     proofs: ProvesCalls | None
@@ -77,33 +80,47 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
+        args, kwargs = self.arguments.by_name(args, kwargs)
         with announced_failures():
             if is_in_backward():
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
-            self.inputs.check(args, kwargs)
-            self.parameters.recover()
-            self.known.check()
-            self.parameters.begin_forward()
-            forward = self.logits.with_plain_inputs(forward)
-            self.is_running = True
             try:
-                with (
-                    self._proven(args, kwargs),
-                    self.logits.declared(),
-                    self.rows.of_call(model, args, kwargs),
-                ):
-                    if self.pipeline is not None:
-                        rows = self.rows.meetings.rows_of(args, kwargs)
-                        return self.pipeline.run(forward, args, kwargs, rows)
-                    num_rows = self.rows.meetings.num_rows(args, kwargs)
-                    with self.draws.of_call(model, args, kwargs, num_rows):
-                        return self._watched(self._call_directly(forward, args, kwargs))
-            finally:
-                self.is_running = False
-                self.parameters.end_forward()
+                return self._call(forward, model, args, kwargs)
+            except (TypeError, AttributeError, RuntimeError) as error:
+                self.arguments.explain(args, kwargs, error)
+                raise
+
+    def _call(
+        self,
+        forward: Callable[..., Any],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.inputs.check(args, kwargs)
+        self.parameters.recover()
+        self.known.check()
+        self.parameters.begin_forward()
+        forward = self.logits.with_plain_inputs(forward)
+        self.is_running = True
+        try:
+            with (
+                self._proven(args, kwargs),
+                self.logits.declared(),
+                self.rows.of_call(model, args, kwargs),
+            ):
+                if self.pipeline is not None:
+                    rows = self.rows.meetings.rows_of(args, kwargs)
+                    return self.pipeline.run(forward, args, kwargs, rows)
+                num_rows = self.rows.meetings.num_rows(args, kwargs)
+                with self.draws.of_call(model, args, kwargs, num_rows):
+                    return self._watched(self._call_directly(forward, args, kwargs))
+        finally:
+            self.is_running = False
+            self.parameters.end_forward()
 
     def whole_results(self) -> contextlib.AbstractContextManager[None]:
         """Have calls return whole logits, for code of the model that reads them."""

@@ -141,7 +141,7 @@ class ParallelOptimizer(Optimizer):
         ]
 
 
-def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def parallelize_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
     """Make an optimizer update this rank's shards, in place.
 
     Args:
@@ -153,8 +153,12 @@ def parallelize_optimizer(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         ValueError: If it holds a parameter that is not the model's, or its update of an
             element needs the rest of a parameter of which this rank has only a part.
     """
-    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]: user input
-        raise TypeError(f"expected optimizer_fn to return a torch optimizer, got {optimizer!r}")
+    if not isinstance(optimizer, Optimizer):
+        several = isinstance(optimizer, list | tuple) and "; make the others after parallelize"
+        raise TypeError(
+            "expected optimizer_fn to return a torch optimizer, got "
+            f"{None if optimizer is None else type(optimizer).__name__}{several or ''}"
+        )
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     held = [sharded for group in optimizer.param_groups for sharded in group["params"]]
     if any(sharded not in names for sharded in held):
