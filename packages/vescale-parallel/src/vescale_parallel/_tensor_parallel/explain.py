@@ -44,7 +44,7 @@ class Applied:
 
 def said_whole(reasons: Sequence[str]) -> dict[str, str]:
     """Return what a plan's reasons say of parameters that stay whole."""
-    start = "left whole: "
+    start = "replicated: "
     said = (each.removeprefix(start) for each in reasons if each.startswith(f"{start}"))
     pairs = (each.partition(": ") for each in said)
     return {names: why for names, _, why in pairs if why}
