@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from vescale import ParallelPlan
-from vescale._cli.main import main
+from vescale.cli.main import main
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+}  # fmt: skip
 
 
 def test_a_config_is_planned_for_with_the_class_it_names(

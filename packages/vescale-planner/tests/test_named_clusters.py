@@ -39,10 +39,8 @@ def test_samples_tokens_and_mfu_are_those_of_the_batch() -> None:
     assert (estimate.samples, estimate.tokens) == (2 * 4, 2 * 4 * 8)
     # Forward multiplies and adds once a token and matrix element, backward twice.
     assert estimate.flops == 3 * 2 * (4 * 16 * 16) * 2 * 4 * 8
-    assert estimate.peak_flops_per_second == Cluster.preset("h100").flops_per_second[4]
-    seconds = estimate.step_seconds
-    mfu = estimate.mfu(4)
-    assert mfu == estimate.flops / (seconds * 4 * estimate.peak_flops_per_second)
+    peak = Cluster.preset("h100").flops_per_second[4]
+    assert estimate.mfu(4) == estimate.flops / (estimate.step_seconds * 4 * peak)
     assert "samples/s" in str(plan)
     assert "tokens/s" in str(plan)
 
@@ -56,12 +54,11 @@ def test_what_no_batch_tells_is_said_to_be_assumed() -> None:
 
 
 def test_several_plans_are_the_best_of_different_layouts() -> None:
-    constraints = {"batch.global_size": 8}
-    plans = generate_plans(Net(), constraints, top=3, world_size=4, cluster="cpu")
-    assert plans[0] == generate_plan(Net(), constraints, world_size=4, cluster="cpu")
+    batch = torch.zeros(8, 16)
+    plans = generate_plans(Net(), top=3, world_size=4, cluster="cpu", example_batch=batch)
+    best = generate_plan(Net(), world_size=4, cluster="cpu", example_batch=batch)
+    assert plans[0] == best
     sizes = [(p.tensor_parallel.size, p.pipeline_parallel.size) for p in plans]
     assert len(set(sizes)) == len(plans) > 1
-    seconds = [p.estimate.step_seconds for p in plans if p.estimate]
-    assert seconds == sorted(seconds)
     with pytest.raises(ValueError, match="top to be a positive integer, got 0"):
         generate_plans(Net(), top=0, world_size=4, cluster="cpu")

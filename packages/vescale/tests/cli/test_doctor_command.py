@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from vescale._cli import machine_checks
-from vescale._cli.doctor import lines
-from vescale._cli.finding import Finding
-from vescale._cli.main import main
-from vescale._cli.rank_checks import Ranks, check_shared
+from vescale.cli import machine_checks
+from vescale.cli.doctor import lines
+from vescale.cli.finding import Finding
+from vescale.cli.main import main
+from vescale.cli.rank_checks import Ranks, check_shared
 from vescale_testing import World
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import vescale
-from vescale._cli import completion
-from vescale._cli.main import main, make_parser
+from vescale.cli import completion
+from vescale.cli.main import main, make_parser
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vescale import ParallelPlan
-from vescale._cli.main import main
+from vescale.cli.main import main
 
 SCRIPT = """
 import torch
