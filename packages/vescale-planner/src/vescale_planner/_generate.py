@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
 
 from ._constraints import check, check_split_points
@@ -19,6 +21,8 @@ from ._runnable import runnable
 from ._search import ScoredCandidate, Search, SearchResult
 from ._workload import itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
+
+_log = package_logger("vescale.planner")
 
 
 def generate_plan(
@@ -105,7 +109,7 @@ def generate_plans(
     world_size = _world_size() if world_size is None else world_size
     if isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
-    states = optimizer_states(optimizer)
+    begin, states = time.perf_counter(), optimizer_states(optimizer)
     cluster = as_cluster(cluster, world_size)
     workload = workload_of(model, example_batch)
     check_split_points(constraints, workload, type(model).__name__)
@@ -126,7 +130,17 @@ def generate_plans(
     whole = left_whole(proposal.left_whole if proposal else {})
     said = (*reasons(result, workload, cluster, constraints, split), *whole)
     others = runners_up(result, top - 1)
+    _tell(result, cluster, time.perf_counter() - begin)
     return (replace(plan, reasons=said), *(_fill_in(each, search) for each in others))
+
+
+def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
+    best = result.fits[0]
+    _log.info("chose %s for %s, in %.1f s", best.candidate, cluster.name, taken)
+    counts = len(result.fits), len(result.too_large), len(result.rejected)
+    _log.debug("%d candidates fit, %d are too large; %d reasons against others", *counts)
+    for each in result.fits:
+        _log.debug("%s: %s", each.candidate, each.cost)
 
 
 def _world_size() -> int:

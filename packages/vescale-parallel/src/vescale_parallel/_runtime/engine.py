@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, announced_failures
+from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import is_loss
@@ -77,7 +77,8 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
-        with announced_failures():
+        phase = "forward" if self.pipeline is None else "pipeline"
+        with announced_failures(), profiler_range(phase):
             if is_in_backward():
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "
