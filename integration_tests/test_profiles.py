@@ -72,7 +72,6 @@ def test_a_profile_names_phases_and_collectives_by_axis(world4: World) -> None:
             "vescale: reduce gradients",
             "vescale: optimizer",
             "vescale: all_gather over tp",
-            "vescale: all_to_all over tp",
             "vescale: all_gather over dp_shard",
             "vescale: all_to_all over dp_shard",
         }
