@@ -50,7 +50,12 @@ def name_of(peers: Peers) -> str:
 
 def is_profiled() -> bool:
     """Whether a profiler of torch or Nsight Systems would see a range."""
-    return is_profiler_enabled() or (_UNDER_NSYS and torch.cuda.is_initialized())
+    return is_profiler_enabled() or _takes_nvtx()
+
+
+def _takes_nvtx() -> bool:
+    # Without a GPU torch has no NVTX.
+    return _UNDER_NSYS and torch.cuda.is_initialized()
 
 
 def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
@@ -89,7 +94,7 @@ class _Range:
         if is_profiler_enabled():
             self._record = torch.profiler.record_function(self._name)
             self._record.__enter__()
-        if _UNDER_NSYS:
+        if _takes_nvtx():
             self._nvtx = torch.cuda.nvtx.range_start(self._name)
 
     def __exit__(self, *problem: object) -> None:
