@@ -60,6 +60,7 @@ def test_a_function_of_a_file_is_planned_for(
     said = capsys.readouterr().out
     assert said.startswith("plan for 4 ranks, Net (8 parameters, 1088 elements)")
     assert "assumed: no example_batch was given" in said
+    assert "--example-batch has the model observed" in said
     assert max(map(len, said.splitlines())) <= 100
 
 

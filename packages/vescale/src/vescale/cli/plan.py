@@ -82,6 +82,9 @@ def _run(options: argparse.Namespace) -> int:
     print(plans[0])
     if len(plans) > 1:
         print("\n".join(["", *table(plans)]))
+    if plans[0].estimate is not None and plans[0].estimate.is_assumed:
+        option = "--example-batch" if is_function(options.model) else "--sequence-length"
+        print(f"\n{option} has the model observed, instead of assuming what a batch costs")
     if options.output is not None:
         print(f"\nwritten to {options.output}; read it by ParallelPlan.from_json")
     return 0
