@@ -35,6 +35,7 @@ def _workload() -> Workload:
         rows=1,
         itemsize=2,
         output_bytes=0.0,
+        tokens=16,
         observed=True,
         tail_modules=(),
         assumptions=(),

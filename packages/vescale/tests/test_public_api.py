@@ -9,6 +9,7 @@ def test_public_names_are_these() -> None:
         "Cluster",
         "ParallelPlan",
         "PeerError",
+        "Progress",
         "data_parallel_rank",
         "deferred_init",
         "generate_plan",

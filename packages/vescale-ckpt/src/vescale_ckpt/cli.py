@@ -35,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vescale-ckpt", description=__doc__)
+    add_commands(parser)
+    return parser
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add all subcommands to a parser; each sets ``run``, which returns an exit status."""
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(
@@ -81,7 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     gc.add_argument("--prefix", help="what their names begin with, if not all begin alike")
     gc.add_argument("--thorough", action="store_true", help="read every byte of those to keep")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    return parser
 
 
 def _place(text: str) -> Path | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import warnings
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
+
+from vescale_dtensor import package_logger
 
 from ._module_tensors import registered, replace_unregistered
 from ._recording.eager_scopes import EagerScopes, reason_of
@@ -18,6 +21,7 @@ from ._torch_private import active_modes, plainly
 from .exceptions import DeferredWarning
 
 M = TypeVar("M", bound=nn.Module)
+_log = package_logger("vescale.deferred")
 
 
 def deferred_init(module_or_factory: M | Callable[..., M], *args: Any, **kwargs: Any) -> M:
@@ -73,6 +77,9 @@ requires_grad=True, fqn='weight')
     _name_tensors(module)
     with plainly():
         replace_unregistered(module, construction.generators.real_state)
+    if _log.isEnabledFor(logging.INFO):
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        _log.info("constructed %s without its %d bytes", type(module).__name__, nbytes)
     return module
 
 
@@ -109,6 +116,7 @@ def _construct(
             module = _attempt(construction, factory, args, kwargs)
         except Exception as error:
             others.rewind()
+            _log.debug("constructing %s again, after %r", _name(factory), error)
             refusal = None if eager_scopes.learn(error) else reason_of(error)
         else:
             for name, reason in eager_scopes.reasons.items():

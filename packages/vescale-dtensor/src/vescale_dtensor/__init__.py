@@ -41,6 +41,7 @@ from ._comm.failures import (
     announced_failures as announced_failures,
     named_failures as named_failures,
 )
+from ._comm.profiling import name_group as name_group, profiler_range as profiler_range
 from ._debug.comm_counter import CommCounter as CommCounter
 from ._debug.explain import (
     Explanation as Explanation,
@@ -63,6 +64,7 @@ from ._layout.placements import (
     RaggedShard as RaggedShard,
     is_sharded as is_sharded,
 )
+from ._logging import package_logger as package_logger
 from ._register import register_rules, register_with_torch
 from ._sharding.op_call import Unsupported as Unsupported
 from ._sharding.replicate_fallback import GatherWarning as GatherWarning, strict as strict
@@ -116,8 +118,11 @@ __all__ = [
     "local_boxes",
     "local_shape",
     "manual_seed",
+    "name_group",
     "named_failures",
     "ones",
+    "package_logger",
+    "profiler_range",
     "rand",
     "randn",
     "reduce_scatter",

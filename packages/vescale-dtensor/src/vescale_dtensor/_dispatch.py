@@ -25,6 +25,7 @@ from torch import Tensor
 from ._caches import forget_with_world
 from ._comm.emulation import is_emulated
 from ._layout.layout import layout_of_spec
+from ._logging import package_logger
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._rules.foreach import is_foreach, plan_foreach
 from ._sharding.gathered_views import follow
@@ -54,6 +55,7 @@ from ._torch_private import (
     share_storage,
 )
 
+_log = package_logger("vescale.dtensor")
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 1 << 16
 forget_with_world(_plans.clear)
@@ -189,6 +191,7 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], aliases: list[DTenso
 
 def _plan(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """Return what to do for a call not seen before."""
+    _log.debug("planning a new form of %s", func)
     plan = _chosen_plan(func, args, kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
     if not any(isinstance(x, Tensor) and (x.dtype.is_complex or x.is_neg()) for x in leaves):

@@ -13,6 +13,9 @@ import torch.distributed.tensor as torch_dtensor
 # One overload of an operator: what __torch_dispatch__ is called with.
 from torch._ops import OpOverload as OpOverload
 
+# Whether a profiler runs is a flag of this module.
+from torch.autograd import profiler as autograd_profiler
+
 # The mesh of an enclosing `with mesh:`; its public form is an argument that may be left out.
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
@@ -98,6 +101,14 @@ def real_mesh(mesh: Any) -> DeviceMesh:
     return maybe_unwrap_fake_script_object(mesh)
 
 
+def is_profiler_enabled() -> bool:
+    """Return whether a profiler of torch records now.
+
+    ``record_function`` itself does not ask, and calls two operators. In torch 2.11 to 2.15.
+    """
+    return autograd_profiler._is_profiler_enabled
+
+
 def default_mesh() -> DeviceMesh:
     """Return the mesh of the enclosing ``with mesh:``."""
     return _mesh_resources.get_current_mesh()
@@ -115,6 +126,7 @@ __all__ = [
     "default_store",
     "disable_current_modes",
     "foreach_supported_types",
+    "is_profiler_enabled",
     "make_wrapper",
     "new_dtensor",
     "no_dispatch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from vescale_dtensor import announced_failures
+from vescale_dtensor import announced_failures, package_logger
 
 from ._auto_sharding.policies import propose_sharding
 from ._cross_replica.batch import BatchRows, exchange_over
@@ -62,6 +63,8 @@ from ._trace.fake_tensors import bind
 from ._verify.call_guard import CallGuard
 from ._verify.call_signature import CallForms, proven_forms
 from ._verify.manual_plan import checked_plan
+
+_log = package_logger("vescale.parallel")
 
 
 def parallelize(
@@ -117,6 +120,7 @@ def parallelize(
         take_model_of_rank_zero(model, construction)
         check_signature(plan, model)
         check_supported(plan, model)
+        _log.info("parallelizing %s on %d ranks: %s", type(model).__name__, plan.world_size, plan)
         return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
 
 
@@ -172,7 +176,26 @@ def _carry_out(
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
     give_engine(model, engine)
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
+    _tell_result(plan, mesh, params, stages)
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
+
+
+def _tell_result(
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    params: Sequence[ShardedParameter],
+    stages: StageMap | None,
+) -> None:
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    if stages is not None:
+        firsts = ", ".join(stages.blocks[start] for start in stages.starts)
+        _log.info("pipeline stages begin at %s", firsts)
+    local = [param.local for param in params]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    own, total = sum(t.numel() for t in local), sum(p.sharded.numel() for p in params)
+    _log.info("mesh %s of %s: %s", mesh.mesh_dim_names, mesh.device_type, plan.axes)
+    _log.debug("this rank owns %d of %d parameter elements, %d bytes", own, total, nbytes)
 
 
 def _train_parts(

@@ -83,6 +83,40 @@ def test_print_shows_what_differs_in_the_form_of_constraints() -> None:
     assert "compile" not in text
 
 
+def test_print_says_in_words_what_is_sharded_and_what_is_split() -> None:
+    text = " ".join(str(full_plan()).split())
+    assert "the batch is split over 4 data-parallel replicas" in text
+    assert "optimizer state are sharded over 2 ranks (ZeRO 3, as FSDP does)" in text
+    assert "2 copies of that (hybrid sharding)" in text
+    assert "each layer is sharded over 2 tensor-parallel ranks" in text
+    assert "2 pipeline stages on 2 ranks, each batch into 4 micro-batches (1f1b)" in text
+    assert "activation checkpointing" in text
+    assert "a single device: nothing is sharded" in str(ParallelPlan())
+
+
+def test_printed_lines_fit_a_terminal() -> None:
+    plan = replace(
+        full_plan(),
+        estimate=Estimate(
+            step_seconds=0.5,
+            memory_bytes=2**30,
+            samples=32,
+            tokens=65536,
+            flops=1e15,
+            peak_flops_per_second=1e15,
+            is_assumed=True,
+        ),
+        reasons=("a reason " * 50,),
+        pipeline_parallel=PipelineParallel(
+            size=20, split_points=tuple(f"model.layers.{i}" for i in range(1, 20))
+        ),
+    )
+    lines = str(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("131,000 tokens/s, MFU 1.2%" in line for line in lines)
+    assert any("64 samples/s" in line for line in lines)
+
+
 def test_every_constraint_key_is_a_field_and_every_field_a_key() -> None:
     record = json.loads(ParallelPlan().to_json())
     fields = {

@@ -14,8 +14,8 @@ Files, in the order in which a plan comes about:
 - ``_explain.py``: why the winner won, in words
 """
 
-from ._generate import generate_plan as generate_plan
+from ._generate import generate_plan as generate_plan, generate_plans as generate_plans
 from .cluster import Cluster as Cluster
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "generate_plan"]
+__all__ = ["Cluster", "generate_plan", "generate_plans"]

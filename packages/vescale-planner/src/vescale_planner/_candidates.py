@@ -21,7 +21,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = {"data": self.dp, "tensor": self.tp, "pipeline": self.pp}
         used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(used) or "one rank"
+        return " x ".join(used) or "a single device"
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -68,9 +68,9 @@ class Candidate:
         if self.zero_stage:
             words.append(f"ZeRO {self.zero_stage}")
         if self.layout.pp > 1:
-            words.append(f"{counted(self.microbatches, 'microbatch', 'es')} ({self.schedule})")
+            words.append(f"{counted(self.microbatches, 'micro-batch', 'es')} ({self.schedule})")
         if self.recompute == "full":
-            words.append("recomputation")
+            words.append("activations recomputed")
         return ", ".join(words)
 
 
@@ -251,7 +251,7 @@ def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
     if rows.global_size is None:
         return (
             f"the example batch of {rows.example} rows cannot be split into "
-            f"{microbatches} equal microbatches"
+            f"{microbatches} equal micro-batches"
         )
     return (
         f"expected batch.global_size to be a multiple of data_parallel.size x "

@@ -12,7 +12,7 @@ from ._search import TIE, ScoredCandidate, SearchResult
 from ._workload import Workload
 from .cluster import Cluster
 
-_RUNNERS_UP = 3
+NUM_RUNNERS_UP = 3
 _SHOWN = 8
 
 
@@ -37,9 +37,9 @@ def reasons(
     ]
     lines += _runners_up(result)
     lines += _too_large(result, cluster)
-    lines += [f"not possible: {reason}" for reason in result.rejected[:_RUNNERS_UP]]
-    if len(result.rejected) > _RUNNERS_UP:
-        lines.append(f"not possible: {len(result.rejected) - _RUNNERS_UP} more combinations")
+    lines += [f"not possible: {reason}" for reason in result.rejected[:NUM_RUNNERS_UP]]
+    if len(result.rejected) > NUM_RUNNERS_UP:
+        lines.append(f"not possible: {len(result.rejected) - NUM_RUNNERS_UP} more combinations")
     lines += [f"assumed: {note}" for note in workload.assumptions]
     lines += _about_rows(winner, workload, constraints)
     if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
@@ -49,20 +49,20 @@ def reasons(
 
 def left_whole(parameters: Mapping[str, str]) -> list[str]:
     """Return what tensor parallelism could not shard, a few reasons in full."""
-    shown = [f"left whole: {name}: {why}" for name, why in list(parameters.items())[:_SHOWN]]
+    shown = [f"replicated: {name}: {why}" for name, why in list(parameters.items())[:_SHOWN]]
     if len(parameters) > _SHOWN:
-        shown.append(f"left whole: {len(parameters) - _SHOWN} more")
+        shown.append(f"replicated: {len(parameters) - _SHOWN} more")
     return shown
 
 
-def runners_up(result: SearchResult) -> list[ScoredCandidate]:
-    """Return the best of every other layout, as many as are named."""
+def runners_up(result: SearchResult, count: int = NUM_RUNNERS_UP) -> list[ScoredCandidate]:
+    """Return the best of every other layout, best first, ``count`` at most."""
     winner = result.fits[0]
     best: dict[Layout, ScoredCandidate] = {}
     for each in sorted(result.fits, key=lambda s: (s.seconds_per_row, s.candidate)):
         if each.candidate.layout != winner.candidate.layout:
             best.setdefault(each.candidate.layout, each)
-    return list(best.values())[:_RUNNERS_UP]
+    return list(best.values())[:count]
 
 
 def _runners_up(result: SearchResult) -> list[str]:
@@ -105,7 +105,7 @@ def _about_rows(
         rows = counted(candidate.rows, "row")
         note = f"assumed: every data-parallel rank gets {rows} a step, as in example_batch"
     if candidate.microbatches > 1:
-        note += f", a multiple of {counted(candidate.microbatches, 'microbatch', 'es')}"
+        note += f", a multiple of {counted(candidate.microbatches, 'micro-batch', 'es')}"
     return [f"{note}; constrain batch.global_size to say otherwise"]
 
 

@@ -1,8 +1,9 @@
-"""The planner's one function."""
+"""The planner's entry points: the best plan, and the best of several layouts."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
 
 from ._constraints import check, check_split_points, in_order
-from ._explain import left_whole, nothing_fits, reasons
+from ._explain import NUM_RUNNERS_UP, left_whole, nothing_fits, reasons, runners_up
 from ._memory import Memory, optimizer_states
 from ._runnable import runnable
 from ._search import ScoredCandidate, Search, SearchResult
-from ._workload import workload_of
-from .cluster import Cluster
+from ._workload import itemsize_of, workload_of
+from .cluster import Cluster, as_cluster
+
+_log = package_logger("vescale.planner")
 
 
 def generate_plan(
@@ -26,7 +30,7 @@ def generate_plan(
     constraints: Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     example_batch: Any = None,
     optimizer: str | type = "adamw",
 ) -> ParallelPlan:
@@ -41,7 +45,8 @@ def generate_plan(
         constraints: Dotted key to value, see ``vescale_parallel.constraint_keys()``. Each is
             obeyed exactly. The two may be given in either order.
         world_size: Ranks; by default ``WORLD_SIZE``, else the number of GPUs, else 1.
-        cluster: The machines; by default what this one has.
+        cluster: The machines, or their name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or
+            ``"cpu"``; by default what this one has.
         example_batch: What one data-parallel rank gives the model in a step. Flops and
             activations are then observed, otherwise estimated from the parameters.
         optimizer: The optimizer's name or class, for its memory.
@@ -52,30 +57,91 @@ def generate_plan(
         TypeError: If ``model`` is no module, or ``constraints`` no mapping.
 
     Example:
-        >>> plan = generate_plan(nn.Linear(8, 8), world_size=2, cluster=Cluster.preset("h200"))
+        >>> plan = generate_plan(nn.Linear(8, 8), world_size=2, cluster="h200")
         >>> plan.data_parallel.size
         2
     """
+    plans = generate_plans(
+        model,
+        constraints,
+        top=1,
+        world_size=world_size,
+        cluster=cluster,
+        example_batch=example_batch,
+        optimizer=optimizer,
+    )
+    return plans[0]
+
+
+def generate_plans(
+    model: nn.Module,
+    constraints: Mapping[str, Any] | None = None,
+    *,
+    top: int = 3,
+    world_size: int | None = None,
+    cluster: Cluster | str | None = None,
+    example_batch: Any = None,
+    optimizer: str | type = "adamw",
+) -> tuple[ParallelPlan, ...]:
+    """Choose like :func:`generate_plan`, and return the best plan of other layouts as well.
+
+    Args:
+        model: As for :func:`generate_plan`, as all others.
+        constraints: Likewise.
+        top: Plans to return at most, best first; no two have the same sizes of all axes. Only the
+            first says in its reasons why it was chosen.
+        world_size: Likewise.
+        cluster: Likewise.
+        example_batch: Likewise.
+        optimizer: Likewise.
+
+    Raises:
+        ValueError: As for :func:`generate_plan`.
+
+    Example:
+        >>> plans = generate_plans(nn.Linear(8, 8), world_size=2, cluster="h200")
+        >>> [plan.axes["dp_replicate"] for plan in plans]
+        [2]
+    """
+    if top < 1:
+        raise ValueError(f"expected top to be a positive integer, got {top!r}")
     model, constraints = in_order(model, constraints)
     check(constraints, model)
     world_size = _world_size() if world_size is None else world_size
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]: user input
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
-    states = optimizer_states(optimizer)
-    cluster = Cluster.of_this_machine(world_size) if cluster is None else cluster
+    begin, states = time.perf_counter(), optimizer_states(optimizer)
+    cluster = as_cluster(cluster, world_size)
     workload = workload_of(model, example_batch)
     check_split_points(constraints, workload, type(model).__name__)
     split = constraints.get(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
     search = Search(model, workload, cluster, constraints, states, split, example_batch)
-    result = runnable(search.run(world_size), search, lambda each: _fill_in(each, search))
+    result = runnable(
+        search.run(world_size),
+        search,
+        lambda each: _fill_in(each, search),
+        num_named=max(top - 1, NUM_RUNNERS_UP),
+    )
     if not result.fits:
         raise ValueError(_no_plan(result, search))
     plan = _fill_in(result.fits[0], search)
-    said = reasons(result, workload, cluster, constraints, split)
     proposal = search.proposals.get(plan.tensor_parallel.size)
-    return replace(plan, reasons=(*said, *left_whole(proposal.left_whole if proposal else {})))
+    whole = left_whole(proposal.left_whole if proposal else {})
+    said = (*reasons(result, workload, cluster, constraints, split), *whole)
+    others = runners_up(result, top - 1)
+    _tell(result, cluster, time.perf_counter() - begin)
+    return (replace(plan, reasons=said), *(_fill_in(each, search) for each in others))
+
+
+def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
+    best = result.fits[0]
+    _log.info("chose %s for %s, in %.1f s", best.candidate, cluster.name, taken)
+    counts = len(result.fits), len(result.too_large), len(result.rejected)
+    _log.debug("%d candidates fit, %d are too large; %d reasons against others", *counts)
+    for each in result.fits:
+        _log.debug("%s: %s", each.candidate, each.cost)
 
 
 def _world_size() -> int:
@@ -114,8 +180,24 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
     if "pipeline_parallel.split_points" in search.constraints:
         chosen["pipeline_parallel.split_method"] = "manual"
     plan = with_constraints(ParallelPlan(), {**chosen, **search.constraints})
-    estimate = Estimate(step_seconds=scored.cost.step, memory_bytes=scored.needed_bytes)
-    return replace(plan, model=model_signature(search.model), estimate=estimate)
+    return replace(plan, model=model_signature(search.model), estimate=_estimate(scored, search))
+
+
+def _estimate(scored: ScoredCandidate, search: Search) -> Estimate:
+    workload, candidate = search.workload, scored.candidate
+    samples = candidate.layout.dp * candidate.rows
+    itemsize = itemsize_of(search.constraints.get("precision.param"), workload.itemsize)
+    return Estimate(
+        step_seconds=scored.cost.step,
+        memory_bytes=scored.needed_bytes,
+        samples=samples,
+        tokens=samples * workload.tokens if workload.tokens > 1 else None,
+        # Backward takes twice the flops of forward.
+        flops=3 * samples * workload.flops or None,
+        peak_flops_per_second=search.cluster.flops_per_second_of(itemsize),
+        device=search.cluster.name,
+        is_assumed=not workload.observed,
+    )
 
 
 def _proven_calls(search: Search, size: int) -> tuple[str, ...]:

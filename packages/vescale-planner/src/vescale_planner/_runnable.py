@@ -8,12 +8,16 @@ from dataclasses import replace
 from vescale_parallel import ObservationError, ParallelPlan, check_pipeline
 
 from ._candidates import is_pipeline_asked_for
-from ._explain import runners_up
+from ._explain import NUM_RUNNERS_UP, runners_up
 from ._search import ScoredCandidate, Search, SearchResult, distinct, ranked
 
 
 def runnable(
-    result: SearchResult, search: Search, fill_in: Callable[[ScoredCandidate], ParallelPlan]
+    result: SearchResult,
+    search: Search,
+    fill_in: Callable[[ScoredCandidate], ParallelPlan],
+    *,
+    num_named: int = NUM_RUNNERS_UP,
 ) -> SearchResult:
     """Return what was found, without candidates to be named that would not run.
 
@@ -23,10 +27,11 @@ def runnable(
         result: Candidates, best first.
         search: What they were found by.
         fill_in: Returns the plan that a candidate stands for.
+        num_named: How many are going to be named beside the first.
     """
     tried: dict[int, str] = {}
     while result.fits:
-        for each in (result.fits[0], *runners_up(result)):
+        for each in (result.fits[0], *runners_up(result, num_named)):
             cut = each.candidate.stages
             if each.candidate.layout.pp > 1 and cut not in tried:
                 tried[cut] = _refusal(fill_in(each), search)

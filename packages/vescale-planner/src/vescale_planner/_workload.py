@@ -75,6 +75,7 @@ class Workload:
         rows: Rows of the example batch; None without one.
         itemsize: Bytes of the largest parameter's element.
         output_bytes: What the model returns for one row.
+        tokens: Of one row; 1 without a sequence.
         observed: Whether flops and bytes were observed or follow from parameters.
         tail_modules: Modules that run behind the blocks although they are defined before.
         assumptions: Sentences that say what was assumed.
@@ -89,6 +90,7 @@ class Workload:
     rows: int | None
     itemsize: int
     output_bytes: float
+    tokens: int
     observed: bool
     tail_modules: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -97,6 +99,11 @@ class Workload:
     def parts(self) -> tuple[Part, ...]:
         """All parts in order."""
         return (self.before, *self.blocks, self.after)
+
+    @property
+    def flops(self) -> float:
+        """Of one row's forward."""
+        return sum(part.flops for part in self.parts)
 
 
 def workload_of(model: nn.Module, example_batch: Any) -> Workload:
@@ -134,6 +141,7 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         rows=rows if observation.ran else None,
         itemsize=4 if largest is None else largest.element_size(),
         output_bytes=observation.output_bytes / rows if observation.ran else after.output_bytes,
+        tokens=observation.tokens // rows if observation.ran else ASSUMED_TOKENS,
         observed=observation.ran,
         tail_modules=_tail_modules(model, blocks, observation),
         assumptions=tuple(note for note in notes if note),

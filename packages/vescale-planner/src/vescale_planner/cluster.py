@@ -67,6 +67,11 @@ class Cluster:
             raise ValueError("expected Cluster.flops_per_second for one element size, got none")
 
     @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names that :meth:`preset` and ``generate_plan(cluster=...)`` know."""
+        return tuple(_PRESETS)
+
+    @classmethod
     def preset(cls, name: str) -> Cluster:
         """Return a cluster by name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"cpu"``.
 
@@ -74,7 +79,10 @@ class Cluster:
             ValueError: If there is no such preset.
         """
         if name.lower() not in _PRESETS:
-            raise ValueError(f"expected a cluster preset of {sorted(_PRESETS)}, got {name!r}")
+            raise ValueError(
+                f"expected a cluster of {sorted(_PRESETS)}, got {name!r}; for other machines give "
+                "a vescale.Cluster with their numbers"
+            )
         return _PRESETS[name.lower()]
 
     @classmethod
@@ -165,6 +173,27 @@ _PRESETS = {
         overlap=0.0,
     ),
 }
+
+
+def as_cluster(cluster: Cluster | str | None, world_size: int) -> Cluster:
+    """Return a cluster that was given, by name or not at all: then it is this machine.
+
+    Raises:
+        ValueError: If there is no cluster of that name.
+        TypeError: If it is something else.
+    """
+    match cluster:
+        case None:
+            return Cluster.of_this_machine(world_size)
+        case str():
+            return Cluster.preset(cluster)
+        case Cluster():
+            return cluster
+        case _:
+            raise TypeError(
+                f"expected cluster to be a name of {sorted(_PRESETS)} or a vescale.Cluster, "
+                f"got {cluster!r}"
+            )
 
 
 def _of_gpu() -> Cluster:

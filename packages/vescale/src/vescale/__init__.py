@@ -8,6 +8,7 @@ from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 
 from ._checkpoint import load as load, save as save
 from ._parallelize import parallelize as parallelize
+from ._progress import Progress as Progress
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Cluster",
     "ParallelPlan",
     "PeerError",
+    "Progress",
     "data_parallel_rank",
     "deferred_init",
     "generate_plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CheckpointError
+from vescale_dtensor import package_logger
 
 from .fill import check, fill
 from .match import EVERYTHING, match
@@ -29,6 +31,7 @@ from .read_items import read_items_of
 from .shared_memory import apart, settle
 
 _MAX_ATTEMPTS = 5
+_log = package_logger("vescale.ckpt")
 
 
 def load(
@@ -92,6 +95,7 @@ def load(
         CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
     """
     check_arguments("load", path, state)
+    begin = time.perf_counter()
     ranks = current_control_group(timeout)
     ranks.meet()
     with ranks.together():
@@ -122,6 +126,8 @@ def load(
             settle(own_copies)
             for given, filled in matched.stateful:
                 given.load_state_dict(filled)
+        _log.info("loaded %s in %.2f s", reader.path, time.perf_counter() - begin)
+        _log.debug("read %d boxes of tensors", len(items))
         return matched.result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, stacked
 from vescale_ckpt._store.retention import keep_newest
 from vescale_ckpt._store.storage import Storage
 from vescale_ckpt.exceptions import CheckpointError
+from vescale_dtensor import package_logger
 
 from .consistency import Fingerprint, SavePlan, fingerprint, plan_save, ties_of
 from .destination import Destination, FileLayout, destination_of
@@ -42,6 +44,7 @@ from .two_phase_write import needs_two_phase
 
 _BLOCK_NBYTES = 1 << 20
 _NOTHING = np.empty(0, np.uint32)
+_log = package_logger("vescale.ckpt")
 
 
 def save(
@@ -155,6 +158,7 @@ def _write_checkpoint(
     max_file_nbytes: int,
     progress: Callable[[int], None],
 ) -> None:
+    begin = time.perf_counter()
     with AllOrNone(ranks) as step:
         try:
             destination = choose()
@@ -192,6 +196,13 @@ def _write_checkpoint(
     finally:
         if staged is not None:
             staged.close()
+    _log.info(
+        "saved %d tensors of %d ranks to %s in %.2f s",
+        len(taken.shards),
+        ranks.size,
+        storage.where,
+        time.perf_counter() - begin,
+    )
     if destination.keep_last is not None:
         with AllOrNone(ranks):
             if ranks.rank == 0:
@@ -242,6 +253,7 @@ def divide(
     }
     own = {key: shards[key] for key in save_plan.owned if key not in exchanged}
     shared = {key: shards[key] for key in save_plan.shared}
+    _log.debug("writes %d tensors alone, %d with other ranks", len(own), len(shared | exchanged))
     return WriteAssignment(own=own, shared=shared, exchanged=exchanged)
 
 

@@ -25,6 +25,7 @@ class Communication:
         num_ranks: How many ranks took part.
         nbytes: Sent by this rank to others; for a backend's reduction, what a ring sends.
         dtype: Of the elements.
+        over: Names of the axes, or of the process group; see :func:`name_group`.
     """
 
     kind: CommunicationKind
@@ -33,6 +34,7 @@ class Communication:
     num_ranks: int
     nbytes: int
     dtype: torch.dtype
+    over: str = "group"
 
 
 _listeners: list[Callable[[Communication], None]] = []

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._caches import forget_with_world, notice_world
+from vescale_dtensor._logging import package_logger
 from vescale_dtensor._torch_private import disable_current_modes
 
 from .emulation import coordinate_of, is_emulated, peers_of_ranks
@@ -99,6 +100,7 @@ def _group_peers(where: dist.ProcessGroup, axes: Sequence[int | str] | int | str
     return Peers(num_ranks, None, emulated=(tuple(range(num_ranks)),) * num_ranks)
 
 
+_log = package_logger("vescale.dtensor")
 _mesh_peers: dict[Any, Peers] = {}
 forget_with_world(_mesh_peers.clear)
 
@@ -143,6 +145,7 @@ def _group_of(mesh: DeviceMesh, axes: tuple[int, ...], ranks: list[int]) -> dist
     if len(ranks) == dist.get_world_size():
         return cast(dist.ProcessGroup, dist.group.WORLD)
     timeout = _timeout_for(mesh)
+    _log.info("making process groups over axes %s of %s", axes, mesh)
     with named_failures():
         made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     return cast(dist.ProcessGroup, made)

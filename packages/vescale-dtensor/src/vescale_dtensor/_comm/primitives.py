@@ -22,6 +22,7 @@ from .emulation import RankTensor
 from .events import Communication, CommunicationKind, is_anyone_listening, tell
 from .failures import named_failures
 from .groups import Peers, peers_along
+from .profiling import collective_range, name_of
 
 # Renamed in torch 2.13, where the old names warn; remove the old ones with torch 2.12.
 _all_gather_single: Callable[..., object] = getattr(
@@ -174,7 +175,7 @@ def _all_gather(part: Tensor, peers: Peers) -> Tensor:
     if functional.is_traced(part):
         return functional.all_gather(part, peers.num_ranks, peers.group)
     gathered = part.new_empty(peers.num_ranks * part.shape[0], *part.shape[1:])
-    with named_failures():
+    with collective_range("all_gather", peers), named_failures():
         _all_gather_single(gathered, part, group=peers.group)
     return gathered
 
@@ -201,7 +202,7 @@ def _all_to_all(
         equally = (part.shape[0] // peers.num_ranks,) * peers.num_ranks
         return functional.all_to_all(part, received or equally, sent or equally, peers.group)
     arrived = part.new_empty(part.shape[0] if received is None else sum(received), *part.shape[1:])
-    with named_failures():
+    with collective_range("all_to_all", peers), named_failures():
         dist.all_to_all_single(
             arrived,
             part,
@@ -225,7 +226,7 @@ def _emulated_all_to_all(
 def library_all_reduce(part: Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) -> Tensor:
     """Reduce in whatever order the backend likes. Between processes only."""
     reduced = part.clone(memory_format=torch.contiguous_format)
-    with named_failures():
+    with collective_range("all_reduce", peers), named_failures():
         dist.all_reduce(reduced, op, group=peers.group)
     return reduced
 
@@ -239,7 +240,7 @@ def library_reduce_scatter(
         splits = part.split(list(sizes))
         part = torch.cat([_padded(splits[place], row) for place in peers.by_group_rank])
     reduced = part.new_empty(row, *part.shape[1:])
-    with named_failures():
+    with collective_range("reduce_scatter", peers), named_failures():
         _reduce_scatter_single(reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
 
@@ -254,7 +255,8 @@ def tell_peers(kind: CommunicationKind, numel: int, dtype: torch.dtype, peers: P
     """Let listeners know of a collective in which this rank sends ``numel`` elements."""
     if is_anyone_listening():
         nbytes = numel * dtype.itemsize
-        tell(Communication(kind, peers.mesh, peers.axes, peers.num_ranks, nbytes, dtype))
+        over = name_of(peers)
+        tell(Communication(kind, peers.mesh, peers.axes, peers.num_ranks, nbytes, dtype, over))
 
 
 def _padded(part: Tensor, length: int) -> Tensor:

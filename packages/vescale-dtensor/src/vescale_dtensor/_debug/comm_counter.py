@@ -104,15 +104,7 @@ _NUMBERS = {"ranks", "calls", "bytes sent"}
 
 def _labels(event: Communication) -> tuple[str, ...]:
     dtype = str(event.dtype).removeprefix("torch.")
-    return (event.kind, _over(event), str(event.num_ranks), dtype)
-
-
-def _over(event: Communication) -> str:
-    """Say over which axes, by name where they have one."""
-    if event.mesh is None:
-        return "group"
-    names = event.mesh.mesh_dim_names
-    return "+".join(str(axis) if names is None else names[axis] for axis in event.axes)
+    return (event.kind, event.over, str(event.num_ranks), dtype)
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:

@@ -23,10 +23,12 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
     parameters = search.placements(atom, owners)
     flow = follow(search.graph, atom)
     if flow.cut & search.graph.returned:
-        raise RefusedError("is returned by the model")
+        raise RefusedError("the model returns this dimension, and what it returns is whole")
     exits = set(flow.partial.values())
     if not exits:
-        raise RefusedError("is never contracted with a parameter")
+        raise RefusedError(
+            "no later layer reduces over this dimension, so the two could not be sharded as a pair"
+        )
     return Candidate(
         length=search.axes.sizes[atom],
         kind="features",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather, announced_failures
+from vescale_dtensor import all_gather, announced_failures, profiler_range
 from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
@@ -115,7 +115,9 @@ class ZeroState:
 
     def finish_backward(self, scale: Tensor | None) -> None:
         """Reduce the gradients that are left, and add all to the distributed parameters."""
-        reduce_together([*(self._open if self._reduces_early else self._param_groups), self._root])
+        left = self._open if self._reduces_early else self._param_groups
+        with profiler_range("reduce gradients"):
+            reduce_together([*left, self._root])
         self._open.clear()
         self._num_backwards += 1
         self.after_backward()
@@ -135,6 +137,7 @@ class ZeroState:
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._entered.enter_context(profiler_range("backward"))
             self._entered.enter_context(self.while_backward())
             self._show_unsharded()
             if self._root.is_freed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_dtensor import name_group
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import set_timeout
 
@@ -22,6 +23,7 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     mesh = init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for name in axes:
         set_timeout(mesh.get_group(name))
+        name_group(mesh.get_group(name), name)
     return mesh
 
 
@@ -54,4 +56,5 @@ def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     barrier()
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(own, dist.ProcessGroup)
+    name_group(own, axis)
     return own

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import named_failures
+from vescale_dtensor import name_group, named_failures, profiler_range
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.agreement import barrier
 from vescale_parallel._mesh.mesh import axis_rank
+from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import group_timeout, pytree
 
@@ -115,9 +116,11 @@ class Pipeline:
         for action in actions:
             key = (action.stage, action.microbatch)
             if action.kind == "B":
-                self._backward(action, passes.pop(key), len(parts))
+                with profiler_range(*_words("backward", action)):
+                    self._backward(action, passes.pop(key), len(parts))
                 continue
-            done = self._forward(action, forward, parts[action.microbatch], counts)
+            with profiler_range(*_words("forward", action)):
+                done = self._forward(action, forward, parts[action.microbatch], counts)
             if action.stage == len(self.starts) - 1:
                 outputs.append(done.output)
                 # Evaluation differentiates none of several scalars, and reports all.
@@ -258,7 +261,8 @@ class Pipeline:
     def _send(self, tensor: Tensor, stage: int, action: Action) -> None:
         tensor = tensor.contiguous()
         group = self._groups[action.kind]
-        with named_failures():
+        tell_sent("send activations" if action.kind == "F" else "send gradients", tensor)
+        with profiler_range("send over pp to stage", stage), named_failures():
             work = dist.isend(
                 tensor, group=group, group_dst=stage % self._size, tag=self._tag(action, stage)
             )
@@ -268,7 +272,7 @@ class Pipeline:
 
     def _receive(self, into: Tensor, stage: int, action: Action) -> None:
         group = self._groups[action.kind]
-        with named_failures():
+        with profiler_range("receive over pp from stage", stage), named_failures():
             dist.recv(
                 into,
                 group=group,
@@ -305,6 +309,11 @@ class Pipeline:
         return float(self.total(values.to(torch.float64).sum()) / self._num_parts)
 
 
+def _words(direction: str, action: Action) -> tuple[object, ...]:
+    """Return what profiles call a pass."""
+    return direction, "of stage", action.stage, "micro-batch", action.microbatch
+
+
 def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
     if index >= len(counts):
         raise ValueError(
@@ -335,6 +344,7 @@ def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timeout=group_timeout())
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
+            name_group(group, "pp")
             mine = group
     assert mine is not None
     return mine

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_dtensor import named_failures
+from vescale_dtensor import named_failures, profiler_range
+from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
@@ -80,8 +81,9 @@ def _transfers(
 
 
 def _move(tensor: Tensor, group: dist.ProcessGroup, source: int, target: int) -> None:
-    with named_failures():
+    with profiler_range("move tied weights over pp"), named_failures():
         if dist.get_rank(group) == source:
+            tell_sent("send tied weights", tensor)
             dist.send(tensor.detach().contiguous(), group=group, group_dst=target)
         else:
             dist.recv(tensor.detach(), group=group, group_src=source)

@@ -21,6 +21,7 @@ from .config import (
     TensorParallel,
     check_choices,
 )
+from .printed import entry, filled, in_words, rates
 
 _FORMAT = 1
 # What a plan says of itself; nobody constrains it.
@@ -49,10 +50,33 @@ class ModelSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What the planner predicts for one step on one rank."""
+    """What the planner predicts for one optimizer step.
+
+    Attributes:
+        step_seconds: How long it takes.
+        memory_bytes: Of the fullest rank.
+        samples: Rows of the batch over all ranks; None if nothing was predicted of them.
+        tokens: Likewise; None without a sequence.
+        flops: Of forward and backward over all ranks, without what is computed again.
+        peak_flops_per_second: Of one rank's device, in the dtype of compute.
+        device: Name of the cluster that these are of.
+        is_assumed: Whether samples, tokens and flops are assumed, for want of an example batch.
+    """
 
     step_seconds: float
     memory_bytes: int
+    samples: int | None = None
+    tokens: int | None = None
+    flops: float | None = None
+    peak_flops_per_second: float | None = None
+    device: str = ""
+    is_assumed: bool = False
+
+    def mfu(self, world_size: int) -> float | None:
+        """Return the share of the devices' peak that the model's own flops use."""
+        if not self.flops or not self.peak_flops_per_second:
+            return None
+        return self.flops / (self.step_seconds * world_size * self.peak_flops_per_second)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,24 +192,38 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        lines = [f"plan for {ranks}" + (f", {self.model}" if self.model else "")]
-        for name, value in self.dotted().items():
-            # One line an entry, so that a sharding plan can be read, compared and pasted.
-            indent = 2 if isinstance(value, dict) and len(value) > 1 else None  # pyright: ignore[reportUnknownArgumentType]: a plan's mapping
-            text = json.dumps(value, default=dict, indent=indent).replace("\n", "\n  ")
-            lines.append(f"  {name}: {text}")
+        lines = filled(f"plan for {ranks}" + (f", {self.model}" if self.model else ""), "", "  ")
+        for sentence in in_words(
+            self.tensor_parallel, self.pipeline_parallel, self.data_parallel, self.recompute
+        ):
+            lines += filled(sentence, "  ", "    ")
+        for key, value in self.dotted().items():
+            # What was verified is for the runtime; it is in the JSON.
+            if key != "tensor_parallel.proven_calls":
+                lines += entry(key, value)
         if self.estimate:
-            gib = self.estimate.memory_bytes / 2**30
-            lines.append(
-                f"predicted: {self.estimate.step_seconds:.3g} s a step, {gib:.3g} GiB a rank"
-            )
-        lines += [f"- {reason}" for reason in self.reasons]
+            lines += filled(self._predicted(self.estimate), "", "  ")
+        for reason in self.reasons:
+            lines += filled(reason, "- ", "  ")
         return "\n".join(lines)
 
     def described(self) -> dict[str, str]:
         """Return every field as text, by its constraint key, to compare plans."""
         keys = {**constraint_keys(), **{name: (name,) for name in _OF_PLANNER}}
         return {key: repr(_get(self, path)) for key, path in keys.items()}
+
+    def _predicted(self, estimate: Estimate) -> str:
+        said = [
+            f"predicted: {estimate.step_seconds:.3g} s a step",
+            f"{estimate.memory_bytes / 2**30:.3g} GiB a rank",
+            *rates(
+                estimate.step_seconds,
+                estimate.samples,
+                estimate.tokens,
+                estimate.mfu(self.world_size),
+            ),
+        ]
+        return ", ".join(said) + (" (of an assumed batch, see below)" * estimate.is_assumed)
 
     def dotted(self) -> dict[str, Any]:
         """Return every field that differs from the default, by its constraint key."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, announced_failures
+from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import is_loss
@@ -81,7 +81,8 @@ class Engine:
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
         args, kwargs = self.arguments.by_name(args, kwargs)
-        with announced_failures():
+        phase = "forward" if self.pipeline is None else "pipeline"
+        with announced_failures(), profiler_range(phase):
             if is_in_backward():
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "

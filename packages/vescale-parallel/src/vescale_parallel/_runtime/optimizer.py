@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vescale_dtensor import DTensor, announced_failures, distribute_tensor, is_sharded
+from vescale_dtensor import (
+    DTensor,
+    announced_failures,
+    distribute_tensor,
+    is_sharded,
+    profiler_range,
+)
 
 from .engine import Engine
 from .module import ParallelModule
@@ -40,7 +46,7 @@ class ParallelOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]: torch overloads it
         """Update this rank's shard of every parameter. ``closure`` is refused."""
-        with announced_failures():
+        with announced_failures(), profiler_range("optimizer"):
             if closure is not None:
                 raise ValueError(
                     "step(closure) is not supported by a parallelized optimizer; call the "

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import vescale_dtensor
 from vescale_dtensor import CommCounter
+from vescale_parallel._mesh.transfers import Sent, listening
 from vescale_parallel._model.fqns import generalize, matching
 
 from .conversions import Boundary, Crossing
@@ -44,7 +45,7 @@ class Applied:
 
 def said_whole(reasons: Sequence[str]) -> dict[str, str]:
     """Return what a plan's reasons say of parameters that stay whole."""
-    start = "left whole: "
+    start = "replicated: "
     said = (each.removeprefix(start) for each in reasons if each.startswith(f"{start}"))
     pairs = (each.partition(": ") for each in said)
     return {names: why for names, _, why in pairs if why}
@@ -93,19 +94,49 @@ class Traffic:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What this rank sent along one axis of the mesh, in one way.
+
+    Attributes:
+        axis: ``"dp_shard"``, ``"dp_replicate"``, ``"tp"`` or ``"pp"``; several that act as one
+            group are joined by ``+``.
+        what: The collective, or what stages of a pipeline send each other.
+        calls: How often.
+        nbytes: Sent by this rank to others.
+    """
+
+    axis: str
+    what: str
+    calls: int
+    nbytes: int
+
+
 @dataclass
 class ParallelExplanation:
-    """What :func:`explain` saw; printed, it is two tables.
+    """What :func:`explain` saw; printed, it is three tables.
 
     Attributes:
         modules: One entry per kind of module.
         traffic: One entry per line and kind, in the order of the forward pass.
         counted: Every collective of the block, those of gradients and losses included.
+        transfers: What stages of a pipeline sent each other, and its bytes.
     """
 
     modules: list[ModuleReport]
     traffic: list[Traffic] = field(default_factory=list[Traffic])
     counted: CommCounter = field(default_factory=CommCounter)
+    transfers: list[tuple[Sent, int]] = field(default_factory=list["tuple[Sent, int]"])
+
+    @property
+    def axes(self) -> list[AxisTraffic]:
+        """What was sent along every axis: parameters, gradients, activations and all."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for event in self.counted.events:
+            found.setdefault((event.over, event.kind), []).append(event.nbytes)
+        for what, nbytes in self.transfers:
+            found.setdefault(("pp", what), []).append(nbytes)
+        return [AxisTraffic(*key, len(sent), sum(sent)) for key, sent in sorted(found.items())]
 
     def __str__(self) -> str:
         modules = [("module", "runs", "because")]
@@ -117,7 +148,9 @@ class ParallelExplanation:
         ]
         others = self.counted.nbytes - sum(t.nbytes for t in self.traffic)
         traffic.append(("gradients, parameters, loss", "", "", "", "", f"{others}"))
-        return "\n".join([*_aligned(modules), "", *_aligned(traffic)])
+        axes = [("axis", "collective", "calls", "bytes sent")]
+        axes += [(a.axis, a.what, f"{a.calls:,}", f"{a.nbytes:,}") for a in self.axes]
+        return "\n".join([*_aligned(modules), "", *_aligned(traffic), "", *_aligned(axes)])
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -130,7 +163,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 @contextmanager
 def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
-    """Tell how each module of a parallelized model runs, and what its lines send inside.
+    """Tell how each module of a parallelized model runs, and what is sent, by line and by axis.
 
     Run a step, forward and backward, in the block; every rank must run it.
 
@@ -161,6 +194,7 @@ def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
     with ExitStack() as stack:
         _follow(model, inside, stack)
         stack.enter_context(found.counted)
+        stack.enter_context(listening(lambda *sent: found.transfers.append(sent)))
         if boundary is not None:
             boundary.listener = hear
             stack.callback(setattr, boundary, "listener", None)

@@ -24,7 +24,11 @@ _FAR = 2000
 
 
 class RefusedError(Exception):
-    """An axis cannot be cut; the message says why."""
+    """An axis cannot be cut; the message says why.
+
+    Plans print it behind the name of a parameter and its dimension: it says what there is about
+    "this dimension", to someone who knows the model and not this package.
+    """
 
 
 @dataclass(eq=False)
@@ -103,6 +107,10 @@ def follow(graph: Graph, atom: int) -> Flow:
     return flow
 
 
+def _where(step: Step) -> str:
+    return f"in {step.module!r}" if step.module else "in the model's own forward"
+
+
 def is_within(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(f"{outer}.")
 
@@ -136,7 +144,7 @@ def _forward(graph: Graph, atom: int, flow: Flow) -> None:
         if graph.is_dead(step):
             continue
         if atom in graph.trace.axes.atoms(step.looked_up):
-            raise RefusedError(f"is looked up in {step.module!r}")
+            raise RefusedError(f"is looked up by an index {_where(step)}")
         if step.index in graph.contracts[atom]:
             made_at = _contract(graph, flow, step, summed)
         elif summed:
@@ -154,7 +162,10 @@ def _spread(
     A step is queued once and taken in the order of the trace, so all of its inputs are known then.
     """
     if step.into_view:  # the rest of that tensor is whole, and one tensor cannot be both
-        raise RefusedError(f"its sum is written into a part of a tensor in {step.module!r}")
+        raise RefusedError(
+            f"its partial sums are written into a part of a tensor {_where(step)}, while the rest "
+            "of that tensor is whole"
+        )
     for value in step.outputs:
         flow.partial[value.index] = made_at
         for reader in graph.readers[value.index]:
@@ -172,9 +183,15 @@ def _contract(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
     """Return where the sum of a contraction with a parameter is taken."""
     having = [v for v in step.inputs if v.index in flow.cut]
     if summed or len(having) < 2 or all(v.from_batch or not v.from_parameter for v in having):
-        raise RefusedError(f"{step.operator} sums it without a parameter in {step.module!r}")
+        raise RefusedError(
+            f"{step.operator} {_where(step)} reduces over this dimension of an activation, so "
+            "every rank needs all of it"
+        )
     if not any(v.from_batch for v in having):
-        raise RefusedError(f"{step.operator} sums it between parameters in {step.module!r}")
+        raise RefusedError(
+            f"{step.operator} {_where(step)} reduces over this dimension of two parameters, with "
+            "no activation that could be summed over ranks"
+        )
     _add_biases(graph, flow, step, [v for v in step.inputs if v.index not in flow.cut])
     return step.module
 
@@ -189,7 +206,8 @@ def _add_biases(graph: Graph, flow: Flow, step: Step, values: Iterable[Value]) -
             made_by = graph.producer.get(chain[-1].index)
             if made_by is None or made_by.linear != "first":
                 raise RefusedError(
-                    f"{step.operator} adds something whole to its sum in {step.module!r}"
+                    f"{step.operator} {_where(step)} adds a tensor that every rank has to its "
+                    "partial sums, so the sum over ranks would count it once a rank"
                 )
             chain.append(made_by.inputs[0])
         flow.added.update(each.index for each in chain)
@@ -202,12 +220,17 @@ def _check_biases(graph: Graph, flow: Flow) -> None:
         for step in graph.readers[index]:
             for value in step.outputs:
                 if value.index not in flow.added and not _is_partial(flow, value, step):
-                    raise RefusedError(f"a bias of its sum is used by {step.operator} too")
+                    raise RefusedError(
+                        f"the bias that is added to its partial sums is used by {step.operator} "
+                        f"{_where(step)}, too"
+                    )
 
 
 def _pass_on(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
     if any(value.index in flow.cut for value in step.inputs + step.outputs):
-        raise RefusedError(f"{step.operator} meets it with its own sum in {step.module!r}")
+        raise RefusedError(
+            f"{step.operator} {_where(step)} combines its shards with its partial sums"
+        )
     others = [v for v in step.inputs if v not in summed]
     match step.linear:
         case "first":
@@ -222,7 +245,10 @@ def _pass_on(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
         case _:
             linear = False
     if not linear:
-        raise RefusedError(f"{step.operator} needs its sum in {step.module!r}, before it returns")
+        raise RefusedError(
+            f"{step.operator} {_where(step)} is not linear and comes before that module returns, "
+            "where its partial sums would be summed over ranks"
+        )
     return flow.partial[summed[0].index]
 
 
@@ -308,7 +334,7 @@ def _collect(
         if further:
             raise _Again(further)
         if value.index in flow.partial:
-            raise RefusedError(f"its sum is used by what is cut in {raw[0].module!r}")
+            raise RefusedError(f"its partial sums are used by its shards {_where(raw[0])}")
     flow.summed[value.index] = summed
     return bool(raw)
 
@@ -342,8 +368,8 @@ def _summed_behind(graph: Graph, flow: Flow, start: Value) -> set[str]:
         if value.index in graph.returned or value.index in flow.partial or len(seen) > _FAR:
             made_by = graph.producer[start.index]
             raise RefusedError(
-                f"a tensor is used by what is cut and by {made_by.operator} in "
-                f"{made_by.module!r}, which is whole"
+                f"a tensor is used by its shards and by {made_by.operator} {_where(made_by)}, "
+                "which every rank computes whole, so its gradient is only partly one to sum"
             )
         summed = flow.summed.get(value.index, set())
         found |= summed

@@ -1,0 +1,32 @@
+"""What stages of a pipeline send each other, told to whoever listens.
+
+Collectives are counted where they are made, in ``vescale_dtensor``; these are sends from rank to
+rank, which torch is called for directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import Tensor
+
+Sent = Literal["send activations", "send gradients", "send tied weights"]
+_listeners: list[Callable[[Sent, int], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[Sent, int], None]) -> Iterator[None]:
+    """Call ``listener`` with what this rank sends to another stage, and its bytes."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def tell_sent(what: Sent, tensor: Tensor) -> None:
+    """Let listeners know of a tensor that this rank sends."""
+    for listener in _listeners:
+        listener(what, tensor.numel() * tensor.element_size())

@@ -1,0 +1,95 @@
+"""A plan for people: sentences about its sizes, and lines short enough for a terminal."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any, cast
+
+from .config import DataParallel, PipelineParallel, TensorParallel
+
+WIDTH = 100
+_ZERO = {
+    0: "each holds the parameters, gradients and optimizer state whole (as DDP does)",
+    1: "optimizer state is sharded over {ranks} ranks (ZeRO 1)",
+    2: "gradients and optimizer state are sharded over {ranks} ranks (ZeRO 2)",
+    3: "parameters, gradients and optimizer state are sharded over {ranks} ranks (ZeRO 3, as "
+    "FSDP does)",
+}
+
+
+def in_words(
+    tensor: TensorParallel, pipeline: PipelineParallel, data: DataParallel, recompute: str
+) -> list[str]:
+    """Return one sentence for every kind of parallelism that a plan uses."""
+    said: list[str] = []
+    if data.size > 1:
+        said.append(f"the batch is split over {data.size} data-parallel replicas")
+        said.append(_ZERO[data.zero_stage].format(ranks=data.shard_size))
+        if data.zero_stage and data.replicate_size > 1:
+            said.append(f"there are {data.replicate_size} copies of that (hybrid sharding)")
+    if tensor.size > 1:
+        said.append(f"each layer is sharded over {tensor.size} tensor-parallel ranks")
+    if pipeline.size > 1:
+        said.append(
+            f"the layers are split into {pipeline.num_stages} pipeline stages on {pipeline.size} "
+            f"ranks, each batch into {pipeline.microbatches} micro-batches ({pipeline.schedule})"
+        )
+    if not said:
+        said.append("a single device: nothing is sharded, split or sent")
+    if recompute == "full":
+        said.append("activations are computed again in backward (activation checkpointing)")
+    return said
+
+
+def entry(key: str, value: Any) -> list[str]:
+    """Return a field as lines of JSON, to be read, compared and pasted."""
+    text = f"{key}: {json.dumps(value, default=dict)}"
+    is_long = len(text) > WIDTH - 2
+    if isinstance(value, Mapping) and (is_long or len(cast("Mapping[str, Any]", value)) > 1):
+        # One line an entry.
+        text = f"{key}: {json.dumps(value, default=dict, indent=2)}"
+    elif isinstance(value, list | tuple) and is_long:
+        items = cast("list[Any]", value)
+        return [f"  {key}: [", *filled(json.dumps(list(items))[1:-1], "    "), "  ]"]
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def filled(text: str, start: str, then: str | None = None) -> list[str]:
+    """Return a text as lines of at most :data:`WIDTH` characters; words are not broken.
+
+    Args:
+        text: One paragraph.
+        start: What the first line begins with.
+        then: What the others begin with.
+    """
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=start if then is None else then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def rates(
+    step_seconds: float, samples: int | None, tokens: int | None, mfu: float | None
+) -> list[str]:
+    """Return what is done in a second, as far as it is known."""
+    said: list[str] = []
+    if samples:
+        said.append(f"{three_digits(samples / step_seconds)} samples/s")
+    if tokens:
+        said.append(f"{three_digits(tokens / step_seconds)} tokens/s")
+    if mfu:
+        said.append(f"MFU {mfu:.1%}")
+    return said
+
+
+def three_digits(number: float) -> str:
+    """Return a number with three digits, and no exponent."""
+    if number >= 100:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.3g}"

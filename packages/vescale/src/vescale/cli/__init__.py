@@ -1,0 +1,1 @@
+"""The command line: questions that are answered before a GPU is rented."""
