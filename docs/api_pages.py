@@ -1,6 +1,6 @@
 """How the site is made of the docstrings: which names a page lists, roles, links to the source.
 
-mkdocs calls ``on_page_markdown``, griffe ``Docstrings``; ``python docs/api_pages.py SITE`` checks
+mkdocs calls ``on_config`` and ``on_page_markdown``, griffe ``Docstrings``; ``python docs/api_pages.py SITE`` checks
 what was built.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SOURCE = "https://github.com/vescale/vescale/blob/main/"
 _LISTING = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
+_INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
 
 
@@ -43,8 +44,20 @@ def public_names(module: str) -> tuple[str, ...]:
     raise ValueError(f"{module} has no __all__")
 
 
+def on_config(config: Any) -> None:
+    """Show the version beside the name."""
+    text = (ROOT / "packages/vescale/src/vescale/__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.*)"$', text, re.MULTILINE)
+    assert version is not None
+    config["site_name"] += f" {version[1]}"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put every public name of a module in the place of ``<!-- api: module -->``."""
+    """Put in the place of a comment what it names: public names, or a file with code.
+
+    ``<!-- api: module -->`` becomes the entries of every public name, ``<!-- include: file -->`` a
+    code block. A comment, since what formats the code on pages leaves it alone.
+    """
 
     def entry(module: str, name: str) -> str:
         if name in _names_of_torch(module):
@@ -54,7 +67,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     def listing(match: re.Match[str]) -> str:
         return "\n\n".join(entry(match[1], name) for name in public_names(match[1]))
 
-    return _LISTING.sub(listing, markdown)
+    def program(match: re.Match[str]) -> str:
+        code = (ROOT / match[1]).read_text(encoding="utf-8")
+        return f'```python title="{Path(match[1]).name}"\n{code}```'
+
+    return _INCLUDE.sub(program, _LISTING.sub(listing, markdown))
 
 
 try:
@@ -89,7 +106,9 @@ def problems(site: Path) -> list[str]:
     for page in sorted(site.rglob("*.html")):
         text = page.read_text(encoding="utf-8")
         plain = re.sub(r"<(code|pre)\b.*?</\1>", "", text, flags=re.DOTALL)
-        found += [f"{page}: {role[0]}" for role in re.finditer(r":(func|class|meth|mod|attr):", plain)]
+        found += [
+            f"{page}: {role[0]}" for role in re.finditer(r":(func|class|meth|mod|attr):", plain)
+        ]
     for source in sorted((ROOT / "docs" / "api").glob("*.md")):
         built = site / "api" / source.stem / "index.html"
         ids = set(re.findall(r'id="([\w.]+)"', built.read_text(encoding="utf-8")))

@@ -58,8 +58,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens[:, :-1])
-        frequencies = 1e4 ** -torch.arange(0, 1, 2 * HEADS / WIDTH, dtype=x.dtype)
-        rotation = torch.arange(x.shape[1])[:, None] * frequencies
+        positions = torch.arange(x.shape[1], device=x.device)
+        frequencies = 1e4 ** -torch.arange(0, 1, 2 * HEADS / WIDTH, device=x.device)
+        rotation = positions[:, None] * frequencies
         for block in self.blocks:
             x = block(x, rotation)
         return nn.functional.cross_entropy(self.head(self.norm(x)).mT, tokens[:, 1:])

@@ -5,7 +5,7 @@ A comment before a code block, which no reader sees, says how the block is run:
 - ``<!-- ranks: 2 -->``: on two ranks. Blocks of a page with the same number of ranks run in order,
   as one module; without a mark on one rank, and with 0 in a process that is no rank.
 - ``<!-- not run: reason -->``: not here.
-- ``<!-- nightly -->``: at night.
+- ``<!-- nightly -->``: at night only, when every program is started by torchrun.
 - ``<!-- file: examples/minimal.py -->``: it is this file, which has a test of its own.
 - ``<!-- before`` on a line, then code, then ``-->``: what a reader has already. It is run.
 """
@@ -32,7 +32,7 @@ PAGES = tuple(
 )
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,})\s*(?P<language>[\w+-]*)(?P<rest>.*)$")
 _MARK = re.compile(r"^\s*<!-- (?P<key>[a-z ]+?)(?:: (?P<value>.*?))? -->\s*$")
-_SNIPPET = re.compile(r'^\s*--8<-- "(?P<path>[^"]+)"\s*$')
+_INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,7 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file of the repository that the block shows, which has a test of its own."""
-        snippet = _SNIPPET.match(self.code)
-        return self.marks.get("file") or (snippet["path"] if snippet else None)
+        return self.marks.get("file")
 
     @property
     def is_run(self) -> bool:
@@ -129,7 +128,6 @@ class Program:
 
     page: Path
     num_ranks: int
-    is_nightly: bool
     source: str
 
     @property
@@ -137,19 +135,14 @@ class Program:
         return f"{name_of(self.page)} on {self.num_ranks}"
 
 
-def programs() -> list[Program]:
-    """Return everything that the pages let a reader run."""
+def programs(*, nightly: bool = False) -> list[Program]:
+    """Return everything that the pages let a reader run; blocks for the night if asked for."""
     found: list[Program] = []
     for page in PAGES:
-        blocks = [block for block in blocks_of(page) if block.is_run]
-        for nightly in (False, True):
-            chosen = [block for block in blocks if ("nightly" in block.marks) == nightly]
-            for num_ranks in sorted({block.num_ranks for block in chosen}):
-                source = _as_module([b for b in chosen if b.num_ranks == num_ranks])
-                program = Program(
-                    page=page, num_ranks=num_ranks, is_nightly=nightly, source=source
-                )
-                found.append(program)
+        blocks = [b for b in blocks_of(page) if b.is_run and (nightly or "nightly" not in b.marks)]
+        for num_ranks in sorted({block.num_ranks for block in blocks}):
+            source = _as_module([b for b in blocks if b.num_ranks == num_ranks])
+            found.append(Program(page=page, num_ranks=num_ranks, source=source))
     return found
 
 
@@ -163,8 +156,8 @@ def _as_module(blocks: list[Block]) -> str:
 
 
 def run_on_rank(path: str, directory: str) -> None:
-    """Import a module afresh from ``path``, in ``directory``."""
-    before, known = os.getcwd(), {*sys.modules}
+    """Import a module afresh from ``path``, in ``directory``, and call its main if it has one."""
+    before = os.getcwd()
     os.chdir(directory)
     try:
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -174,11 +167,16 @@ def run_on_rank(path: str, directory: str) -> None:
         sys.modules[spec.name] = module
         with warnings.catch_warnings():
             spec.loader.exec_module(module)
+            if hasattr(module, "main"):
+                module.main()
     finally:
         os.chdir(before)
-        for name in {*sys.modules} - known:
-            if name == Path(path).stem:
-                del sys.modules[name]
+        sys.modules.pop(Path(path).stem, None)
+
+
+def files_shown_by(page: Path) -> list[str]:
+    """Return the files of the repository that the site puts into a page."""
+    return _INCLUDE.findall(page.read_text(encoding="utf-8"))
 
 
 def prose_of(page: Path) -> Iterator[tuple[int, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import pkgutil
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 import vescale_ckpt.cli
+from docs import api_pages
 from integration_tests.pages import (
     PAGES,
     ROOT,
@@ -22,33 +25,29 @@ from integration_tests.pages import (
     Program,
     anchors_of,
     blocks_of,
+    files_shown_by,
     name_of,
     programs,
     prose_of,
     run_on_rank,
 )
 from vescale_parallel import ParallelPlan, constraint_keys, with_constraints
-
 from vescale_planner import generate_plan
 from vescale_testing import World
 
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # Blocks of Python that cannot run here, by the reason that stands before them.
-NOT_RUN = {"a test, which pytest runs": 1}
+NOT_RUN = {"a test, which pytest runs": 1, "needs another framework": 4}
 # Files that pages show, and the test that runs them.
-TESTED_FILES = {"examples/minimal.py": "test_examples.py"}
+TESTED_FILES = {f"examples/{name}.py" for name in ("minimal", "own_model", "lora")}
 
 of_pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def _params(num_ranks: int) -> list[Any]:
     return [
-        pytest.param(
-            program,
-            id=program.name,
-            marks=[pytest.mark.nightly if program.is_nightly else pytest.mark.slow],
-        )
+        pytest.param(program, id=program.name, marks=pytest.mark.slow)
         for program in programs()
         if program.num_ranks == num_ranks
     ]
@@ -70,9 +69,7 @@ def test_code_of_a_page_runs_as_printed_without_ranks(program: Program, tmp_path
 
 
 @pytest.mark.parametrize("program", _params(1))
-def test_code_of_a_page_runs_as_printed(
-    program: Program, world1: World, tmp_path: Path
-) -> None:
+def test_code_of_a_page_runs_as_printed(program: Program, world1: World, tmp_path: Path) -> None:
     _run(program, world1, tmp_path)
 
 
@@ -90,6 +87,18 @@ def test_code_of_a_page_runs_as_printed_on_four_ranks(
     _run(program, world4, tmp_path)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", programs(nightly=True), ids=lambda program: program.name)
+def test_code_of_a_page_runs_when_a_reader_starts_it(program: Program, tmp_path: Path) -> None:
+    """As a file, by python or torchrun, so without what the ranks of the tests have."""
+    path = tmp_path / "program.py"
+    path.write_text(program.source, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += [f"--nproc-per-node={program.num_ranks}"]
+    command = [sys.executable, *(launcher if program.num_ranks > 1 else []), str(path)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+
+
 def test_every_block_of_python_is_run_or_says_why_not() -> None:
     reasons = [block.marks["not run"] for block in BLOCKS if "not run" in block.marks]
     assert {reason: reasons.count(reason) for reason in reasons} == NOT_RUN
@@ -99,12 +108,12 @@ def test_every_block_of_python_is_run_or_says_why_not() -> None:
 
 
 def test_files_that_pages_show_are_the_tested_ones() -> None:
+    for page in PAGES:
+        assert {*files_shown_by(page)} <= TESTED_FILES, name_of(page)
     for block in BLOCKS:
-        if block.file is None:
-            continue
-        assert block.file in TESTED_FILES, block.where
-        text = (ROOT / block.file).read_text(encoding="utf-8")
-        if "file" in block.marks:
+        if block.file is not None:
+            assert block.file in TESTED_FILES, block.where
+            text = (ROOT / block.file).read_text(encoding="utf-8")
             assert block.code == text, f"{block.where} is not {block.file} as it is now"
 
 
@@ -129,7 +138,7 @@ def _sessions() -> set[str]:
     return named | {f"unit-{name}" for name in PACKAGES}
 
 
-SHELL = [block for block in BLOCKS if block.language in ("bash", "console")]
+SHELL = [b for b in BLOCKS if b.language in ("bash", "console") and "not run" not in b.marks]
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.where)
@@ -185,8 +194,9 @@ _ENDINGS = {"md", "py", "svg", "toml", "json", "sh", "yaml"}
 
 @of_pages
 def test_names_of_the_api_that_a_page_mentions_exist(page: Path) -> None:
+    foreign = "\n".join(b.code for b in blocks_of(page) if "not run" in b.marks)
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        for name in _NAME.findall(line):
+        for name in _NAME.findall("" if line.strip() and line.strip() in foreign else line):
             if name.rsplit(".")[-1] not in _ENDINGS:
                 _resolve(name, f"{name_of(page)}:{number}")
 
@@ -219,6 +229,7 @@ def test_constraints_that_a_page_mentions_exist(page: Path) -> None:
 
 # --- What is refused.
 
+supported = importlib.import_module("vescale_parallel._plan.supported")
 _REFUSED = {"context_parallel.size": 2, "expert_parallel.size": 2, "compile": True}
 KEYS_PAGE = ROOT / "docs" / "guide" / "plans.md"
 
@@ -244,7 +255,9 @@ def test_what_the_guide_calls_not_available_is_what_the_code_refuses() -> None:
         if key not in _REFUSED:
             continue
         with pytest.raises(ValueError, match="not available"):
-            check_supported(with_constraints(ParallelPlan(), {key: _REFUSED[key]}), model)
+            supported.check_supported(
+                with_constraints(ParallelPlan(), {key: _REFUSED[key]}), model
+            )
         with pytest.raises(ValueError, match="not available"):
             generate_plan(model, {key: _REFUSED[key]}, world_size=1)
 
@@ -264,3 +277,39 @@ def test_a_page_says_of_nothing_that_works_that_it_is_refused(page: Path) -> Non
             kinds = re.findall(r"(\w+)(?: and \w+)? parallelism", sentence)
             bad = {kind.lower() for kind in kinds} & {"sequence", "tensor", "data"}
             assert not bad, f"{name_of(page)}: {sentence}"
+
+
+# --- Errors.
+
+
+def _texts_of_sources() -> list[str]:
+    """Return every text of the sources, with a NUL in place of each value that is filled in."""
+    found: list[str] = []
+    for file in (ROOT / "packages").glob("*/src/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_errors_that_the_troubleshooting_page_explains_are_those_of_the_sources() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    texts = _texts_of_sources()
+    titles = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(titles) >= 25
+    for title in titles:
+        pattern = re.compile(".*".join(map(re.escape, title.split("..."))), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), title
+
+
+def test_every_public_name_has_an_entry_on_an_api_page() -> None:
+    for package in PACKAGES:
+        name = package.replace("-", "_")
+        module = importlib.import_module(name)
+        assert api_pages.public_names(name) == tuple(module.__all__)
+        listing = api_pages.on_page_markdown((ROOT / f"docs/api/{name}.md").read_text("utf-8"))
+        for public in module.__all__:
+            assert f"::: {name}.{public}\n" in listing or f"{{#{name}.{public}}}" in listing
