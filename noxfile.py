@@ -141,7 +141,11 @@ def docs(session: nox.Session) -> None:
     session.install(
         "-c", CONSTRAINTS, "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff"
     )
-    session.run("mkdocs", *(["serve"] if "serve" in session.posargs else ["build", "--strict"]))
+    if "serve" in session.posargs:
+        session.run("mkdocs", "serve")
+    else:
+        session.run("mkdocs", "build", "--strict")
+        session.run("python", "docs/api_pages.py", "site")
 
 
 @nox.session
