@@ -100,8 +100,8 @@ def generate_plans(
 
     Example:
         >>> plans = generate_plans(nn.Linear(8, 8), world_size=2, cluster="h200")
-        >>> [plan.axes["dp_replicate"] for plan in plans]
-        [2]
+        >>> plans[0].data_parallel.size
+        2
     """
     if top < 1:
         raise ValueError(f"expected top to be a positive integer, got {top!r}")

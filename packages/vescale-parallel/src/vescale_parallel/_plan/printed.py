@@ -11,7 +11,7 @@ from .config import DataParallel, PipelineParallel, TensorParallel
 
 WIDTH = 100
 _ZERO = {
-    0: "each holds the parameters, gradients and optimizer state whole (as DDP does)",
+    0: "parameters, gradients and optimizer state are replicated in each (as DDP does)",
     1: "optimizer state is sharded over {ranks} ranks (ZeRO 1)",
     2: "gradients and optimizer state are sharded over {ranks} ranks (ZeRO 2)",
     3: "parameters, gradients and optimizer state are sharded over {ranks} ranks (ZeRO 3, as "
@@ -84,7 +84,7 @@ def rates(
     if tokens:
         said.append(f"{three_digits(tokens / step_seconds)} tokens/s")
     if mfu:
-        said.append(f"MFU {mfu:.1%}")
+        said.append(f"MFU {mfu:.1%}" if mfu >= 0.001 else "MFU below 0.1%")
     return said
 
 

@@ -123,8 +123,12 @@ def _fish(levels: list[_Level]) -> str:
                 for name, text in level.commands.items()
             ]
         condition = f" -n {_quoted('; and '.join(seen))}" if seen else ""
-        for action in level.actions:
-            lines.append(f"complete -c vescale{condition}{_fish_action(action)}")
+        # Free text, such as a path, is the shell's own to complete.
+        lines += [
+            f"complete -c vescale{condition}{_fish_action(action)}"
+            for action in level.actions
+            if action.option_strings or action.choices
+        ]
     return "\n".join(lines) + "\n"
 
 

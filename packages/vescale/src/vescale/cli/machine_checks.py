@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from .finding import Finding
 
@@ -69,6 +70,8 @@ def _packages() -> Finding:
 def _backends() -> Iterator[Finding]:
     has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     text = ", ".join(name for name, is_there in has.items() if is_there) or "none"
+    if has["nccl"] and torch.cuda.is_available():
+        text += f" {'.'.join(map(str, nccl.version()))}"
     if not has["gloo"]:
         yield Finding("backends", "error", text, "install a build of torch with gloo")
     elif torch.cuda.is_available() and not has["nccl"]:
@@ -118,8 +121,9 @@ def _links() -> Iterator[Finding]:
 def _memory() -> Finding:
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
-    text = f"{total / _GIB:.0f} GiB, {free / _GIB:.0f} GiB of it unused"
+    text = f"{total / _GIB:.0f} GiB"
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:  # not on macOS
+        text += f", {page * os.sysconf('SC_AVPHYS_PAGES') / _GIB:.0f} GiB of it unused"
     limit = _container_limit()
     if limit is not None and limit < total:
         text += f", limited to {limit / _GIB:.0f} GiB for this container"

@@ -73,16 +73,17 @@ def _run(options: argparse.Namespace) -> int:
         example_batch=_example_batch(options),
         optimizer=options.optimizer,
     )
+    best = plans[0]
     if options.output is not None:
-        options.output.write_text(plans[0].to_json() + "\n", encoding="utf-8")
+        options.output.write_text(best.to_json() + "\n", encoding="utf-8")
     if options.json:
         records = [json.loads(plan.to_json()) for plan in plans]
         print(json.dumps(records[0] if options.top == 1 else records, indent=2))
         return 0
-    print(plans[0])
+    print(best)
     if len(plans) > 1:
         print("\n".join(["", *table(plans)]))
-    if plans[0].estimate is not None and plans[0].estimate.is_assumed:
+    if best.estimate is not None and best.estimate.is_assumed:
         option = "--example-batch" if is_function(options.model) else "--sequence-length"
         print(f"\n{option} has the model observed, instead of assuming what a batch costs")
     if options.output is not None:
