@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from .test_silent_bugs import Plain, Run, rows
+from .programs import Plain, Run, rows
 from .training import whole
 
 

@@ -17,7 +17,7 @@ import vescale
 
 from .habits_of_loops import loop
 from .plans import DP, make_plan
-from .test_silent_bugs import WIDTH, Plain, Run, rows
+from .programs import WIDTH, Plain, Run, rows
 
 # The model
 

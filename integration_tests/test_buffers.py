@@ -16,8 +16,8 @@ import vescale
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
+from .programs import WIDTH, Plain, Run, right, rows
 from .test_bad_input import check
-from .test_silent_bugs import WIDTH, Plain, Run, right, rows
 
 RECOMPUTE: Constraints = {TP: 2, "recompute": "full"}
 

@@ -8,8 +8,8 @@ from vescale_testing import World
 
 from . import habits_of_loops as loops, habits_of_models as models
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
+from .programs import Program, both, right
 from .test_bad_input import check
-from .test_silent_bugs import Program, both, right
 
 PLANS: dict[str, Constraints] = {
     "dp": {DP: 2},

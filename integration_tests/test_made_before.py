@@ -14,8 +14,8 @@ import vescale
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
+from .programs import WIDTH, Plain
 from .test_bad_input import check
-from .test_silent_bugs import WIDTH, Plain
 
 PLANS: dict[str, Constraints] = {
     "one": {},

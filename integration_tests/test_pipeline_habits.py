@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
+from .programs import PIPELINE, WIDTH, Plain, Program, Run, right, rows
 from .short_group import in_short_group
 from .test_bad_input import check
-from .test_silent_bugs import PIPELINE, WIDTH, Plain, Program, Run, right, rows
 
 
 class MinBlock(nn.Module):
