@@ -21,11 +21,10 @@ COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
 
 
 def _write() -> None:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    alone = groups[dist.get_rank()]
+    count = dist.get_world_size()
+    groups = [dist.new_group([rank]) for rank in range(count)]
     for name, collective in COLLECTIVES.items():
-        for group in (dist.group.WORLD, alone):
-            assert group is not None
+        for group in (dist.new_group([*range(count)]), groups[dist.get_rank()]):
             x = torch.arange(20.0).view(4, 5)[: group.size()].clone().requires_grad_()
             before = x.detach().clone()
             expected = torch.autograd.grad((collective(x, group) * 3).square().sum(), x)
