@@ -65,6 +65,7 @@ class Schedule:
         self._slice_nbytes = nbytes
         self.slices = block_index.block_nbytes // nbytes
         shared = np.flatnonzero(readers.is_shared)
+        # A block's place among those of its reader: sorted by reader, counted from its first one.
         self._position = np.full(block_index.count, -1, np.int64)
         counts = np.bincount(readers.reader[shared], minlength=size)
         order = shared[np.argsort(readers.reader[shared], kind="stable")]

@@ -35,7 +35,7 @@ from .decompositions import (
     wanted,
     widened,
 )
-from .layer_norm import normalized_backward
+from .layer_norm import normalized, normalized_backward
 from .variance import moments
 
 aten = torch.ops.aten
@@ -62,13 +62,9 @@ def _synchronized(call: OpCall, given: DTensor) -> tuple[tuple[Any, ...], list[A
     values = widened(given)
     dims = _samples(values.ndim)
     mean, variance = moments(values, dims)
-    rstd = (variance + call.named("eps")).rsqrt()
-    result = (values - mean) * rstd
-    weight, bias = as_distributed(call, "weight"), as_distributed(call, "bias")
-    if weight is not None:
-        result = result * _spread(weight, values.ndim)
-    if bias is not None:
-        result = result + _spread(bias, values.ndim)
+    given_factors = (as_distributed(call, name) for name in ("weight", "bias"))
+    factors = (None if each is None else _spread(each, values.ndim) for each in given_factors)
+    result, rstd = normalized(values, mean, variance + call.named("eps"), *factors)
     count = values.numel() // max(values.shape[1], 1)
     unbiased = variance * (count / (count - 1) if count > 1 else nan)
     statistics: list[Any] = []

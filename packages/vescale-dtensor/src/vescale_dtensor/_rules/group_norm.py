@@ -12,7 +12,7 @@ from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import as_distributed, cut_dims, statistics_dtype, wanted, widened
-from .layer_norm import normalized_backward
+from .layer_norm import normalized, normalized_backward
 from .variance import moments
 
 aten = torch.ops.aten
@@ -70,12 +70,8 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     weight, bias = as_distributed(call, "weight"), as_distributed(call, "bias")
     values = widened(_in_groups(call, given))
     mean, square = moments(values, (2, 3))
-    rstd = (square + call.named("eps")).rsqrt()
-    result = (values - mean) * rstd
-    if weight is not None:
-        result = result * _per_channel(call, weight)
-    if bias is not None:
-        result = result + _per_channel(call, bias)
+    factors = (None if each is None else _per_channel(call, each) for each in (weight, bias))
+    result, rstd = normalized(values, mean, square + call.named("eps"), *factors)
     flat = (call.named("N"), call.named("group"))
     kept = statistics_dtype(call, 1)
     return (

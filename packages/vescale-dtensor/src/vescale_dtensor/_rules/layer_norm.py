@@ -68,13 +68,10 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         square = settled(aten.mean.dim(values * values, dims, True))
     else:
         mean, square = moments(values, dims)
-    rstd = (square + eps).rsqrt()
-    result = (values if mean is None else values - mean) * rstd
     weight, bias = as_distributed(call, "weight"), None
-    if weight is not None:
-        result = result * weight
-    if mean is not None and (bias := as_distributed(call, "bias")) is not None:
-        result = result + bias
+    if mean is not None:
+        bias = as_distributed(call, "bias")
+    result, rstd = normalized(values, mean, square + eps, weight, bias)
     result = result.to(call.outputs[0].dtype)
     if mean is None:
         return result, rstd
@@ -101,6 +98,15 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         result.to(to) if wanted and there else None
         for result, wanted, there, to in zip(results, mask, kept, dtypes, strict=False)
     )
+
+
+def normalized(values: Any, mean: Any, square: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """Return a normalization and what it has multiplied by, all but ``square`` None if absent."""
+    rstd = square.rsqrt()
+    result = (values if mean is None else values - mean) * rstd
+    if weight is not None:
+        result = result * weight
+    return (result if bias is None else result + bias), rstd
 
 
 def normalized_backward(

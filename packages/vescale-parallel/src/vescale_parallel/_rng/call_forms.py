@@ -90,7 +90,7 @@ class DrawForms:
         if key not in self._known:
             found = self._find(model, args, kwargs, num_rows)
             scopes = None if found is None else scopes_of(found)
-            self._known[key] = KnownDraws(scopes=scopes, otherwise=self._of_example)
+            self._known[key] = KnownDraws(scopes=scopes, otherwise=lambda: self._scopes_of_example)
         return self._known[key]
 
     @functools.cached_property
@@ -100,9 +100,6 @@ class DrawForms:
         if whole is not None:
             found = in_fresh_thread(lambda: cuts_of_example(whole, self._example, self._sharding))
         return scopes_of(found) if found else self._unknown
-
-    def _of_example(self) -> Mapping[str, Scope]:
-        return self._scopes_of_example
 
     def _find(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int

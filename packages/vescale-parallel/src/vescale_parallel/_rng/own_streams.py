@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._trace.generators import forked_generators
 
 from .sharded_rng import generator_state
 
@@ -32,12 +33,7 @@ class OwnStreams:
         position of this rank on the data and pipeline axes seed what forward draws.
         """
         seed = int(torch.randint(2**62, ()))
-        devices = [torch.cuda.current_device()] if self._is_cuda else []
-        with torch.random.fork_rng(devices=devices):
-            # Not torch.manual_seed, which would seed all devices and not those forked alone.
-            torch.default_generator.manual_seed(seed + self._position)
-            if devices:
-                torch.cuda.manual_seed(seed + self._position)
+        with forked_generators(seed + self._position, cuda=self._is_cuda):
             before = None if self._has_drawn else generator_state()
             yield
             if before is not None and generator_state() != before:

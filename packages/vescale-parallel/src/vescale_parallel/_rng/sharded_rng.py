@@ -35,6 +35,7 @@ from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
+from vescale_parallel._trace.generators import forked_generators
 from vescale_parallel._trace.memory_order import (
     order_in_whole,
     split_in_order,
@@ -309,9 +310,7 @@ class Draws:
         if cut is not None and cut.part is not None:
             position = position * place.tp_size + place.tp_rank
         seed = int(torch.randint(2**62, ()))
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
-            _seed(seed + position)
+        with forked_generators(seed + position, cuda=torch.cuda.is_available()):
             return func(*args, **kwargs)
 
     def _warn(self, func: Any, at: str) -> None:
@@ -333,13 +332,6 @@ class Draws:
             f"numbers of shape {shape} that are drawn at {at!r}; taken to be the first, which is "
             "as long as the batch. If it is another, they are not those of one device",
         )
-
-
-def _seed(seed: int) -> None:
-    """Seed the generators that were forked: torch.manual_seed would seed all devices."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
 
 
 class _Drawing(DrawMode):

@@ -53,6 +53,20 @@ def set_generators(states: States) -> None:
 
 
 @contextlib.contextmanager
+def forked_generators(seed: int, *, cuda: bool) -> Iterator[None]:
+    """Draw from torch's generators of the host, and of this CUDA device, as seeded anew.
+
+    Not by torch.manual_seed, which would seed all devices and not those forked alone.
+    """
+    devices = [torch.cuda.current_device()] if cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
 def untouched_generators(seed: int | None = None) -> Iterator[None]:
     """Put back the states of the host's generators at the end: torch's, Python's and numpy's.
 
