@@ -166,6 +166,18 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-I", str(ROOT / "integration_tests" / "wheel_smoke.py"))
 
 
+@nox.session(requires=["build"], reuse_venv=False)
+@nox.parametrize("package", PUBLISHED)
+def wheel_alone(session: nox.Session, package: str) -> None:
+    """Install one package as a stranger does, from a folder of wheels, and import it."""
+    module = package.replace("-", "_")
+    wheel = next(DIST.glob(f"{module}-*.whl"))
+    session.install("-c", CONSTRAINTS, "--find-links", str(DIST), str(wheel))
+    session.chdir(session.create_tmp())
+    names = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
+    session.run("python", "-I", "-c", names)
+
+
 @nox.session(requires=["lint", "types", *UNIT_SESSIONS, "integration", "docs", "wheels"])
 def tests(session: nox.Session) -> None:
     """Run every check there is but those that need a GPU or a night."""

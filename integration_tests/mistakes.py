@@ -319,6 +319,30 @@ def rows_that_do_not_divide() -> None:
     start({PP: 2, PARTS: 4})({"x": torch.ones(6, 8), "labels": torch.zeros(6, 8)})
 
 
+class Repeats(Net):
+    """Runs a block once more on one rank."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            for _ in range(2 if index == 1 and dist.get_rank() == 1 and _repeats else 1):
+                x = block(x)
+        return x.mean()
+
+
+_repeats = False
+
+
+def block_repeated_on_one_rank() -> None:
+    global _repeats
+    model = start({DP: 2, ZERO: 3}, Repeats())
+    try:
+        for _repeats in (False, True):
+            model(torch.full((4, 8), float(dist.get_rank()))).backward()
+    finally:
+        _repeats = False
+
+
 # What is taken, and how it is meant
 
 

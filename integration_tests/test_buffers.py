@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_every_stage_has_the_buffers_of_one_device(
 
 
 def call_twice(kind: str, constraints: Constraints) -> None:
-    model = vescale.parallelize(make_plan(constraints), Changed(kind).double())
+    model: Any = vescale.parallelize(make_plan(constraints), Changed(kind).double())
     for again in ("late", kind):
         model(rows()[0]).backward()
         for block in model.blocks:

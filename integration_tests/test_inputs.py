@@ -105,7 +105,7 @@ def test_all_ranks_name_those_that_differ(world4: World) -> None:
 
 def looks_late() -> list[str]:
     """Compare as on a GPU, where what a call sent is looked at in the next one."""
-    model = vescale.parallelize(make_plan({TP: 2}), Net())
+    model: Any = vescale.parallelize(make_plan({TP: 2}), Net())
     model._vescale_engine.inputs._is_delayed = True
     train(model, rows(0), rows(1))
     train(model, rows(2 + dist.get_rank()), rows(1))

@@ -90,6 +90,8 @@ TABLE = [
         "optimizer_fn is None on rank 0 and given on rank 1", "the same script", ranks=2),
     row(m.deferred_on_one_rank, "the same arguments on every rank",
         "model is one with values on rank 0 and deferred on rank 1", ranks=2),
+    row(m.block_repeated_on_one_rank, "ranks ran different blocks", "every rank runs the same",
+        "Use data_parallel.zero_stage 1", ranks=2),
     row(m.rows_that_do_not_divide, "divide into 4 micro-batches", "got 6 rows", ranks=2),
 ]  # fmt: skip
 WITH_A_PATH = {

@@ -73,7 +73,7 @@ def test_with_the_sequence_cut_they_gather_and_scatter_four_times_each_way(
 
 
 def erased(layers: int) -> tuple[Tensor, dict[str, Tensor]]:
-    model = vescale.parallelize(make_plan({TP: 2}), llama(layers))
+    model: Any = vescale.parallelize(make_plan({TP: 2}), llama(layers))
     loss = model(**tokens()).loss
     loss.backward()
     return loss.detach(), {n: p.grad.full_tensor() for n, p in model.named_parameters()}

@@ -44,7 +44,12 @@ from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import Draws
 from ._runtime.arguments import Arguments
-from ._runtime.checks import call_lr_scheduler_fn, call_optimizer_fn, check_arguments
+from ._runtime.checks import (
+    OptimizerFn,
+    call_lr_scheduler_fn,
+    call_optimizer_fn,
+    check_arguments,
+)
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
 from ._runtime.optimizer import parallelize_optimizer
@@ -70,7 +75,7 @@ _log = package_logger("vescale.parallel")
 def parallelize(
     plan: ParallelPlan,
     model: nn.Module,
-    optimizer_fn: Callable[[nn.Module], Optimizer] | None = None,
+    optimizer_fn: OptimizerFn | None = None,
     lr_scheduler_fn: Callable[[Optimizer], Any] | None = None,
     dataset: Any | None = None,
     *,
@@ -87,7 +92,8 @@ def parallelize(
         plan: What to do.
         model: Any module; on one device or deferred. Under pipeline parallelism its forward
             returns its loss.
-        optimizer_fn: Called on the parallelized model; returns a torch optimizer.
+        optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class
+            of one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer.
         dataset: A map-style data set; becomes a :class:`ParallelLoader`.
         read: Returns the values of a box of one of the model's tensors.
@@ -131,7 +137,7 @@ def _given(value: object) -> str:
 def _carry_out(
     plan: ParallelPlan,
     model: nn.Module,
-    optimizer_fn: Callable[[nn.Module], Optimizer] | None,
+    optimizer_fn: OptimizerFn | None,
     lr_scheduler_fn: Callable[[Optimizer], Any] | None,
     dataset: Any | None,
     read: Read,
@@ -200,7 +206,7 @@ def _tell_result(
 
 def _train_parts(
     model: nn.Module,
-    optimizer_fn: Callable[[nn.Module], Optimizer] | None,
+    optimizer_fn: OptimizerFn | None,
     lr_scheduler_fn: Callable[[Optimizer], Any] | None,
     loader: ParallelLoader | None,
 ) -> Any:

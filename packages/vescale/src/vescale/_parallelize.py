@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,14 +12,84 @@ from torch.optim import Optimizer
 import vescale_deferred
 import vescale_parallel
 from vescale_deferred import RecordedDraws
-from vescale_parallel import ParallelPlan
+from vescale_parallel import ParallelLoader, ParallelPlan
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+SchedulerT = TypeVar("SchedulerT")
 
 
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: None = None,
+    lr_scheduler_fn: None = None,
+    dataset: None = None,
+) -> ModelT: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
+    lr_scheduler_fn: None = None,
+    dataset: None = None,
+) -> tuple[ModelT, OptimizerT]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
+    lr_scheduler_fn: Callable[[OptimizerT], SchedulerT],
+    dataset: None = None,
+) -> tuple[ModelT, OptimizerT, SchedulerT]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: None = None,
+    lr_scheduler_fn: None = None,
+    *,
+    dataset: object,
+) -> tuple[ModelT, ParallelLoader]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
+    lr_scheduler_fn: None = None,
+    *,
+    dataset: object,
+) -> tuple[ModelT, OptimizerT, ParallelLoader]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
+    lr_scheduler_fn: None,
+    dataset: object,
+) -> tuple[ModelT, OptimizerT, ParallelLoader]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
+    lr_scheduler_fn: Callable[[OptimizerT], SchedulerT],
+    dataset: object,
+) -> tuple[ModelT, OptimizerT, SchedulerT, ParallelLoader]: ...
+@overload
+def parallelize(
+    plan: ParallelPlan,
+    model: ModelT,
+    optimizer_fn: Callable[[ModelT], Optimizer] | type[Optimizer] | None = None,
+    lr_scheduler_fn: Callable[[Any], Any] | None = None,
+    dataset: object = None,
+) -> Any: ...
 def parallelize(
     plan: ParallelPlan,
     model: nn.Module,
-    optimizer_fn: Callable[[nn.Module], Optimizer] | None = None,
-    lr_scheduler_fn: Callable[[Optimizer], Any] | None = None,
+    optimizer_fn: Callable[[Any], Optimizer] | type[Optimizer] | None = None,
+    lr_scheduler_fn: Callable[[Any], Any] | None = None,
     dataset: Any | None = None,
 ) -> Any:
     """Make a model, and what trains it, run as a plan says. Every rank must call this.
@@ -33,7 +103,8 @@ def parallelize(
         plan: What to do: from :func:`generate_plan`, from JSON, or written by hand.
         model: Any module, real or from :func:`deferred_init`. Under pipeline parallelism its
             forward returns its loss.
-        optimizer_fn: Called on the parallelized model; returns a torch optimizer.
+        optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class of
+            one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer.
         dataset: A map-style data set; becomes a loader of this rank's rows of every batch.
 

@@ -187,8 +187,9 @@ def named_failures() -> Iterator[None]:
         if any(text in str(error) for text in _CLOSED):
             lost = PeerError(
                 "a rank's process ended without a word, as one that is killed does (the kernel "
-                f"does it when memory runs out); this rank ({dist.get_rank()}) was waiting for "
-                "it. The launcher's output says which one and by what signal"
+                "does it when memory runs out), or whose backend gave up as ranks came to "
+                f"different collectives; this rank ({dist.get_rank()}) was waiting for it. The "
+                "launcher's output says which one and by what signal"
             )
             announce(lost)
             raise lost from error

@@ -19,6 +19,16 @@ from vescale_parallel._mesh.mesh import axis_group, axis_size
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
+def mixed_up_error() -> ValueError:
+    """Return what to raise where ranks exchanged parameters of different groups."""
+    return ValueError(
+        "data-parallel ranks ran different blocks of the model at the same time, so "
+        "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
+        "depend on this rank's data: every rank runs the same blocks, as often. Use "
+        "data_parallel.zero_stage 1"
+    )
+
+
 @dataclass(eq=False)
 class ParamGroup:
     """Parameters that are gathered, freed and reduced together.
@@ -134,8 +144,11 @@ class ParamGroup:
         return torch.tensor([self.number % 16 + 1], dtype=like.dtype, device=like.device)
 
     def _check_tags(self, differ: Tensor) -> None:
-        # Looked at once a step, with other flags: a look here would wait for the device.
         seen = differ.any()
+        # At once where that is free: what ranks exchange next may not even be of one size.
+        if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen):
+            raise mixed_up_error()
+        # On a GPU once a step, with other flags: a look here would wait for the device.
         self._mixed_up = seen if self._mixed_up is None else self._mixed_up | seen
 
     def _take_grad(self, param: ShardedParameter) -> Tensor:

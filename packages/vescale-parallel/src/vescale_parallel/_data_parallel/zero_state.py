@@ -22,7 +22,7 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
-from .param_group import ParamGroup, accumulate, reduce_together, settle
+from .param_group import ParamGroup, accumulate, mixed_up_error, reduce_together, settle
 from .stray_gradients import refuse_stray_gradients
 
 
@@ -220,8 +220,4 @@ class ZeroState:
         """Raise if ranks ran different blocks while they exchanged parameters."""
         flags = [param_group.take_mixed_up() for param_group in (self._root, *self._param_groups)]
         if any(bool(flag) for flag in flags if flag is not None):
-            raise ValueError(
-                "data-parallel ranks ran different blocks of the model at the same time, so "
-                "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
-                "depend on this rank's data. Use data_parallel.zero_stage 1"
-            )
+            raise mixed_up_error()

@@ -15,6 +15,9 @@ from vescale_parallel._plan.plan import ParallelPlan
 
 from .module import ParallelModule
 
+# A function of the model, or the class of an optimizer.
+OptimizerFn = Callable[[nn.Module], Optimizer] | type[Optimizer]
+
 _ORDER = "parallelize(plan, model, optimizer_fn, lr_scheduler_fn, dataset)"
 
 
@@ -142,7 +145,7 @@ def _instead_of(name: str, value: object, example: str) -> str:
     return f"{made_for} that it is for does not exist before: {name}={example}"
 
 
-def call_optimizer_fn(optimizer_fn: Callable[[nn.Module], Optimizer], model: nn.Module) -> object:
+def call_optimizer_fn(optimizer_fn: OptimizerFn, model: nn.Module) -> object:
     """Return the optimizer of a model from a function, or from an optimizer's class.
 
     Raises:
@@ -152,7 +155,9 @@ def call_optimizer_fn(optimizer_fn: Callable[[nn.Module], Optimizer], model: nn.
     made_by = getattr(optimizer_fn, "func", optimizer_fn)
     if isinstance(made_by, type) and issubclass(made_by, Optimizer):
         return cast("Any", optimizer_fn)(model.parameters())
-    return _called("optimizer_fn", optimizer_fn, model, "lambda model: AdamW(model.parameters())")
+    return _called(
+        "optimizer_fn", cast("Any", optimizer_fn), model, "lambda model: AdamW(model.parameters())"
+    )
 
 
 def call_lr_scheduler_fn(
