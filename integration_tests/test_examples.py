@@ -23,8 +23,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        found |= {key: value for key, value in load_file(file).items() if "model" in key}
+    for file in sorted(checkpoint.glob("model*.safetensors")):
+        found |= load_file(file)
     return found
 
 
