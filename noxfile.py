@@ -187,7 +187,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """Run the tests that take minutes, of all packages."""
-    install_everything(session, "rich", "matplotlib")
+    install_everything(session, "rich", "matplotlib", "peft")
     pytest = ("pytest", *ON_ALL_PROCESSORS)
     # Random cases that no earlier night has seen; a failure prints its seed and its case.
     first = str(2000 * (int(time.time()) // 86400 % 100000))

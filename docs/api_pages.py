@@ -1,7 +1,7 @@
 """How the site is made of the docstrings: which names a page lists, roles, links to the source.
 
-mkdocs calls ``on_config`` and ``on_page_markdown``, griffe ``Docstrings``; ``python docs/api_pages.py SITE`` checks
-what was built.
+mkdocs calls ``on_config`` and ``on_page_markdown``, griffe ``Docstrings``.
+``python docs/api_pages.py SITE`` checks what was built.
 """
 
 from __future__ import annotations

@@ -51,14 +51,16 @@ def main() -> None:
     )
     vescale_ckpt.load_safetensors(directory, model)
     for epoch in range(2):
+        losses: list[float] = []
         for batch in loader:
             loss = model(**batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(loss.item())
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}")
+            print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
 
 
 if __name__ == "__main__":

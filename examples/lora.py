@@ -32,13 +32,15 @@ def main() -> None:
         dataset=dataset,
     )
     for epoch in range(3):
+        losses: list[float] = []
         for batch in loader:
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(loss.item())
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}")
+            print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
     adapters = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad}
     vescale.save("adapters", {"model": adapters})  # small: only what was trained
 

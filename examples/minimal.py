@@ -44,9 +44,11 @@ model, optimizer, scheduler, loader = vescale.parallelize(
 state = {"plan": plan, "model": model, "optimizer": optimizer}
 state |= {"scheduler": scheduler, "loader": loader, "epoch": 0}
 state |= {"random": vescale_ckpt.RngState()}
-if checkpoint := vescale_ckpt.latest("checkpoints"):
-    state["epoch"] = vescale.load(checkpoint, state)["epoch"]  # of any plan
-for epoch in range(state["epoch"], 4):
+first_epoch = 0
+if checkpoint := vescale_ckpt.latest("checkpoints"):  # of any plan
+    first_epoch = vescale.load(checkpoint, state)["epoch"]
+for epoch in range(first_epoch, 4):
+    losses: list[float] = []
     for batch in loader:
         loss = model(batch)
         loss.backward()
@@ -54,7 +56,8 @@ for epoch in range(state["epoch"], 4):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
     if dist.get_rank() == 0:
-        print(f"epoch {epoch}: loss {loss.item():.3f}")
+        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
     state["epoch"] = epoch + 1
     vescale.save(f"checkpoints/epoch-{epoch}", state, keep_last=2)

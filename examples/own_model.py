@@ -76,14 +76,16 @@ def main() -> None:
         plan, model, lambda m: torch.optim.AdamW(m.parameters(), lr=3e-3), dataset=dataset
     )
     for epoch in range(3):
+        losses: list[float] = []
         for tokens in loader:
             loss = model(tokens)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(loss.item())
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}")
+            print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
 
 
 if __name__ == "__main__":

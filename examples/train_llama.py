@@ -22,6 +22,7 @@ import torch.distributed as dist
 from options import Options, parse
 from ranks import Phase, run_phase, run_rank
 from report import Curve, Reporter, compare, plot, print_summary, write_result
+from speed import remarks
 from stdlib_text import Text, gather_text
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -251,6 +252,8 @@ def launch(options: Options) -> bool:
     alone = train_on_one_device(options, text)
     comparison = compare(curves, alone, bound=BOUND)
     print_summary([*curves, alone])
+    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    print("\n".join(remarks(curves, options.output, cores=cores, gpus=gpus)))
     plot(options.output / "losses.png", curves, alone, comparison)
     write_result(
         options.output / "result.json", curves, alone, comparison,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,10 @@ def test_two_phases_under_different_plans_equal_one_device(tmp_path: Path) -> No
         assert str(plan) in finished.stdout
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "within the bound" in finished.stdout
+    assert "phase 1: 4 ranks are" in finished.stdout
+    for phase in ("phase 1", "phase 2"):
+        (line,) = re.findall(rf"^{phase}: a step was predicted.*$", finished.stdout, re.MULTILINE)
+        assert "not calibrated" in line or line.endswith("within 25%")
 
 
 @pytest.mark.slow
