@@ -41,6 +41,7 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import Draws
+from ._runtime.accumulation import AccumulatedStep, let_count
 from ._runtime.checks import check_arguments
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
@@ -138,6 +139,8 @@ def _carry_out(
     staging = Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
+    elif plan.num_microbatches > 1:
+        let_count(model, staging, param_dtype)
     stages_of = _only_stage if stages is None else stages.stages_of
     params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
     move_buffers(model, read)
@@ -219,13 +222,13 @@ def _guards_of_calls(
     exchange = exchange_over(data_groups(mesh))
     pipelined = plan.pipeline_parallel.size > 1
     row_guard = None
-    if plan.data_parallel.size * plan.pipeline_parallel.microbatches > 1:
+    if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
         row_guard = RowGuard(model, exchange, losses_only=pipelined)
-    if mesh.size() == 1 or pipelined:
+    if mesh.size() * plan.num_microbatches == 1 or pipelined:
         return row_guard, None
     looks = row_guard or RowGuard(model, exchange)
-    has_parts = plan.data_parallel.size > 1
+    has_parts = plan.data_parallel.size * plan.num_microbatches > 1
     return row_guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
 
 
@@ -254,11 +257,11 @@ def _batch_rows(
     names = mesh.mesh_dim_names or ()
     axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
     regions = None
-    if guard is not None and plan.pipeline_parallel.size == 1:
+    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp = ("tp",) if "tp" in names else ()
         over_all = mesh[(*axes, *tp)] if tp else None
         regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
-    num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
+    num_parts = plan.data_parallel.size * plan.num_microbatches
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
@@ -329,6 +332,18 @@ def _engine(
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
         step = PipelineStep(pipeline, parameters.params, buffers, parameters.finish_backward)
+    accumulation = None
+    if stages is None and plan.num_microbatches > 1:
+        accumulation = AccumulatedStep(
+            num_microbatches=plan.num_microbatches,
+            model=model,
+            device=mesh.device_type,
+            parameters=parameters,
+            ranks=ranks,
+            draws=draws,
+            staging=staging,
+            buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
+        )
     return Engine(
         mesh=mesh,
         parameters=parameters,
@@ -341,4 +356,5 @@ def _engine(
         logits=logits,
         losses=ReturnedLosses(),
         pipeline=step,
+        accumulation=accumulation,
     )

@@ -54,7 +54,7 @@ class ParallelLoader:
         self._share = Share(
             part=ranks.rank,
             num_parts=ranks.size,
-            num_microbatches=plan.pipeline_parallel.microbatches,
+            num_microbatches=plan.num_microbatches,
             is_cut_always=pipelined,
         )
         self._source = _source_of(plan.batch, dataset, self._share)

@@ -209,6 +209,9 @@ class Batch:
         num_workers: Processes on every rank that fetch samples; 0 for the rank's own.
         pin_memory: Fetch into memory that a GPU can copy from while it computes.
         prefetch_factor: Batches that each worker has ready; None for torch's 2.
+        gradient_accumulation: Micro-batches that each rank's rows are run in, forward and
+            backward of one after the other, inside of one call of the model. A pipeline runs so
+            many times its own ``microbatches``.
     """
 
     global_size: int | None = None
@@ -218,11 +221,13 @@ class Batch:
     num_workers: int = 0
     pin_memory: bool = False
     prefetch_factor: int | None = None
+    gradient_accumulation: int = 1
 
     def __post_init__(self) -> None:
         check_choices("batch.", self)
         if self.global_size is not None:
             _check_size("batch.global_size", self.global_size)
+        _check_size("batch.gradient_accumulation", self.gradient_accumulation)
         if self.num_workers != 0:
             _check_size("batch.num_workers", self.num_workers)
         if self.prefetch_factor is not None:

@@ -81,16 +81,24 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
-        shards = self.data_parallel.size * self.pipeline_parallel.microbatches
+        shards = self.data_parallel.size * self.num_microbatches
         size = self.batch.global_size
         if size is not None and size % shards:
+            accumulated = self.batch.gradient_accumulation
+            name, factor = " x batch.gradient_accumulation", f" x {accumulated}"
             raise ValueError(
                 f"expected batch.global_size to be a multiple of data_parallel.size x "
-                f"pipeline_parallel.microbatches ({self.data_parallel.size} x "
-                f"{self.pipeline_parallel.microbatches} = {shards}), got {size}; "
+                f"pipeline_parallel.microbatches{name if accumulated > 1 else ''} "
+                f"({self.data_parallel.size} x {self.pipeline_parallel.microbatches}"
+                f"{factor if accumulated > 1 else ''} = {shards}), got {size}; "
                 f"the nearest sizes are {size // shards * shards or shards} and "
                 f"{(size // shards + 1) * shards}"
             )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that each data-parallel rank's batch is run in, one after the other."""
+        return self.pipeline_parallel.microbatches * self.batch.gradient_accumulation
 
     @property
     def axes(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, pytree
 
+from .accumulation import AccumulatedStep
 from .outside import KnownModules, read_in
 from .same_inputs import SameInputs
 
@@ -53,6 +54,7 @@ class Engine:
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
+        accumulation: Runs a step's micro-batches without stages; None for one.
         is_running: Whether a call runs now.
     """
 
@@ -67,6 +69,7 @@ class Engine:
     logits: DistributedLogits
     losses: ReturnedLosses
     pipeline: PipelineStep | None
+    accumulation: AccumulatedStep | None = None
     is_running: bool = False
 
     def call(
@@ -93,11 +96,16 @@ class Engine:
                 with (
                     self._proven(args, kwargs),
                     self.logits.declared(),
-                    self.rows.of_call(model, args, kwargs),
+                    self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
                 ):
                     if self.pipeline is not None:
                         rows = self.rows.meetings.rows_of(args, kwargs)
                         return self.pipeline.run(forward, args, kwargs, rows)
+                    if self.accumulation is not None and torch.is_grad_enabled():
+                        rows = self.rows.meetings.rows_of(args, kwargs)
+                        return self.accumulation.run(
+                            forward, args, kwargs, rows, self._check_plain
+                        )
                     num_rows = self.rows.meetings.num_rows(args, kwargs)
                     with self.draws.of_call(model, args, kwargs, num_rows):
                         return self._watched(self._call_directly(forward, args, kwargs))
@@ -108,6 +116,13 @@ class Engine:
     def whole_results(self) -> contextlib.AbstractContextManager[None]:
         """Have calls return whole logits, for code of the model that reads them."""
         return self.logits.gathered()
+
+    def _parts_by(self) -> str:
+        """Return who runs this rank's rows in parts in a call now, if somebody does."""
+        if self.pipeline is not None:
+            return "a pipeline"
+        is_cut = self.accumulation is not None and torch.is_grad_enabled()
+        return "batch.gradient_accumulation" if is_cut else ""
 
     def _proven(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
