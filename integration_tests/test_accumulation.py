@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from vescale_testing import World
 from .models import HandWritten
 from .training import Recipe, Record, samples, train, whole
 
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}  # float64; sums of parts are in another order
+# float64; sums of parts are in another order.
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 ACCUMULATE = "batch.gradient_accumulation"
 ZERO = "data_parallel.zero_stage"
 DP2 = {"data_parallel.size": 2}
@@ -36,13 +38,12 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _same(found: Record, expected: Record) -> None:
     for name in ("losses", "norms", "evaluations"):
-        torch.testing.assert_close(
+        assert_close(
             torch.tensor(getattr(found, name), dtype=torch.float64),
             torch.tensor(getattr(expected, name), dtype=torch.float64),
-            **CLOSE,
         )
     for name, parameter in found.parameters.items():
-        torch.testing.assert_close(parameter, expected.parameters[name], **CLOSE)
+        assert_close(parameter, expected.parameters[name])
 
 
 def _compare(recipe: Recipe, constraints: dict[str, Any]) -> None:
@@ -134,11 +135,11 @@ def _one_call(make: Callable[[], nn.Module], constraints: dict[str, Any]) -> Non
     torch.manual_seed(4)
     loss = model(mine)
     loss.backward()
-    torch.testing.assert_close(loss.detach(), expected.detach(), **CLOSE)
+    assert_close(loss.detach(), expected.detach())
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         if other.grad is not None:
             assert own.grad is not None
-            torch.testing.assert_close(whole(own.grad), other.grad, **CLOSE)
+            assert_close(whole(own.grad), other.grad)
     assert torch.equal(torch.rand(3), drawn)
 
 

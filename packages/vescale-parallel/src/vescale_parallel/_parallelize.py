@@ -85,7 +85,8 @@ def parallelize(
             returns its loss.
         optimizer_fn: Called on the parallelized model; returns a torch optimizer.
         lr_scheduler_fn: Called on the optimizer.
-        dataset: A map-style data set; becomes a :class:`ParallelLoader`.
+        dataset: A map-style or iterable data set, or a ready ``DataLoader`` of global batches;
+            becomes a :class:`ParallelLoader`.
         read: Returns the values of a box of one of the model's tensors.
         construction: What tells how those values came about, equal on all ranks.
 
@@ -164,6 +165,8 @@ def _carry_out(
         refuse_parts(model, blocks_of(model), lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
+    if loader is not None:
+        engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)

@@ -14,10 +14,14 @@ before the connections close that tell the other ranks. A rank that catches such
 lives, but comes to no collective again, keeps the others waiting for their groups' timeout. A
 wait cannot be given up earlier: the error may be over (see above), and a collective that was
 begun and left would pair with a later one of the other ranks.
+
+A rank that ends without an error, for its loop had fewer steps, says so as well: whoever still
+waits for it names it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import sys
@@ -98,6 +102,7 @@ def _is_announced(error: BaseException) -> bool:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _hook_before: _Hook | None = None
+_has_raised = False
 
 
 def _watch_the_end() -> None:
@@ -105,12 +110,32 @@ def _watch_the_end() -> None:
     global _hook_before
     if _hook_before is None:
         _hook_before, sys.excepthook = sys.excepthook, _announce_uncaught
+        # Before the connections close, which is when the others notice.
+        atexit.register(_announce_end)
+
+
+def _announce_end() -> None:
+    """Tell ranks that still wait for this one that its program is over."""
+    # An error was announced already, or named by another rank's.
+    if _standing or sys.exc_info()[0] is not None or not dist.is_initialized() or is_emulated():
+        return
+    if dist.get_world_size() == 1 or _has_raised:
+        return
+    with _patient_store() as store:
+        number = store.add(_COUNT, 1)
+        store.set(
+            _key(number),
+            f"rank {dist.get_rank()} ended its program without an error, so it had fewer steps "
+            "(an early stop on one rank, or a loader of its own with fewer batches)",
+        )
 
 
 def _announce_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    global _has_raised
     assert _hook_before is not None
+    _has_raised = True
     # Whatever goes wrong here must not keep the error itself from being shown.
     with contextlib.suppress(Exception):
         _explain_or_announce(error)

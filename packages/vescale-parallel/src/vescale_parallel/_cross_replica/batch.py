@@ -129,5 +129,6 @@ def _refusal(meetings: RowMeetings, in_parts_by: str, num_parts: int) -> str:
         f"rows of the batch depend on each other ({found}), but {in_parts_by} runs it in "
         f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
         "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
-        "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the targets of all micro-batches)"
+        "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
+        "targets of all micro-batches)"
     )

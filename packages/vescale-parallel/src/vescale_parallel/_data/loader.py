@@ -41,6 +41,9 @@ class ParallelLoader:
             ``torch.utils.data.DataLoader`` of either.
         mesh: The plan's mesh.
 
+    Attributes:
+        is_at_uneven: Whether ranks have other numbers of rows of the latest batch.
+
     Raises:
         ValueError: If the global batch size is missing, larger than the data set, or does not
             divide over ranks; if a ``DataLoader`` hands out no batches in one order; or if the
@@ -65,6 +68,7 @@ class ParallelLoader:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._epoch = 0
         self._taken = self._last_end = 0
+        self.is_at_uneven = False
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
     def gave(self, tree: Any) -> bool:
@@ -105,10 +109,11 @@ class ParallelLoader:
                 self._share.check_rows(num_rows, trains=torch.is_grad_enabled())
             # Counted before the batch is handed out: a state saved after its step is past it.
             self._taken += num_rows
+            self.is_at_uneven = not self._share.is_even(num_rows)
             batch = self._moved(batch)
             self._note(batch)
             yield batch
-        self._last_end = self._taken
+        self._last_end, self.is_at_uneven = self._taken, False
         self._epoch += 1
         self._taken = 0
 

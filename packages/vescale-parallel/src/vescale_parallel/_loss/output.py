@@ -74,8 +74,9 @@ def loss_of(output: Any) -> Tensor:
         raise ValueError(
             "pipeline parallelism and batch.gradient_accumulation differentiate one scalar of "
             f"what forward returns, its loss, but {type(output).__name__} holds "
-            f"{len(scalars)} scalars, {len(differentiable)} of them with a gradient, and none called 'loss'; return {{'loss': ..., ...}}, detach the "
-            "others, or use pipeline_parallel.size 1 and batch.gradient_accumulation 1"
+            f"{len(scalars)} scalars, {len(differentiable)} of them with a gradient, and "
+            "none called 'loss'; return {'loss': ..., ...}, detach the others, or use "
+            "pipeline_parallel.size 1 and batch.gradient_accumulation 1"
         )
     return candidates[0]
 

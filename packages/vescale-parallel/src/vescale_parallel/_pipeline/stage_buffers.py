@@ -86,8 +86,8 @@ class StageBuffers:
                 raise ValueError(
                     f"the buffer {fqn!r} is changed by forward in a way that depends on the "
                     "micro-batch or on the stage, which a pipeline, or "
-                    "batch.gradient_accumulation, runs one after the other; one device changes it once, from the whole batch. "
-                    "Use neither, or keep the buffer from changing"
+                    "batch.gradient_accumulation, runs one after the other; one device changes "
+                    "it once, from the whole batch. Use neither, or keep the buffer from changing"
                 )
             if missing:
                 owners[fqn] = min(found)

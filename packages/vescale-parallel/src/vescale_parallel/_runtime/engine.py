@@ -55,6 +55,7 @@ class Engine:
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
         accumulation: Runs a step's micro-batches without stages; None for one.
+        is_at_uneven: Whether ranks now have batches of other numbers of rows.
         is_running: Whether a call runs now.
     """
 
@@ -70,6 +71,7 @@ class Engine:
     losses: ReturnedLosses
     pipeline: PipelineStep | None
     accumulation: AccumulatedStep | None = None
+    is_at_uneven: Callable[[], bool] = lambda: False
     is_running: bool = False
 
     def call(
@@ -143,6 +145,8 @@ class Engine:
         self._check_plain(output)
         if self.rows.meetings.is_region(""):
             return output  # of the whole batch already
+        if self.is_at_uneven():
+            _check_counted(output, means)
         self.losses.check(output, means, knows_rows=self.rows.is_checked)
         return pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
@@ -169,3 +173,17 @@ class Engine:
                     "mix. Use data_parallel.zero_stage 1, or read "
                     "what you need as parameter.full_tensor()"
                 )
+
+
+def _check_counted(output: Any, means: TokenMeans) -> None:
+    """Refuse scalars of batches with other numbers of rows that are no means over targets."""
+    counted = {id(mean) for mean in means.means}
+    scalars = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
+    if any(id(scalar) not in counted for scalar in scalars):
+        raise ValueError(
+            "data-parallel ranks have other numbers of rows of this batch, the last one of an "
+            "epoch, and the model returned a scalar that need not count rows or targets, so the "
+            "mean over ranks would not be that of one device. Leave the batch out "
+            "(drop_last=True), return what F.cross_entropy or F.nll_loss returns, or return "
+            "tensors with rows and reduce them yourself"
+        )
