@@ -269,3 +269,38 @@ def test_a_rank_that_left_is_told_of_by_those_that_waited(
     assert LEAVES[how] in report, report
     assert "PeerError" in report.splitlines()[-1]
     assert "died with exit code" in caught.value.errors[1]
+
+
+def stop_early(directory: str, constraints: Constraints, num_steps: int) -> None:
+    """Train with a loop that is shorter on the last rank; end as the interpreter does."""
+    report = Path(directory) / str(dist.get_rank())
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    plan = make_plan({**constraints, ROWS: 8})
+    model, optimizer, loader = vescale.parallelize(
+        plan, Model(), optimizer_fn=make_optimizer, dataset=Rows()
+    )
+    try:
+        for step, batch in enumerate(loader):
+            if is_last and step == num_steps:
+                break
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        report.write_text(str(error), encoding="utf-8")
+        os._exit(1)
+    atexit._run_exitfuncs()  # as the interpreter does, before connections close
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "zero3", "pp"])
+def test_a_loop_that_ends_early_on_one_rank_ends_all_with_its_name(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: str
+) -> None:
+    monkeypatch.setattr("vescale_testing._pool.GRACE_SECONDS", BOUND)
+    size, constraints = LAYOUTS[layout]
+    world: World = request.getfixturevalue(f"world{size}")
+    with pytest.raises(RankError):
+        world.run(stop_early, str(tmp_path), constraints, 1, timeout=BOUND)
+    assert "rank 1 ended its program" in (tmp_path / "0").read_text("utf-8")

@@ -340,3 +340,34 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones() -> None:
 def test_a_world_of_no_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="positive integer, got 0"):
         generate_plan(_llama(), world_size=0, cluster=CPU)
+
+
+def _needed(constraints: dict[str, Any]) -> int:
+    plan = generate_plan(_llama(), constraints, world_size=2, cluster=CPU)
+    assert plan.estimate is not None
+    return plan.estimate.memory_bytes
+
+
+def test_micro_batches_are_proposed_where_the_batch_does_not_fit_otherwise() -> None:
+    only = {
+        "data_parallel.size": 2, "recompute": "none", "data_parallel.zero_stage": 1,
+        "batch.global_size": 256,
+    }  # fmt: skip
+    key = "batch.gradient_accumulation"
+    needed = [_needed({**only, key: count}) for count in (1, 4, 64)]
+    assert needed == sorted(needed, reverse=True)
+    cluster = replace(CPU, memory_bytes=needed[1])
+    assert generate_plan(_llama(), only, world_size=2, cluster=CPU).dotted().get(key) is None
+    plan = generate_plan(_llama(), only, world_size=2, cluster=cluster)
+    assert plan.batch.gradient_accumulation == 4
+    assert plan.estimate is not None
+    assert plan.estimate.memory_bytes == needed[1]
+    assert any("nothing fits with all rows at once" in reason for reason in plan.reasons)
+    with pytest.raises(ValueError, match=r"[GM]iB too much"):
+        generate_plan(_llama(), {**only, key: 2}, world_size=2, cluster=cluster)
+
+
+def test_a_count_of_micro_batches_that_does_not_divide_the_batch_is_refused() -> None:
+    constraints = {"batch.global_size": 6, "batch.gradient_accumulation": 4}
+    with pytest.raises(ValueError, match=r"batch\.gradient_accumulation"):
+        generate_plan(_llama(), constraints, world_size=2, cluster=CPU)

@@ -18,7 +18,7 @@ from ._auto_sharding.policies import propose_sharding
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.regions import RowRegions
-from ._data_parallel.loader import ParallelLoader
+from ._data.loader import ParallelLoader
 from ._data_parallel.param_group import group_parameters
 from ._data_parallel.zero_state import ZeroState
 from ._loss.returned import ReturnedLosses
@@ -43,6 +43,7 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import Draws
+from ._runtime.accumulation import AccumulatedStep, let_count
 from ._runtime.arguments import Arguments
 from ._runtime.checks import (
     OptimizerFn,
@@ -95,7 +96,8 @@ def parallelize(
         optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class
             of one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer.
-        dataset: A map-style data set; becomes a :class:`ParallelLoader`.
+        dataset: A map-style or iterable data set, or a ready ``DataLoader`` of global batches;
+            becomes a :class:`ParallelLoader`.
         read: Returns the values of a box of one of the model's tensors.
         construction: How those values come about; None of a model that has its own.
 
@@ -157,6 +159,8 @@ def _carry_out(
     staging = Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
+    elif plan.num_microbatches > 1:
+        let_count(model, staging, param_dtype)
     stages_of = _only_stage if stages is None else stages.stages_of
     params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
     move_buffers(model, read)
@@ -180,6 +184,8 @@ def _carry_out(
         refuse_parts(model, blocks_of(model), lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
+    if loader is not None:
+        engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     _tell_result(plan, mesh, params, stages)
@@ -257,13 +263,13 @@ def _guards_of_calls(
     exchange = exchange_over(data_groups(mesh))
     pipelined = plan.pipeline_parallel.size > 1
     row_guard = None
-    if plan.data_parallel.size * plan.pipeline_parallel.microbatches > 1:
+    if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
         row_guard = RowGuard(model, exchange, losses_only=pipelined)
-    if mesh.size() == 1 or pipelined:
+    if mesh.size() * plan.num_microbatches == 1 or pipelined:
         return row_guard, None
     looks = row_guard or RowGuard(model, exchange)
-    has_parts = plan.data_parallel.size > 1
+    has_parts = plan.data_parallel.size * plan.num_microbatches > 1
     return row_guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
 
 
@@ -292,11 +298,11 @@ def _batch_rows(
     names = mesh.mesh_dim_names or ()
     axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
     regions = None
-    if guard is not None and plan.pipeline_parallel.size == 1:
+    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp = ("tp",) if "tp" in names else ()
         over_all = mesh[(*axes, *tp)] if tp else None
         regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
-    num_parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
+    num_parts = plan.data_parallel.size * plan.num_microbatches
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
@@ -367,6 +373,18 @@ def _engine(
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
         step = PipelineStep(pipeline, parameters.params, buffers, parameters.finish_backward)
+    accumulation = None
+    if stages is None and plan.num_microbatches > 1:
+        accumulation = AccumulatedStep(
+            num_microbatches=plan.num_microbatches,
+            model=model,
+            device=mesh.device_type,
+            parameters=parameters,
+            ranks=ranks,
+            draws=draws,
+            staging=staging,
+            buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
+        )
     return Engine(
         mesh=mesh,
         parameters=parameters,
@@ -380,4 +398,5 @@ def _engine(
         logits=logits,
         losses=ReturnedLosses(),
         pipeline=step,
+        accumulation=accumulation,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+ACCUMULATION = "batch.gradient_accumulation"
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
@@ -30,6 +31,7 @@ class Candidate:
 
     Attributes:
         rows: Rows of the batch that one data-parallel replica gets in a step.
+        accumulation: Of ``batch.gradient_accumulation``: how many times ``microbatches``.
     """
 
     layout: Layout
@@ -40,6 +42,12 @@ class Candidate:
     microbatches: int
     recompute: Literal["none", "full"]
     rows: int
+    accumulation: int = 1
+
+    @property
+    def parts(self) -> int:
+        """What a replica's rows are cut into, run one after the other."""
+        return self.microbatches * self.accumulation
 
     @property
     def shard(self) -> int:
@@ -61,6 +69,7 @@ class Candidate:
             + 4 * (self.virtual_stages > 1)
             + (self.schedule == "gpipe")
             + 5 * (self.recompute == "full")
+            + 2 * (self.accumulation > 1)
         )
 
     def __str__(self) -> str:
@@ -69,6 +78,8 @@ class Candidate:
             words.append(f"ZeRO {self.zero_stage}")
         if self.layout.pp > 1:
             words.append(f"{counted(self.microbatches, 'micro-batch', 'es')} ({self.schedule})")
+        if self.accumulation > 1:
+            words.append(f"gradient accumulation {self.accumulation}")
         if self.recompute == "full":
             words.append("activations recomputed")
         return ", ".join(words)
@@ -141,9 +152,22 @@ class Rows:
 
 
 def candidates(
-    layout: Layout, rows: Rows, num_blocks: int, constraints: Mapping[str, Any]
+    layout: Layout,
+    rows: Rows,
+    num_blocks: int,
+    constraints: Mapping[str, Any],
+    *,
+    accumulates: bool = False,
 ) -> Iterator[Candidate | str]:
-    """Yield the candidates of a layout, or sentences that say why there is none."""
+    """Yield the candidates of a layout, or sentences that say why there is none.
+
+    Args:
+        layout: Sizes of the mesh axes.
+        rows: What is known of the batch.
+        num_blocks: Of the model.
+        constraints: Of the plan.
+        accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
+    """
     get = constraints.get
     if layout.pp > 1 and num_blocks < layout.pp * (get("pipeline_parallel.virtual_stages") or 1):
         yield _too_many_stages(layout.pp, get("pipeline_parallel.virtual_stages") or 1, num_blocks)
@@ -161,18 +185,23 @@ def candidates(
             yield pipeline
             continue
         schedule, virtual_stages, microbatches, rows_of_replica = pipeline
-        for zero_stage in _zero_stages(layout, replicate, get("data_parallel.zero_stage")):
-            for recompute in _recomputations(get("recompute")):
-                yield Candidate(
-                    layout=layout,
-                    zero_stage=zero_stage,
-                    replicate=replicate,
-                    schedule=schedule,
-                    virtual_stages=virtual_stages,
-                    microbatches=microbatches,
-                    recompute=recompute,
-                    rows=rows_of_replica,
-                )
+        accumulations = [get(ACCUMULATION) or 1]
+        if accumulates and layout.pp == 1:
+            accumulations = _divisors(rows_of_replica, None)
+        for accumulation in accumulations:
+            for zero_stage in _zero_stages(layout, replicate, get("data_parallel.zero_stage")):
+                for recompute in _recomputations(get("recompute")):
+                    yield Candidate(
+                        layout=layout,
+                        zero_stage=zero_stage,
+                        replicate=replicate,
+                        schedule=schedule,
+                        virtual_stages=virtual_stages,
+                        microbatches=microbatches,
+                        recompute=recompute,
+                        rows=rows_of_replica,
+                        accumulation=accumulation,
+                    )
 
 
 def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
@@ -239,12 +268,13 @@ def _pipelines(
                     f"pipeline_parallel.size ({layout.pp}) microbatches, got {microbatches}"
                 )
                 continue
-            found = rows.of_replica(layout.dp, microbatches)
+            accumulation = get(ACCUMULATION) or 1
+            found = rows.of_replica(layout.dp, microbatches * accumulation)
             if found:
                 any_rows = True
                 yield schedule, virtual_stages, microbatches, found
             elif not any_rows:
-                yield _uneven(rows, layout.dp, microbatches)
+                yield _uneven(rows, layout.dp, microbatches * accumulation)
 
 
 def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
@@ -255,7 +285,8 @@ def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
         )
     return (
         f"expected batch.global_size to be a multiple of data_parallel.size x "
-        f"pipeline_parallel.microbatches ({dp} x {microbatches} = {dp * microbatches}), "
+        f"pipeline_parallel.microbatches x batch.gradient_accumulation "
+        f"({dp} x {microbatches} = {dp * microbatches}), "
         f"got {rows.global_size}"
     )
 

@@ -78,7 +78,7 @@ def step_cost(
         states: Tensors of a parameter's size that the optimizer keeps.
         compute_itemsize: Bytes of an element in forward and backward.
     """
-    microbatches = candidate.microbatches
+    microbatches = candidate.parts
     compute = [
         sum(_compute(p, candidate, cluster, compute_itemsize) for p in rank.parts)
         for rank in ranks
@@ -102,7 +102,7 @@ def step_cost(
 
 
 def _rows(candidate: Candidate) -> float:
-    return candidate.rows / candidate.microbatches
+    return candidate.rows / candidate.parts
 
 
 def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int) -> float:
@@ -158,7 +158,8 @@ def _data_parallel(
 
     Stage 0 all-reduces gradients. Stages 1 and 2 reduce-scatter gradients and all-gather
     parameters: the same bytes. Stage 3 gathers before forward and again before backward, for
-    every micro-batch of a pipeline. Replicas of shards all-reduce what one shard holds.
+    every micro-batch; without a pipeline gradients of stages 2 and 3 are scattered for every one,
+    too. Replicas of shards all-reduce what one shard holds.
     """
     layout, shard = candidate.layout, candidate.shard
     if layout.dp == 1:
@@ -168,9 +169,11 @@ def _data_parallel(
     copies = layout.dp // shard
     total = 0.0
     if shard > 1:
-        gathers = 2 * candidate.microbatches if candidate.zero_stage == 3 else 1
+        gathers = 2 * candidate.parts if candidate.zero_stage == 3 else 1
+        # A pipeline sums the gradients of its micro-batches first.
+        scatters = candidate.parts if candidate.zero_stage >= 2 and layout.pp == 1 else 1
         once = _all_gather(nbytes, shard, layout.tp * shard, cluster, messages=units)
-        total += (gathers + 1) * once
+        total += (gathers + scatters) * once
     if copies > 1:
         span = layout.tp * layout.dp
         total += _all_reduce(nbytes / shard, copies, span, cluster, messages=units)

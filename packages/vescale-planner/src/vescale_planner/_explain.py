@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._candidates import Layout, counted
+from ._candidates import ACCUMULATION, Layout, counted
 from ._cost import seconds
 from ._memory import FRAGMENTATION, Memory, needed_bytes
 from ._search import TIE, ScoredCandidate, SearchResult
@@ -35,6 +35,13 @@ def reasons(
             f"of {_gib(cluster.memory_bytes)}"
         ),
     ]
+    accumulation = winner.candidate.accumulation
+    if accumulation > 1 and ACCUMULATION not in constraints:
+        lines.append(
+            f"{ACCUMULATION} {accumulation}: nothing fits with all rows at once; each rank runs "
+            f"{winner.candidate.rows} rows in {accumulation} micro-batches, one after the other, "
+            "and forward has to return its loss"
+        )
     lines += _runners_up(result)
     lines += _too_large(result, cluster)
     lines += [f"not possible: {reason}" for reason in result.rejected[:NUM_RUNNERS_UP]]
@@ -104,8 +111,8 @@ def _about_rows(
     else:
         rows = counted(candidate.rows, "row")
         note = f"assumed: every data-parallel rank gets {rows} a step, as in example_batch"
-    if candidate.microbatches > 1:
-        note += f", a multiple of {counted(candidate.microbatches, 'micro-batch', 'es')}"
+    if candidate.parts > 1:
+        note += f", a multiple of {counted(candidate.parts, 'micro-batch', 'es')}"
     return [f"{note}; constrain batch.global_size to say otherwise"]
 
 

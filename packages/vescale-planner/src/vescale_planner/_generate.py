@@ -14,6 +14,7 @@ from torch import nn
 from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
 
+from ._candidates import ACCUMULATION
 from ._constraints import check, check_split_points, in_order
 from ._explain import NUM_RUNNERS_UP, left_whole, nothing_fits, reasons, runners_up
 from ._memory import Memory, optimizer_states
@@ -118,12 +119,12 @@ def generate_plans(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
     search = Search(model, workload, cluster, constraints, states, split, example_batch)
-    result = runnable(
-        search.run(world_size),
-        search,
-        lambda each: _fill_in(each, search),
-        num_named=max(top - 1, NUM_RUNNERS_UP),
-    )
+    num_named = max(top - 1, NUM_RUNNERS_UP)
+    result = _found(search, world_size, num_named)
+    if not result.fits and ACCUMULATION not in constraints and not _has_batch_norm(model):
+        # Only now: forward has to return its loss then.
+        accumulating = _found(replace(search, accumulates=True), world_size, num_named)
+        result = accumulating if accumulating.fits else result
     if not result.fits:
         raise ValueError(_no_plan(result, search))
     plan = _fill_in(result.fits[0], search)
@@ -142,6 +143,17 @@ def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
     _log.debug("%d candidates fit, %d are too large; %d reasons against others", *counts)
     for each in result.fits:
         _log.debug("%s: %s", each.candidate, each.cost)
+
+
+def _found(search: Search, world_size: int, num_named: int) -> SearchResult:
+    return runnable(
+        search.run(world_size), search, lambda each: _fill_in(each, search), num_named=num_named
+    )
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Whether a module normalizes over the batch, which then cannot run in parts."""
+    return any(base.__name__ == "_BatchNorm" for m in model.modules() for base in type(m).__mro__)
 
 
 def _world_size() -> int:
@@ -167,6 +179,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         "data_parallel.replicate_size": candidate.replicate,
         "data_parallel.zero_stage": candidate.zero_stage,
         "recompute": candidate.recompute,
+        ACCUMULATION: candidate.accumulation,
     }
     if layout.pp > 1:
         names = search.workload.block_names
@@ -222,8 +235,8 @@ def _helpers(result: SearchResult, search: Search) -> dict[str, Memory]:
         helpers["data_parallel.zero_stage 3"] = search.score(replace(least, zero_stage=3)).memory
     if least.layout.tp > 1 and not search.sequence:
         helpers["tensor_parallel.sequence True"] = search.with_sequence().score(least).memory
-    if least.rows > least.microbatches:
-        fewer = replace(least, rows=least.microbatches)
+    if least.rows > least.parts:
+        fewer = replace(least, rows=least.parts)
         helpers["one row of the batch a micro-batch"] = search.score(fewer).memory
     if search.states:
         frugal = replace(search, states=0)

@@ -120,7 +120,7 @@ def _of_rank(
 
 def _rows(candidate: Candidate) -> float:
     """Return the rows of one micro-batch."""
-    return candidate.rows / candidate.microbatches
+    return candidate.rows / candidate.parts
 
 
 def _activations(candidate: Candidate, owned: PipelineRank, rank: int) -> float:
@@ -144,7 +144,7 @@ def passes_in_flight(candidate: Candidate, rank: int) -> int:
     ``gpipe`` all; ``1f1b`` one for each stage behind and itself; interleaved
     2 (p - rank - 1) + (v - 1) p + 1 (Narayanan et al. 2021).
     """
-    p, v, m = candidate.layout.pp, candidate.virtual_stages, candidate.microbatches
+    p, v, m = candidate.layout.pp, candidate.virtual_stages, candidate.parts
     if candidate.schedule == "gpipe":
         return m
     if v == 1:

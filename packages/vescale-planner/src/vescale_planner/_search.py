@@ -74,6 +74,7 @@ class Search:
     states: int
     split_method: str
     example_batch: Any = None
+    accumulates: bool = False
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
@@ -101,7 +102,13 @@ class Search:
             if reason:
                 rejected[reason] = None
                 continue
-            for each in candidates(layout, self._rows(), self._num_blocks(), self.constraints):
+            for each in candidates(
+                layout,
+                self._rows(),
+                self._num_blocks(),
+                self.constraints,
+                accumulates=self.accumulates,
+            ):
                 if isinstance(each, str):
                     rejected[each] = None
                 else:

@@ -106,7 +106,9 @@ def parallelize(
         optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class of
             one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer.
-        dataset: A map-style data set; becomes a loader of this rank's rows of every batch.
+        dataset: A map-style or iterable data set, HuggingFace's too, or a ready ``DataLoader``
+            whose batch size is that of the global batch. It becomes a loader of this rank's rows
+            of every batch.
 
     Returns:
         The model; or a tuple of the model, optimizer, scheduler and loader, one for each

@@ -14,6 +14,9 @@ before the connections close that tell the other ranks. A rank that catches such
 lives, but comes to no collective again, keeps the others waiting for their groups' timeout. A
 wait cannot be given up earlier: the error may be over (see above), and a collective that was
 begun and left would pair with a later one of the other ranks.
+
+A rank that ends without an error, for its loop had fewer steps, says so as well: whoever still
+waits for it names it.
 """
 
 from __future__ import annotations
@@ -130,6 +133,7 @@ def _announce_end() -> None:
 def _announce_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    global _has_raised
     assert _hook_before is not None
     global _has_told
     _has_told = True

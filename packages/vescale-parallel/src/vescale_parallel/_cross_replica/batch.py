@@ -47,13 +47,24 @@ class BatchRows:
 
     @contextmanager
     def of_call(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        in_parts_by: str = "",
     ) -> Iterator[None]:
         """Run a call; where rows depend on each other it is of the batch of all ranks.
 
+        Args:
+            model: The model.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            in_parts_by: Who runs this rank's rows in parts, if somebody does.
+
         Raises:
-            ValueError: If rows depend on each other in a pipeline, or ranks have batches of other
-                shapes.
+            ValueError: If rows depend on each other and run in parts, or ranks have batches of
+                other shapes.
         """
         if self._guard is None:
             yield
@@ -63,8 +74,11 @@ class BatchRows:
             if not self.meetings.regions:
                 yield
                 return
-            if self._regions is None:
-                raise ValueError(_refusal(self.meetings, self._num_parts))
+            if in_parts_by:
+                raise ValueError(_refusal(self.meetings, in_parts_by, self._num_parts))
+            if self._regions is None:  # one rank has the whole batch
+                yield
+                return
             self._check_shapes(args, kwargs)
             self._regions.watch(model, self.meetings)
             with self._regions.of_call(self.meetings, self.meetings.num_rows(args, kwargs)):
@@ -107,11 +121,12 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
     return exchange
 
 
-def _refusal(meetings: RowMeetings, num_parts: int) -> str:
+def _refusal(meetings: RowMeetings, in_parts_by: str, num_parts: int) -> str:
     found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in meetings.regions.items())
     return (
-        f"rows of the batch depend on each other ({found}), but a pipeline runs it in "
-        f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1, under "
-        "which data-parallel ranks compute that code over the whole batch, or a loss that is a "
-        "mean over rows (F.cross_entropy counts the targets of all micro-batches)"
+        f"rows of the batch depend on each other ({found}), but {in_parts_by} runs it in "
+        f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
+        "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
+        "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
+        "targets of all micro-batches)"
     )

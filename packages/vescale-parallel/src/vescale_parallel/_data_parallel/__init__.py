@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO: parameter groups, and a loader of which each rank reads its rows."""
+"""Data parallelism and ZeRO: parameter groups, gathered, freed and reduced together."""

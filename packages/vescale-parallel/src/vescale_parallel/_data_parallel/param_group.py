@@ -134,6 +134,10 @@ class ParamGroup:
         reduced, self._pending = self._pending, {}
         return reduced
 
+    def put(self, reduced: dict[ShardedParameter, Tensor], used: set[ShardedParameter]) -> None:
+        """Put back what :meth:`take` and :meth:`take_used` returned."""
+        self._pending, self._used = reduced, used
+
     def take_used(self) -> set[ShardedParameter]:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()

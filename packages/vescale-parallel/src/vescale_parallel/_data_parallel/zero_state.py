@@ -113,6 +113,28 @@ class ZeroState:
         """Have backward through a tensor begin with this rank's parameters at their place."""
         output.register_hook(self._begin_backward)
 
+    def end_microbatch(self) -> None:
+        """Be ready for the next forward and backward within one call."""
+        self._num_backwards += 1
+        if self._reduces_early and self._open:
+            reduce_together(self._open)
+        for param_group in self._open:
+            param_group.show_sharded()
+            if self._frees:
+                param_group.free()
+        self._open.clear()
+
+    def take_reduced(self) -> Callable[[], None]:
+        """Take away gradients that were reduced already; return what puts them back."""
+        param_groups = (self._root, *self._param_groups)
+        taken = [(each, each.take(), each.take_used()) for each in param_groups]
+
+        def put_back() -> None:
+            for param_group, reduced, used in taken:
+                param_group.put(reduced, used)
+
+        return put_back
+
     def finish_backward(self, scale: Tensor | None) -> None:
         """Reduce the gradients that are left, and add all to the distributed parameters."""
         left = self._open if self._reduces_early else self._param_groups

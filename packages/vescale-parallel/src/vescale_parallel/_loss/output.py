@@ -45,8 +45,9 @@ def scalars_of(output: Any) -> list[Tensor]:
     scalars = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
     if not scalars:
         raise ValueError(
-            "pipeline parallelism needs a module whose forward returns its loss (a scalar "
-            f"tensor, or a structure with one), got {type(output).__name__}"
+            "pipeline parallelism and batch.gradient_accumulation need a module whose forward "
+            "returns its loss (a scalar tensor, or a structure with one), "
+            f"got {type(output).__name__}"
         )
     return scalars
 
@@ -67,12 +68,29 @@ def loss_of(output: Any) -> Tensor:
     candidates = scalars if len(scalars) == 1 else differentiable
     if len(candidates) != 1:
         raise ValueError(
-            "pipeline parallelism differentiates one scalar of what forward returns, its loss, "
-            f"but {type(output).__name__} holds {len(scalars)} scalars, {len(differentiable)} of "
-            "them with a gradient, and none called 'loss'; return {'loss': ..., ...}, detach the "
-            "others, or use pipeline_parallel.size 1"
+            "pipeline parallelism and batch.gradient_accumulation differentiate one scalar of "
+            f"what forward returns, its loss, but {type(output).__name__} holds "
+            f"{len(scalars)} scalars, {len(differentiable)} of them with a gradient, and "
+            "none called 'loss'; return {'loss': ..., ...}, detach the others, or use "
+            "pipeline_parallel.size 1 and batch.gradient_accumulation 1"
         )
     return candidates[0]
+
+
+def only_scalars(output: Any, *, detach: bool) -> Any:
+    """Return a module's output without other tensors, whose memory is then free.
+
+    Args:
+        output: The output.
+        detach: Whether the scalars' graph is not needed.
+    """
+
+    def kept(leaf: Tensor) -> Tensor | None:
+        if not is_loss(leaf):
+            return None
+        return leaf.detach() if detach else leaf
+
+    return pytree.tree_map_only(Tensor, kept, output)
 
 
 def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], float]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -59,10 +59,22 @@ def _has_dims(x: object) -> TypeGuard[Tensor]:
 
 
 def example_from(dataset: Any) -> Any:
-    """Return two samples of a map-style data set as a batch, None of others."""
-    if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return None
-    return default_collate([dataset[0], dataset[min(1, len(dataset) - 1)]])
+    """Return two samples as a batch, None of what cannot be read without consequences.
+
+    A stream may be one that is read once. HuggingFace's give another one to look at.
+    """
+    collate: Any = default_collate
+    if isinstance(dataset, DataLoader):
+        dataset, collate = dataset.dataset, dataset.collate_fn
+    # What the data set draws must not change what is drawn in the first epoch.
+    with torch.random.fork_rng(devices=[]):
+        if isinstance(dataset, IterableDataset):
+            take: Callable[[int], Iterable[Any]] | None = getattr(dataset, "take", None)
+            samples = [] if take is None else list(take(2))
+            return collate([samples[0], samples[-1]]) if samples else None
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return None
+        return collate([dataset[0], dataset[min(1, len(dataset) - 1)]])
 
 
 def small_example(batch: Any) -> Any:

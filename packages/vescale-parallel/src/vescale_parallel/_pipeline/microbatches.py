@@ -15,6 +15,8 @@ def split_batch(
     kwargs: Mapping[str, Any],
     num_parts: int,
     rows: Sequence[Rows | None] | None = None,
+    *,
+    asked_by: str = "pipeline_parallel.microbatches",
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split a batch into micro-batches; tensors without rows go to every one.
 
@@ -23,6 +25,7 @@ def split_batch(
         kwargs: Keyword arguments.
         num_parts: Micro-batches.
         rows: Where the rows are in every leaf; None for what :func:`batch_dims` says.
+        asked_by: The key of the plan, for errors.
 
     Raises:
         ValueError: If there is no tensor, or its rows do not divide into the parts.
@@ -36,7 +39,7 @@ def split_batch(
     if num_rows is None or num_rows % num_parts:
         raise ValueError(
             f"expected a batch whose rows divide into {num_parts} micro-batches "
-            f"(pipeline_parallel.microbatches), got {num_rows} rows"
+            f"({asked_by}), got {num_rows} rows"
         )
 
     def part(x: Any, at: Rows | None, index: int) -> Any:

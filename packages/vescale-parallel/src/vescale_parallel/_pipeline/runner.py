@@ -103,7 +103,7 @@ class Pipeline:
             for other tensors.
         """
         pipeline = self.plan.pipeline_parallel
-        parts = split_batch(args, kwargs, pipeline.microbatches, rows)
+        parts = split_batch(args, kwargs, self.plan.num_microbatches, rows)
         rank = axis_rank(self.mesh, "pp")
         shape = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
         if train:
@@ -212,7 +212,7 @@ class Pipeline:
     @property
     def _num_parts(self) -> int:
         """Equal shards and micro-batches that the global batch is in."""
-        return self.plan.data_parallel.size * self.plan.pipeline_parallel.microbatches
+        return self.plan.data_parallel.size * self.plan.num_microbatches
 
     def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:
         stage = action.stage

@@ -35,10 +35,10 @@ class StageBuffers:
 
     Args:
         model: The model.
-        group: The ranks of its pipeline.
+        group: The ranks of its pipeline; None without one.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._buffers, self._group = Buffers(model, ""), group
         self._owners: dict[object, Mapping[str, int]] = {}
 
@@ -68,9 +68,11 @@ class StageBuffers:
 
     def _learn(self, form: object, changes: Mapping[str, list[Change]]) -> None:
         told = {fqn: _told(found) for fqn, found in changes.items()}
-        ranks: list[Any] = [None] * dist.get_world_size(self._group)
-        with named_failures():
-            dist.all_gather_object(ranks, told, group=self._group)
+        ranks: list[Any] = [told]
+        if self._group is not None:
+            ranks = [None] * dist.get_world_size(self._group)
+            with named_failures():
+                dist.all_gather_object(ranks, told, group=self._group)
         of_ranks = cast("list[dict[str, _Told]]", ranks)
         owners: dict[str, int] = {}
         for fqn in sorted({fqn for each in of_ranks for fqn in each}):
@@ -83,9 +85,9 @@ class StageBuffers:
             if len(digests) > 1 or None in digests or (is_new and missing):
                 raise ValueError(
                     f"the buffer {fqn!r} is changed by forward in a way that depends on the "
-                    "micro-batch or on the stage, which a pipeline runs one after the other; "
-                    "one device changes it once, from the whole batch. Use "
-                    "pipeline_parallel.size 1, or keep the buffer from changing"
+                    "micro-batch or on the stage, which a pipeline, or "
+                    "batch.gradient_accumulation, runs one after the other; one device changes "
+                    "it once, from the whole batch. Use neither, or keep the buffer from changing"
                 )
             if missing:
                 owners[fqn] = min(found)

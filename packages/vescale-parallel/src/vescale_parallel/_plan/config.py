@@ -198,23 +198,45 @@ class ExpertParallel:
 class Batch:
     """How the data set becomes batches.
 
+    A ready ``DataLoader`` says all of it itself but ``gradient_accumulation``.
+
     Attributes:
-        global_size: Samples in one optimizer step over all ranks; None if no data set is given.
+        global_size: Samples in one optimizer step over all ranks; None if no data set is given,
+            or a ready ``DataLoader``.
         shuffle: A new order every epoch, a function of ``seed`` and the epoch.
         seed: Seed of the order.
-        drop_last: Leave out samples that do not fill a global batch; False is an error if
-            there are any.
+        drop_last: Leave out samples that do not fill a global batch.
+        num_workers: Processes on every rank that fetch samples; 0 for the rank's own.
+        pin_memory: Fetch into memory that a GPU can copy from while it computes.
+        prefetch_factor: Batches that each worker has ready; None for torch's 2.
+        gradient_accumulation: Micro-batches that each rank's rows are run in, forward and
+            backward of one after the other, inside of one call of the model. A pipeline runs so
+            many times its own ``microbatches``.
     """
 
     global_size: int | None = None
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = True
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    gradient_accumulation: int = 1
 
     def __post_init__(self) -> None:
         check_choices("batch.", self)
         if self.global_size is not None:
             _check_size("batch.global_size", self.global_size)
+        _check_size("batch.gradient_accumulation", self.gradient_accumulation)
+        if self.num_workers != 0:
+            _check_size("batch.num_workers", self.num_workers)
+        if self.prefetch_factor is not None:
+            _check_size("batch.prefetch_factor", self.prefetch_factor)
+            if self.num_workers == 0:
+                raise ValueError(
+                    "batch.prefetch_factor needs batch.num_workers above 0: batches are made "
+                    f"ahead by workers, got {self.prefetch_factor} with none"
+                )
 
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

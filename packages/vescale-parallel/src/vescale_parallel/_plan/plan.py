@@ -111,13 +111,16 @@ class ParallelPlan:
         self._check_sections()
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
-        shards = self.data_parallel.size * self.pipeline_parallel.microbatches
+        shards = self.data_parallel.size * self.num_microbatches
         size = self.batch.global_size
         if size is not None and size % shards:
+            accumulated = self.batch.gradient_accumulation
+            name, factor = " x batch.gradient_accumulation", f" x {accumulated}"
             raise ValueError(
                 f"expected batch.global_size to be a multiple of data_parallel.size x "
-                f"pipeline_parallel.microbatches ({self.data_parallel.size} x "
-                f"{self.pipeline_parallel.microbatches} = {shards}), got {size}; "
+                f"pipeline_parallel.microbatches{name if accumulated > 1 else ''} "
+                f"({self.data_parallel.size} x {self.pipeline_parallel.microbatches}"
+                f"{factor if accumulated > 1 else ''} = {shards}), got {size}; "
                 f"the nearest sizes are {size // shards * shards or shards} and "
                 f"{(size // shards + 1) * shards}"
             )
@@ -132,6 +135,11 @@ class ParallelPlan:
                     f"expected {name} to be a {kind.__name__}, got {value!r}; write for example "
                     f"{name}={kind.__name__}({fields(kind)[0].name}=..)"
                 )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that each data-parallel rank's batch is run in, one after the other."""
+        return self.pipeline_parallel.microbatches * self.batch.gradient_accumulation
 
     @property
     def axes(self) -> dict[str, int]:

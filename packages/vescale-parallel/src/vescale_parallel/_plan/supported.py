@@ -17,13 +17,20 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     for name, wanted in asked.items():
         if wanted:
             raise ValueError(f"{name} is not available in this version; leave it out of the plan")
-    parts = plan.data_parallel.size * plan.pipeline_parallel.microbatches
+    parts = plan.data_parallel.size * plan.num_microbatches
     names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]
     if plan.pipeline_parallel.size > 1 and parts > 1 and batch_norms:
         raise ValueError(
             f"{batch_norms[0]!r} normalizes over the batch, which a pipeline runs in {parts} "
             "parts one after the other; use pipeline_parallel.size 1, or another norm"
+        )
+    accumulated = plan.batch.gradient_accumulation
+    if accumulated > 1 and batch_norms:
+        raise ValueError(
+            f"{batch_norms[0]!r} normalizes over the batch, of which batch.gradient_accumulation "
+            f"runs {accumulated} parts one after the other; use another norm, or leave it out and "
+            "accumulate in the loop, where every batch is normalized by itself"
         )
     synced = [fqn for fqn, bases in names.items() if "SyncBatchNorm" in bases]
     if plan.data_parallel.size > 1 and synced:

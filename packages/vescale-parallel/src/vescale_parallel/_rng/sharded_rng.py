@@ -22,7 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,20 @@ class Draws:
                 "to see; data-parallel ranks drew the same for their different rows in this "
                 "call, and will draw what one device draws from the next on",
             )
+
+    @contextlib.contextmanager
+    def of_part(self, index: int, num_parts: int) -> Iterator[None]:
+        """Draw for one of several equal parts of this rank's rows, each from the same state."""
+        held = self._place
+        self._place = replace(
+            held,
+            num_parts_of_batch=held.num_parts_of_batch * num_parts,
+            part_of_batch=held.part_of_batch * num_parts + index,
+        )
+        try:
+            yield
+        finally:
+            self._place = held
 
     def as_now(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Return what has modules that run again later draw as they do in this call."""

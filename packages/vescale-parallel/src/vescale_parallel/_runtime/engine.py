@@ -23,6 +23,7 @@ from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, pytree
 
+from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .outside import KnownModules, read_in
 from .same_inputs import SameInputs
@@ -55,6 +56,8 @@ class Engine:
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
+        accumulation: Runs a step's micro-batches without stages; None for one.
+        is_at_uneven: Whether ranks now have batches of other numbers of rows.
         is_running: Whether a call runs now.
     """
 
@@ -70,6 +73,8 @@ class Engine:
     logits: DistributedLogits
     losses: ReturnedLosses
     pipeline: PipelineStep | None
+    accumulation: AccumulatedStep | None = None
+    is_at_uneven: Callable[[], bool] = lambda: False
     is_running: bool = False
 
     def call(
@@ -111,11 +116,14 @@ class Engine:
             with (
                 self._proven(args, kwargs),
                 self.logits.declared(),
-                self.rows.of_call(model, args, kwargs),
+                self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
                 if self.pipeline is not None:
                     rows = self.rows.meetings.rows_of(args, kwargs)
                     return self.pipeline.run(forward, args, kwargs, rows)
+                if self.accumulation is not None and torch.is_grad_enabled():
+                    rows = self.rows.meetings.rows_of(args, kwargs)
+                    return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
                 num_rows = self.rows.meetings.num_rows(args, kwargs)
                 with self.draws.of_call(model, args, kwargs, num_rows):
                     return self._watched(self._call_directly(forward, args, kwargs))
@@ -126,6 +134,13 @@ class Engine:
     def whole_results(self) -> contextlib.AbstractContextManager[None]:
         """Have calls return whole logits, for code of the model that reads them."""
         return self.logits.gathered()
+
+    def _parts_by(self) -> str:
+        """Return who runs this rank's rows in parts in a call now, if somebody does."""
+        if self.pipeline is not None:
+            return "a pipeline"
+        is_cut = self.accumulation is not None and torch.is_grad_enabled()
+        return "batch.gradient_accumulation" if is_cut else ""
 
     def _proven(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,6 +161,8 @@ class Engine:
         self._check_plain(output)
         if self.rows.meetings.is_region(""):
             return output  # of the whole batch already
+        if self.is_at_uneven():
+            _check_counted(output, means)
         self.losses.check(output, means, knows_rows=self.rows.is_checked)
         return pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
@@ -172,3 +189,17 @@ class Engine:
                     "mix. Use data_parallel.zero_stage 1, or read "
                     "what you need as parameter.full_tensor()"
                 )
+
+
+def _check_counted(output: Any, means: TokenMeans) -> None:
+    """Refuse scalars of batches with other numbers of rows that are no means over targets."""
+    counted = {id(mean) for mean in means.means}
+    scalars = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
+    if any(id(scalar) not in counted for scalar in scalars):
+        raise ValueError(
+            "data-parallel ranks have other numbers of rows of this batch, the last one of an "
+            "epoch, and the model returned a scalar that need not count rows or targets, so the "
+            "mean over ranks would not be that of one device. Leave the batch out "
+            "(drop_last=True), return what F.cross_entropy or F.nll_loss returns, or return "
+            "tensors with rows and reduce them yourself"
+        )

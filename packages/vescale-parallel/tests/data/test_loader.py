@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from vescale_parallel import ParallelLoader, ParallelPlan, with_constraints
 from vescale_parallel._mesh.mesh import build_mesh
@@ -93,10 +93,14 @@ def _refused() -> list[str]:
     mesh: DeviceMesh = build_mesh(plan)
     cases: list[tuple[ParallelPlan, Any]] = [
         (plan, Stream()),
-        (plan, DataLoader(dataset())),
+        (plan, iter(range(COUNT))),
+        (plan, DataLoader(dataset(), batch_size=4)),
+        (with_constraints(ParallelPlan(), {"batch.global_size": 4}), DataLoader(dataset())),
+        (ParallelPlan(), DataLoader(dataset(), batch_size=None)),
+        (ParallelPlan(), DataLoader(dataset(), sampler=DistributedSampler(dataset(), 2, 0))),
+        (ParallelPlan(), DataLoader(dataset(), num_workers=1, in_order=False)),
         (ParallelPlan(), dataset()),
         (with_constraints(plan, {"batch.global_size": 20}), dataset()),
-        (with_constraints(plan, {"batch.drop_last": False}), dataset()),
     ]
     for bad_plan, data in cases:
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -110,11 +114,15 @@ def _refused() -> list[str]:
 def test_data_that_cannot_be_shared_out_is_refused(world1: World) -> None:
     (messages,) = world1.run(_refused)
     expected = [
-        "a map-style data set",
-        "a map-style data set",
+        "expected batch.shuffle False for an iterable data set",
+        "an IterableDataset or a torch.utils.data.DataLoader, got range_iterator",
+        "batch.shuffle is True, and a ready DataLoader decides that itself",
+        "batch.global_size, 4 rows over all ranks, got 1",
+        "got batch_size=None; give it a batch_size",
+        "got one with a DistributedSampler; leave it out",
+        "in_order=True, got False",
         "needs batch.global_size in the plan, got None",
         "at most the 18 samples of the data set, got 20",
-        "18 samples do not fill batches of 4",
     ]
     for message, part in zip(messages, expected, strict=True):
         assert part in message

@@ -1,0 +1,243 @@
+"""In which order one device draws the samples of a map-style data set, batch by batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from vescale_parallel._mesh.agreement import check_agreement
+from vescale_parallel._plan.config import Batch
+
+from .options import Seeds
+
+# So that the epochs of one seed are not those of the next.
+_EPOCH_SEEDS = 1_000_003
+
+Indices = Sequence[int] | Tensor
+
+
+class Order(Protocol):
+    """The global batches of every epoch, as indices."""
+
+    @property
+    def size(self) -> int | None:
+        """Rows of a full global batch; None if they have no fixed number."""
+        ...
+
+    @property
+    def num_batches(self) -> int | None:
+        """Global batches of an epoch, None if that is not known."""
+        ...
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that an epoch hands out, None if that is not known."""
+        ...
+
+    def begin(self, epoch: int, taken: int, seeds: Seeds) -> Iterator[Indices]:
+        """Return the batches of an epoch that come after so many samples, in order."""
+        ...
+
+    def state(self, taken: int) -> dict[str, Any]:
+        """Return what else than the epoch and the samples taken of it says what comes."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Have the next epoch that begins be that of a saved state."""
+        ...
+
+
+class PlannedOrder:
+    """The order that a plan's ``batch`` section says: a function of its seed and the epoch."""
+
+    def __init__(self, batch: Batch, size: int, count: int) -> None:
+        self._batch, self._count, self.size = batch, count, size
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_samples // self.size)
+
+    @property
+    def num_samples(self) -> int:
+        return self._count // self.size * self.size if self._batch.drop_last else self._count
+
+    def begin(self, epoch: int, taken: int, seeds: Seeds) -> Iterator[Indices]:
+        seeds.draw()
+        order: Indices = range(self._count)
+        if self._batch.shuffle:
+            generator = torch.Generator().manual_seed(self._batch.seed + _EPOCH_SEEDS * epoch)
+            order = torch.randperm(self._count, generator=generator)
+        end = self.num_samples
+        return (
+            order[start : min(start + self.size, end)] for start in range(taken, end, self.size)
+        )
+
+    def state(self, taken: int) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class SampledOrder:
+    """The order of a ready loader's sampler or batch sampler.
+
+    What a sampler draws is drawn as on one device, from the loader's and the sampler's generator,
+    or from torch's default one. An epoch can therefore be drawn again from the states that these
+    had when it began, which is how the middle of one is found.
+
+    Args:
+        loader: The ready loader.
+
+    Raises:
+        ValueError: If it has no batches, or a sampler that gives ranks parts already.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batches: Any = loader.batch_sampler
+        if batches is None:
+            raise ValueError(
+                "expected a DataLoader that makes batches, got batch_size=None; give it a "
+                "batch_size, that of the global batch, or a batch_sampler"
+            )
+        self._batches = batches
+        self._sampler = getattr(batches, "sampler", None)
+        if isinstance(self._sampler, DistributedSampler) or isinstance(
+            batches, DistributedSampler
+        ):
+            raise ValueError(
+                "expected a DataLoader of the global batches of one device, got one with a "
+                "DistributedSampler; leave it out (shuffle=True instead): every data-parallel "
+                "rank gets its rows of each batch"
+            )
+        own = getattr(self._sampler, "generator", None)
+        self._generators: dict[str, torch.Generator | None] = {
+            "loader": loader.generator,
+            "sampler": own if isinstance(own, torch.Generator) else loader.generator,
+        }
+        self._begun = self._states()
+        self._replayed = False
+        self._keeps_workers, self._has_begun = loader.persistent_workers, False
+        size = getattr(batches, "batch_size", None)
+        self.size: int | None = size if isinstance(size, int) else None
+
+    @property
+    def num_batches(self) -> int | None:
+        return len(self._batches) if isinstance(self._batches, Sized) else None
+
+    @property
+    def num_samples(self) -> int | None:
+        if type(self._batches) is not BatchSampler or not isinstance(self._sampler, Sized):
+            return None
+        count, size = len(self._sampler), self._batches.batch_size
+        return count // size * size if self._batches.drop_last else count
+
+    def begin(self, epoch: int, taken: int, seeds: Seeds) -> Iterator[Indices]:
+        replayed, self._replayed = self._replayed, False
+        with contextlib.ExitStack() as stack:
+            if replayed and not self._is_now(self._begun):
+                # Only torch's default generator; those of the loader's own are to go on from here.
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                self._set(self._begun)
+            elif not replayed:
+                self._begun = self._states()
+            batches = iter(self._global_batches())
+            if not (self._keeps_workers and self._has_begun):
+                before = self._states()
+                seeds.draw()
+                if self._keeps_workers and epoch > 0:
+                    # Workers that lived on were seeded in the first epoch.
+                    self._set(before)
+            self._has_begun = True
+            return self._after(batches, taken)
+
+    def state(self, taken: int) -> dict[str, Any]:
+        # Between epochs the next one will be drawn from the present states.
+        is_begun = taken > 0 or self._replayed
+        return {"generators": dict(self._begun) if is_begun else self._states()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if "generators" in state:
+            self._begun = {name: value.clone() for name, value in state["generators"].items()}
+            self._replayed = True
+
+    def _after(self, batches: Iterator[Indices], taken: int) -> Iterator[Indices]:
+        seen = 0
+        while seen < taken:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            seen += len(batch)
+        if seen != taken:
+            raise ValueError(
+                f"the saved position, {taken} samples into an epoch, does not lie between two "
+                f"batches of the DataLoader; {seen} is the next place that does"
+            )
+        first = next(batches, None)
+        if not isinstance(self._sampler, SequentialSampler):
+            self._check_agreement(first)
+        return iter(()) if first is None else itertools.chain([first], batches)
+
+    def _check_agreement(self, first: Indices | None) -> None:
+        try:
+            check_agreement(batch="none" if first is None else repr(list(first)[:64]))
+        except ValueError as error:
+            raise ValueError(
+                "the DataLoader's sampler draws other samples on other ranks, so rows would "
+                "count twice and others never. Give the DataLoader a generator, "
+                "torch.Generator().manual_seed(0), or seed all ranks alike, torch.manual_seed(0), "
+                f"before the loop: {error}"
+            ) from None
+
+    def _global_batches(self) -> Iterator[Indices]:
+        """Return the batches as the batch sampler does, with indices in tensors where it can."""
+        sampler, batches = self._sampler, self._batches
+        if type(batches) is not BatchSampler or type(sampler) is not RandomSampler:
+            return iter(batches)
+        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+            return iter(batches)
+        return _shuffled(sampler, batches.batch_size, drop_last=batches.drop_last)
+
+    def _states(self) -> dict[str, Tensor]:
+        return {name: _state_of(each) for name, each in self._generators.items()}
+
+    def _is_now(self, states: Mapping[str, Tensor]) -> bool:
+        return all(torch.equal(states[name], now) for name, now in self._states().items())
+
+    def _set(self, states: Mapping[str, Tensor]) -> None:
+        for name, generator in self._generators.items():
+            if generator is None:
+                torch.set_rng_state(states[name])
+            else:
+                generator.set_state(states[name])
+
+
+def _state_of(generator: torch.Generator | None) -> Tensor:
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def _shuffled(sampler: RandomSampler, size: int, *, drop_last: bool) -> Iterator[Tensor]:
+    """Yield the batches of a ``RandomSampler``, which would make a Python list of all indices."""
+    count, generator = sampler.num_samples, sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator)
+    full = count // size * size
+    yield from order[:full].split(size)
+    # It draws an order that it needs nothing of when it is asked for more than there is.
+    torch.randperm(count, generator=generator)
+    if full < count and not drop_last:
+        yield order[full:]
