@@ -27,7 +27,7 @@ from ._auto_sharding.policies import (
     propose_sharding as propose_sharding,
     tensor_parallel_plan as tensor_parallel_plan,
 )
-from ._data.loader import ParallelLoader as ParallelLoader
+from ._data_parallel.data.loader import ParallelLoader as ParallelLoader
 from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
 from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize

@@ -18,7 +18,7 @@ from ._auto_sharding.policies import propose_sharding
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.regions import RowRegions
-from ._data.loader import ParallelLoader
+from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.param_group import group_parameters
 from ._data_parallel.zero_state import ZeroState
 from ._loss.returned import ReturnedLosses

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from vescale_parallel import ParallelLoader, ParallelPlan, with_constraints
-from vescale_parallel._data.loader import _source_of
-from vescale_parallel._data.share import Share
+from vescale_parallel._data_parallel.data.loader import _source_of
+from vescale_parallel._data_parallel.data.share import Share
 from vescale_parallel._mesh.mesh import build_mesh
 from vescale_parallel._plan.config import Batch
 from vescale_testing import World
