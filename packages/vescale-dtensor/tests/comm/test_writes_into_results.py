@@ -1,6 +1,7 @@
 """Programs may write into what collectives return, as into any new tensor."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,10 @@ COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
 
 def _write() -> None:
     count = dist.get_world_size()
-    groups = [dist.new_group([rank]) for rank in range(count)]
+    groups: list[Any] = [dist.new_group([rank]) for rank in range(count)]
+    everyone: Any = dist.new_group([*range(count)])
     for name, collective in COLLECTIVES.items():
-        for group in (dist.new_group([*range(count)]), groups[dist.get_rank()]):
+        for group in (everyone, groups[dist.get_rank()]):
             x = torch.arange(20.0).view(4, 5)[: group.size()].clone().requires_grad_()
             before = x.detach().clone()
             expected = torch.autograd.grad((collective(x, group) * 3).square().sum(), x)

@@ -50,6 +50,7 @@ from ._runtime.checks import (
     call_lr_scheduler_fn,
     call_optimizer_fn,
     check_arguments,
+    described_arguments,
 )
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
@@ -117,12 +118,7 @@ def parallelize(
         check_agreement(
             plan=plan.described(),
             model=described_structure(model),
-            arguments={
-                "model": "deferred" if construction is not None else "one with values",
-                "optimizer_fn": _given(optimizer_fn),
-                "lr_scheduler_fn": _given(lr_scheduler_fn),
-                "dataset": _given(dataset),
-            },
+            arguments=described_arguments(construction, optimizer_fn, lr_scheduler_fn, dataset),
         )
         plan.check_world_size(dist.get_world_size())
         take_model_of_rank_zero(model, construction)
@@ -130,10 +126,6 @@ def parallelize(
         check_supported(plan, model)
         _log.info("parallelizing %s on %d ranks: %s", type(model).__name__, plan.world_size, plan)
         return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
-
-
-def _given(value: object) -> str:
-    return "None" if value is None else "given"
 
 
 def _carry_out(

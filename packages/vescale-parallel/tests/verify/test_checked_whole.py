@@ -74,7 +74,7 @@ REASONS: dict[str, tuple[int, str, str]] = {
     "convolution stem": (2, "first.weight, first.bias, second.weight", "what it returns differs"),
     "tied by closure": (2, "embed.emb.weight dim 0", "used by a function"),
     "three heads": (2, "attention.*.qkv.weight dim 0 length 3", "not divisible by 2"),
-    "one task": (2, "tasks.second.*.weight dim 0", "never contracted"),
+    "one task": (2, "tasks.second.*.weight dim 0", "no later layer reduces over"),
 }
 
 

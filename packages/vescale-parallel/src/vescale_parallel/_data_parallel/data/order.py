@@ -192,7 +192,8 @@ class SampledOrder:
 
     def _check_agreement(self, first: Indices | None) -> None:
         try:
-            check_agreement(batch="none" if first is None else repr(list(first)[:64]))
+            samples = "none" if first is None else repr(list(first)[:64])
+            check_agreement(batch={"its samples": samples})
         except ValueError as error:
             raise ValueError(
                 "the DataLoader's sampler draws other samples on other ranks, so rows would "

@@ -73,7 +73,7 @@ class Stream:
 
     def _check_agreement(self) -> None:
         try:
-            check_agreement(seed=str(self._seeds.base))
+            check_agreement(seed={"it": str(self._seeds.base)})
         except ValueError as error:
             raise ValueError(
                 "ranks drew different seeds for a data set that every rank goes through, so one "
