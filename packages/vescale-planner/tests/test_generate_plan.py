@@ -318,7 +318,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help() -> None:
 
 
 def test_a_cut_sequence_is_named_where_it_would_fit() -> None:
-    only: dict[str, Any] = {"tensor_parallel.size": 2, "recompute": "none", "batch.global_size": 8}
+    only: dict[str, Any] = {
+        "tensor_parallel.size": 2,
+        "recompute": "none",
+        "batch.global_size": 8,
+        "batch.gradient_accumulation": 1,
+    }
     needed: list[int] = []
     for sequence in (False, True):
         constraints = {**only, "tensor_parallel.sequence": sequence}
