@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ class BatchRows:
 def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[Any]]:
     """Return what gathers values of all ranks of some groups, each of which must call it."""
 
-    def exchange(value: Any) -> list[Any]:
+    def gather(value: Any) -> list[Any]:
         values = [value]
         for group in groups:
             theirs: list[Any] = [None] * group.size()
@@ -117,6 +118,12 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
                 dist.all_gather_object(theirs, values, group)
             values = [each for some in theirs for each in some]
         return values
+
+    def exchange(value: Any) -> list[Any]:
+        if "torch._dynamo" in sys.modules:
+            # torch.compile(model) would compile it, and cannot: objects of any kind are sent.
+            return cast("Any", torch.compiler).disable(gather)(value)
+        return gather(value)
 
     return exchange
 
