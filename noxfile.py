@@ -112,7 +112,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Type-check everything against the real torch."""
-    install_everything(session, "pyright[nodejs]", "rich", "matplotlib")
+    install_everything(session, "pyright[nodejs]", "rich", "matplotlib", "peft", "griffelib")
     session.run("pyright")
 
 
