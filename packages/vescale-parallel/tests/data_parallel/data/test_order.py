@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,11 +63,8 @@ class Eager:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone(world_of_one: None) -> None:
     """A world of this process: one that is a rank of a pool may start no workers."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def seeded() -> torch.Generator:
