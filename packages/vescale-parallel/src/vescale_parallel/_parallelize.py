@@ -30,6 +30,7 @@ from ._model.inputs import example_from, example_of
 from ._model.signature import check_signature, described_values, model_signature
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
 from ._parameters.sharded_parameter import ShardedParameter
+from ._pipeline.caches import refuse_caches
 from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
@@ -138,6 +139,7 @@ def _carry_out(
     staging = Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
+        refuse_caches(model)
     stages_of = _only_stage if stages is None else stages.stages_of
     params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
     move_buffers(model, read)
@@ -328,7 +330,9 @@ def _engine(
         pipeline = Pipeline(plan, mesh, staging, stages.starts, len(stages.blocks), ranks.total)
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
-        step = PipelineStep(pipeline, parameters.params, buffers, parameters.finish_backward)
+        step = PipelineStep(
+            model, pipeline, parameters.params, buffers, parameters.finish_backward
+        )
     return Engine(
         mesh=mesh,
         parameters=parameters,

@@ -66,6 +66,9 @@ class BatchRows:
                 yield
                 return
             if self._regions is None:
+                if not torch.is_grad_enabled() and not self._groups:
+                    yield  # a pipeline without others runs the whole batch at once
+                    return
                 raise ValueError(_refusal(self.meetings, self._num_parts))
             self._check_shapes(args, kwargs)
             self._regions.watch(model, self.meetings)

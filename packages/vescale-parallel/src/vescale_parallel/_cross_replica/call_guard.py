@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.copies import copied_without_hooks, tensors_within
 from vescale_parallel._model.inputs import common_length, some_that_count
 from vescale_parallel._model.random_copies import random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
@@ -51,7 +51,7 @@ class RowGuard:
     Args:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
-        losses_only: Whether numbers that have no gradient do not matter.
+        losses_only: Whether, in training, numbers that have no gradient do not matter.
 
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
@@ -68,6 +68,7 @@ class RowGuard:
         losses_only: bool = False,
     ) -> None:
         self._exchange, self._losses_only = exchange, losses_only
+        self._skips_numbers = losses_only
         self._forms = CallForms(model)
         self.whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
@@ -89,7 +90,9 @@ class RowGuard:
             ValueError: If ranks are called in different forms.
         """
         key = self.latest = self.key(model, args, kwargs)
-        if key not in self._known and not torch.is_grad_enabled() and key[0] in self._trained:
+        is_new = key not in self._known and not torch.is_grad_enabled()
+        # In training other things matter, if only losses do.
+        if is_new and not self._losses_only and key[0] in self._trained:
             # Where all ranks agreed that rows meet in training they may meet now.
             self._known[key] = self._trained[key[0]]
         if key not in self._known:
@@ -115,6 +118,7 @@ class RowGuard:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         is_rows_first = self.is_rows_first((args, kwargs))
         found, why, is_wrong = NOWHERE, "", False
+        self._skips_numbers = self._losses_only and torch.is_grad_enabled()
         try:
             found = in_fresh_thread(lambda: self._check(model, given, is_rows_first=is_rows_first))
         except RowCheckError as error:
@@ -141,6 +145,8 @@ class RowGuard:
         return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given, *, is_rows_first: bool) -> RowMeetings:
+        if any(_holds_rows(leaf) for leaf in pytree.tree_leaves(given)):
+            raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
         counts = row_counts(*given)
         if not counts:
@@ -184,7 +190,7 @@ class RowGuard:
                 batches = pytree.tree_map_only(Tensor, within(subject), batches)
             whole, *halves = batches
             try:
-                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError:
                 continue  # such rows need not fit the model
             return found.as_patterns() if is_scaled_down else found
@@ -200,7 +206,7 @@ class RowGuard:
                 inside = within(subject)
                 whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
             try:
-                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError as error:
                 errors.append(error)
                 continue
@@ -243,7 +249,9 @@ def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
     if not other.regions:
         return found
     borders = {at: each for at, each in other.borders.items() if at not in found.borders}
-    return joined([found, replace(other, borders=borders, given=found.given)])
+    return joined(
+        [found, replace(other, borders=borders, given=found.given, returned=found.returned)]
+    )
 
 
 def _unclear(found: RowMeetings, first: int, other: int) -> str:
@@ -299,6 +307,13 @@ def largest_table(model: nn.Module) -> int:
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _holds_rows(leaf: object) -> bool:
+    """Whether an argument, not a tensor itself, holds some: they cannot be made fewer rows."""
+    if isinstance(leaf, Tensor | Mapping):
+        return False  # a mapping is opened
+    return any(x.numel() for x in tensors_within(leaf))
 
 
 def _sharing(given: Given, count: int) -> int:

@@ -96,8 +96,7 @@ class Engine:
                     self.rows.of_call(model, args, kwargs),
                 ):
                     if self.pipeline is not None:
-                        rows = self.rows.meetings.rows_of(args, kwargs)
-                        return self.pipeline.run(forward, args, kwargs, rows)
+                        return self.pipeline.run(forward, args, kwargs, self.rows.meetings)
                     num_rows = self.rows.meetings.num_rows(args, kwargs)
                     with self.draws.of_call(model, args, kwargs, num_rows):
                         return self._watched(self._call_directly(forward, args, kwargs))
@@ -108,6 +107,16 @@ class Engine:
     def whole_results(self) -> contextlib.AbstractContextManager[None]:
         """Have calls return whole logits, for code of the model that reads them."""
         return self.logits.gathered()
+
+    def generation_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what transformers' ``generate`` is called with, given what its caller says."""
+        options = dict(given)
+        if self.pipeline is not None:
+            options.setdefault("use_cache", False)
+        if self.parameters.gathers_in_forward and options.get("synced_gpus") is None:
+            # Ranks whose rows are done go on as long as others need their parameters.
+            options["synced_gpus"] = True
+        return options
 
     def _proven(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
