@@ -92,7 +92,7 @@ def build(kind: str) -> nn.Module:
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
         "num_attention_heads": 4, "vocab_size": VOCABULARY,
     }  # fmt: skip
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if kind == "bert":
         return BertForSequenceClassification(BertConfig(**sizes, **off)).double()
     if kind == "vit":
@@ -303,7 +303,7 @@ def asked_for_all_states(model: nn.Module, rows: Rows) -> list[Any]:
 REFUSED: dict[str, tuple[Program, str, str]] = {
     "backward": (backward_without_loss, "classifier", "this call returned none.*compute the loss"),
     "cache": (asked_for_a_cache, "llama", "keeps no cache of keys and values.*use_cache=False"),
-    "states": (asked_for_all_states, "llama", r"\['hidden_states'\].*another stage"),
+    "states": (asked_for_all_states, "llama", "output_hidden_states=False.*its own layers only"),
 }
 
 

@@ -20,6 +20,7 @@ from ._interop.huggingface_export import (
     import_safetensors as import_safetensors,
 )
 from ._interop.huggingface_load import load_safetensors as load_safetensors
+from ._interop.huggingface_save import save_safetensors as save_safetensors
 from ._load.load import load as load
 from ._save.async_saver import AsyncSaver as AsyncSaver
 from ._save.save import save as save
@@ -63,4 +64,5 @@ __all__ = [
     "load_safetensors",
     "remove_older",
     "save",
+    "save_safetensors",
 ]

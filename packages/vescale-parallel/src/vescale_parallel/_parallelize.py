@@ -30,7 +30,7 @@ from ._model.inputs import example_from, example_of
 from ._model.signature import check_signature, described_values, model_signature
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
 from ._parameters.sharded_parameter import ShardedParameter
-from ._pipeline.caches import refuse_caches
+from ._pipeline.layer_outputs import give_no_layers
 from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
@@ -139,7 +139,7 @@ def _carry_out(
     staging = Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
-        refuse_caches(model)
+        give_no_layers(model)
     stages_of = _only_stage if stages is None else stages.stages_of
     params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
     move_buffers(model, read)

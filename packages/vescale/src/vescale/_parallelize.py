@@ -12,6 +12,8 @@ import vescale_deferred
 import vescale_parallel
 from vescale_parallel import ParallelPlan
 
+from ._save_pretrained import give_save_pretrained
+
 
 def parallelize(
     plan: ParallelPlan,
@@ -62,4 +64,5 @@ def parallelize(
     )
     # What is left are tensors that the modules hold without having registered them.
     vescale_deferred.materialize(model)
+    give_save_pretrained(model)
     return parts
