@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +248,70 @@ def test_shards_are_divided_as_the_hub_does(tmp_path: Path) -> None:
         vescale_ckpt.save_safetensors(path, tensors, max_file_nbytes=10)
         found = {p.name: sorted(load_file(p)) for p in path.glob("*.safetensors")}
         assert found == {name: sorted(keys) for name, keys in split.filename_to_tensors.items()}
+
+
+# Loops of others
+
+
+def by_trainer(path: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model: Any = vescale.parallelize(make_plan({TP: 2}), build("llama"))
+    rows = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
+    arguments = TrainingArguments(
+        output_dir=path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no",
+    )  # fmt: skip
+    data: Any = rows
+    Trainer(model=model, args=arguments, train_dataset=data).train()
+
+
+def adapted(path: str, constraints: Constraints | None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    options: Any = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    base: Any = build("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers 6
+        model: Any = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+    if constraints is not None:
+        model = vescale.parallelize(make_plan(constraints), model)
+    model.save_pretrained(path)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_is_refused_with_what_to_do(world2: World, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    message = "transformers.Trainer shards the data.*Write the loop yourself"
+    check(world2, ValueError, message, by_trainer, str(tmp_path))
+    world2.close()  # accelerate leaves a state of the process behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_adapters_are_saved_as_on_one_device(world2: World, tmp_path: Path, plan: str) -> None:
+    pytest.importorskip("peft")
+    adapted(str(tmp_path / "one"), None)
+    world2.run(adapted, str(tmp_path / "ranks"), PLANS[plan])
+    same_directories(tmp_path / "ranks", tmp_path / "one")
+
+
+# The guide
+
+
+def run_guide(directory: str, part: slice) -> None:
+    text = (Path(__file__).parents[1] / "docs/guide/huggingface.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    with contextlib.chdir(directory), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers 6
+        exec("".join(blocks[part]), {})
+
+
+@pytest.mark.slow
+def test_the_program_of_the_guide_runs(world2: World, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_guide(str(tmp_path), slice(1))
+    world2.run(run_guide, str(tmp_path), slice(1, None))
+    assert {p.name for p in tmp_path.iterdir()} == {"hub", "exported", "adapter"}

@@ -23,7 +23,7 @@ from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, pytree
 
-from .outside import KnownModules, read_in
+from .outside import KnownModules, read_in, refuse_trainers
 from .same_inputs import SameInputs
 
 
@@ -54,6 +54,7 @@ class Engine:
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
         is_running: Whether a call runs now.
+        has_run: Whether a call has run.
     """
 
     mesh: DeviceMesh
@@ -68,6 +69,7 @@ class Engine:
     losses: ReturnedLosses
     pipeline: PipelineStep | None
     is_running: bool = False
+    has_run: bool = False
 
     def call(
         self,
@@ -83,6 +85,9 @@ class Engine:
                     "a parallelized model was called inside a backward pass, as checkpointing "
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
+            if not self.has_run and self.mesh.size() > 1:
+                refuse_trainers()
+            self.has_run = True
             self.inputs.check(args, kwargs)
             self.parameters.recover()
             self.known.check()
