@@ -250,6 +250,14 @@ def test_shards_are_divided_as_the_hub_does(tmp_path: Path) -> None:
         assert found == {name: sorted(keys) for name, keys in split.filename_to_tensors.items()}
 
 
+@pytest.mark.slow
+def test_files_that_transformers_converts_are_refused(world2: World, tmp_path: Path) -> None:
+    build("mixtral").save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]: transformers'
+    message = "is converted when transformers loads it.*save_original_format=False"
+    arguments = (str(tmp_path), "mixtral", PLANS["zero3"], False)
+    check(world2, vescale.CheckpointError, message, loaded, *arguments)
+
+
 # Loops of others
 
 
