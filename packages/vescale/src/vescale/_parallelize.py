@@ -18,6 +18,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 SchedulerT = TypeVar("SchedulerT")
 
+from ._save_pretrained import give_save_pretrained
+
 
 @overload
 def parallelize(
@@ -136,6 +138,7 @@ def parallelize(
     )
     # What is left are tensors that the modules hold without having registered them.
     vescale_deferred.materialize(model)
+    give_save_pretrained(model)
     return parts
 
 
