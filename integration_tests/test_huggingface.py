@@ -64,7 +64,7 @@ class Tokenizer:
 
 
 def save(path: str, kind: str, constraints: Constraints, size: str | None, how: str) -> None:
-    model = vescale.parallelize(make_plan(constraints), build(kind))
+    model: Any = vescale.parallelize(make_plan(constraints), build(kind))
     if how == "export":
         tokenizer = Tokenizer()
         vescale.export(model, path, tokenizer=tokenizer, max_shard_size=size or "5GB")
@@ -136,7 +136,7 @@ def test_any_module_is_exported(world2: World, tmp_path: Path, plan: str) -> Non
 
 def loaded(path: str, kind: str, constraints: Constraints, deferred: bool) -> dict[str, Tensor]:
     model: Any = vescale.deferred_init(build, kind) if deferred else build(kind)
-    model = vescale.parallelize(make_plan(constraints), model)
+    model: Any = vescale.parallelize(make_plan(constraints), model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -185,7 +185,7 @@ def test_the_prefix_of_the_base_model_is_put_on_and_taken_off(
 
 
 def read_bytes(path: str, constraints: Constraints) -> int:
-    model = vescale.parallelize(make_plan(constraints), build("wide"))
+    model: Any = vescale.parallelize(make_plan(constraints), build("wide"))
     before = _num_read()
     vescale.load_pretrained(model, path)
     return _num_read() - before
@@ -207,7 +207,7 @@ def test_ranks_together_read_a_model_once(world2: World, tmp_path: Path, plan: s
 
 
 def save_alone(path: str) -> str:
-    model = vescale.parallelize(make_plan({DP: 2}), build("llama"))
+    model: Any = vescale.parallelize(make_plan({DP: 2}), build("llama"))
     short = datetime.timedelta(seconds=2)
     vescale_ckpt.save_safetensors = functools.partial(vescale_ckpt.save_safetensors, timeout=short)
     if dist.get_rank() == 0:
@@ -226,7 +226,7 @@ def test_rank_0_alone_is_told_who_is_missing(world2: World, tmp_path: Path) -> N
 
 
 def with_other_options(path: str) -> None:
-    model = vescale.parallelize(make_plan({TP: 2}), build("llama"))
+    model: Any = vescale.parallelize(make_plan({TP: 2}), build("llama"))
     model.save_pretrained(path, push_to_hub=True)
 
 
@@ -284,7 +284,7 @@ def adapted(path: str, constraints: Constraints | None) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers 6
         model: Any = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **options))
     if constraints is not None:
-        model = vescale.parallelize(make_plan(constraints), model)
+        model: Any = vescale.parallelize(make_plan(constraints), model)
     model.save_pretrained(path)
 
 

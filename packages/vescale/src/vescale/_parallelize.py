@@ -14,11 +14,11 @@ import vescale_parallel
 from vescale_deferred import RecordedDraws
 from vescale_parallel import ParallelLoader, ParallelPlan
 
+from ._save_pretrained import give_save_pretrained
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 SchedulerT = TypeVar("SchedulerT")
-
-from ._save_pretrained import give_save_pretrained
 
 
 @overload
