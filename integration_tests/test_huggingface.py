@@ -76,6 +76,9 @@ def save(path: str, kind: str, constraints: Constraints, size: str | None, how: 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     texts = {path.name: json.loads(path.read_text()) for path in directory.glob("*.json")}
+    for text in texts.values():
+        if "target_modules" in text:  # PEFT writes a set as it comes
+            text["target_modules"] = sorted(text["target_modules"])
     return texts, {path.name: load_file(path) for path in directory.glob("*.safetensors")}
 
 
