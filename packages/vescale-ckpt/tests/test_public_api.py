@@ -30,6 +30,7 @@ def test_the_public_names_are_these() -> None:
         "load_safetensors",
         "remove_older",
         "save",
+        "save_safetensors",
     ]
     assert all(hasattr(vescale_ckpt, name) for name in vescale_ckpt.__all__)
 

@@ -12,8 +12,10 @@ def test_public_names_are_these() -> None:
         "Progress",
         "data_parallel_rank",
         "deferred_init",
+        "export",
         "generate_plan",
         "load",
+        "load_pretrained",
         "parallelize",
         "save",
     ]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         import_safetensors as import_safetensors,
     )
     from ._interop.huggingface_load import load_safetensors as load_safetensors
+    from ._interop.huggingface_save import save_safetensors as save_safetensors
     from ._load.load import load as load
     from ._save.async_saver import AsyncSaver as AsyncSaver
     from ._save.save import save as save
@@ -70,6 +71,7 @@ __all__ = [
     "load_safetensors",
     "remove_older",
     "save",
+    "save_safetensors",
 ]
 
 # Where each name is defined.
@@ -94,6 +96,7 @@ _HOMES = {
     "load_safetensors": "._interop.huggingface_load",
     "remove_older": "._store.retention",
     "save": "._save.save",
+    "save_safetensors": "._interop.huggingface_save",
 }
 
 

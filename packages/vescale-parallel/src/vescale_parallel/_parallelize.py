@@ -32,6 +32,7 @@ from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
 from ._parameters.sharded_parameter import ShardedParameter
+from ._pipeline.layer_outputs import give_no_layers
 from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
@@ -151,6 +152,7 @@ def _carry_out(
     staging = Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
+        give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = _only_stage if stages is None else stages.stages_of
@@ -364,7 +366,9 @@ def _engine(
         pipeline = Pipeline(plan, mesh, staging, stages.starts, len(stages.blocks), ranks.total)
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
-        step = PipelineStep(pipeline, parameters.params, buffers, parameters.finish_backward)
+        step = PipelineStep(
+            model, pipeline, parameters.params, buffers, parameters.finish_backward
+        )
     accumulation = None
     if stages is None and plan.num_microbatches > 1:
         accumulation = AccumulatedStep(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,8 @@ class TakingTurns(Pipeline):
     def _finish_sends(self) -> None:
         self._waiting(super()._finish_sends)
 
-    def _agree(self, outputs: Any) -> Any:
-        return self._waiting(super()._agree, outputs)
+    def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+        return self._waiting(super()._agree, told, tensors)
 
 
 @dataclass
@@ -106,7 +106,8 @@ class Stages:
             self.plan, mesh, staging, stages.starts, NUM_BLOCKS, ranks, turn=self.turn
         )
         with self.turn, torch.set_grad_enabled(train):
-            output = pipeline.run(model, (x,), {"targets": targets}, train=train)
+            run = pipeline.run if train else pipeline.predict
+            output = run(model, (x,), {"targets": targets})
         return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

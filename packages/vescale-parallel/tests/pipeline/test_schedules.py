@@ -90,6 +90,21 @@ def test_evaluation_runs_the_forward_passes_in_the_same_order(
         assert alone == tuple(action for action in program if action.kind == "F")
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(("size", "virtual"), [(2, 1), (2, 2), (3, 2)])
+def test_any_number_of_microbatches_passes_forward_without_waiting_in_a_circle(
+    size: int, virtual: int, microbatches: int
+) -> None:
+    shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
+    left = [list(forward_actions(rank, **shape)) for rank in range(size)]
+    done: set[Action] = set()
+    while any(left):
+        ready = [p for p in left if p and {*needs(p[0], size * virtual)} <= done]
+        assert ready, "every rank waits for another one"
+        done |= {program.pop(0) for program in ready}
+    assert len(done) == size * virtual * microbatches
+
+
 def _transfers(
     program: tuple[Action, ...], rank: int, size: int, virtual: int
 ) -> dict[tuple[str, str, int], list[Action]]:

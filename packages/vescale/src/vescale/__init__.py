@@ -7,6 +7,7 @@ from vescale_parallel import ParallelPlan as ParallelPlan, data_parallel_rank as
 from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 
 from ._checkpoint import load as load, save as save
+from ._export import export as export, load_pretrained as load_pretrained
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
 
@@ -19,8 +20,10 @@ __all__ = [
     "Progress",
     "data_parallel_rank",
     "deferred_init",
+    "export",
     "generate_plan",
     "load",
+    "load_pretrained",
     "parallelize",
     "save",
 ]

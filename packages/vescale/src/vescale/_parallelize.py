@@ -14,6 +14,8 @@ import vescale_parallel
 from vescale_deferred import RecordedDraws
 from vescale_parallel import ParallelLoader, ParallelPlan
 
+from ._save_pretrained import give_save_pretrained
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 SchedulerT = TypeVar("SchedulerT")
@@ -136,6 +138,7 @@ def parallelize(
     )
     # What is left are tensors that the modules hold without having registered them.
     vescale_deferred.materialize(model)
+    give_save_pretrained(model)
     return parts
 
 

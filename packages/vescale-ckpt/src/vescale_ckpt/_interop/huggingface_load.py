@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def load_safetensors(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     *,
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str | None]] | None = None,
     strict: bool = True,
 ) -> None:
     r"""Read HuggingFace safetensors files into a module, sharded or not.
@@ -49,7 +49,9 @@ def load_safetensors(
             ``model.safetensors.index.json`` and the files named there.
         model: What to fill.
         rename: Regular expressions for whole names in the files, and what to call such a tensor
-            here (``\1`` stands for the first group). The first that matches counts.
+            here (``\1`` stands for the first group). The first that matches counts. Or a function
+            that, given all names in the files, says what tensors are called here, None to leave
+            one out; those that it does not mention keep their names.
         strict: Whether names that only the files or only ``model`` has are an error. A tensor
             that is missing in the files but tied to one that is there is never an error.
 
@@ -60,7 +62,7 @@ def load_safetensors(
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
-            files = open_safetensors(Path(os.path.abspath(path)), rename or {})
+            files = open_safetensors(Path(os.path.abspath(path)), rename or dict[str, str]())
             reader = opened.enter_context(files)
             step.message = this_host()
         with AllOrNone(ranks):
@@ -68,7 +70,7 @@ def load_safetensors(
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             try:
                 matched = match(state, reader.manifest, ranks.rank, strict=False, cast=True)
-                _forgive_ties(matched, state, ranks.rank)
+                _forgive_ties(matched, state, ranks.rank, _tied(model, reader.manifest.tensors))
                 matched.complain(strict=strict)
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error
@@ -80,29 +82,46 @@ def load_safetensors(
             settle(twins)
 
 
-def _forgive_ties(matched: Matched, state: Mapping[str, torch.Tensor], rank: int) -> None:
+def _tied(model: torch.nn.Module, stored: Collection[str]) -> set[str]:
+    """Return the names of tensors that the files have under another one of their names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    there = {id(tensor) for name, tensor in named if name in stored}
+    return {name for name, tensor in named if id(tensor) in there}
+
+
+def _forgive_ties(
+    matched: Matched, state: Mapping[str, torch.Tensor], rank: int, tied: Collection[str]
+) -> None:
     filled = {shard.identity for shard, _ in matched.targets} - {None}
     matched.missing = [
         key
         for key in matched.missing
-        if local_shard_of(key, state[key], rank).identity not in filled
+        # Memory does not tell of a rank that holds nothing of them, another pipeline stage.
+        if key not in tied and local_shard_of(key, state[key], rank).identity not in filled
     ]
 
 
 def open_safetensors(
-    path: Path, rename: Mapping[str, str], *, below: str = ""
+    path: Path,
+    rename: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str | None]],
+    *,
+    below: str = "",
 ) -> CheckpointReader:
     """Open safetensors files as a checkpoint without checksums.
 
     Args:
         path: A file, or a directory as for :func:`load_safetensors`.
-        rename: Rules for the names.
+        rename: Rules for the names, or a function as for :func:`load_safetensors`.
         below: The top-level key that is to hold the tensors; empty for none.
     """
     directory = path if path.is_dir() else path.parent
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
     tree: dict[str, Json] = {}
+    found: list[tuple[str, StoredTensor]] = []
     for file, names in _files(path).items():
         if not is_file_name(file):
             raise CorruptCheckpointError(f"{path}: {file!r} is no file name of a checkpoint")
@@ -111,19 +130,33 @@ def open_safetensors(
         lacking = sorted((names or set()) - stored.keys())
         if lacking:
             raise CorruptCheckpointError(f"{directory / file} lacks tensor {lacking[0]!r}")
-        for name, tensor in stored.items():
-            key = renamed(name, rename)
-            full = f"{below}.{key}" if below else key
-            if full in tensors:
-                raise CheckpointError(f"{path} has two tensors that are called {key!r} here")
-            tensors[full] = tensor
-            tree[key] = reference_to(full)
+        found += stored.items()
+    called = _called(rename, [name for name, _ in found])
+    for name, tensor in found:
+        key = called(name)
+        if key is None:
+            continue
+        full = f"{below}.{key}" if below else key
+        if full in tensors:
+            raise CheckpointError(f"{path} has two tensors that are called {key!r} here")
+        tensors[full] = tensor
+        tree[key] = reference_to(full)
     if below:
         tree = {below: tree}
     manifest = Manifest(
         block_nbytes=_BLOCK_NBYTES, files=files, tensors=tensors, aliases={}, tree=tree
     )
     return CheckpointReader(directory, manifest, follow_links=True)
+
+
+def _called(
+    rename: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str | None]],
+    names: Sequence[str],
+) -> Callable[[str], str | None]:
+    if isinstance(rename, Mapping):
+        return lambda name: renamed(name, rename)
+    said = rename(names)
+    return lambda name: said.get(name, name)
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:

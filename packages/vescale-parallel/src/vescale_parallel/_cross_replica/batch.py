@@ -75,6 +75,10 @@ class BatchRows:
             if not self.meetings.regions:
                 yield
                 return
+            if in_parts_by and self._regions is None and not torch.is_grad_enabled():
+                # A pipeline without others runs the whole batch at once.
+                yield
+                return
             if in_parts_by:
                 raise ValueError(_refusal(self.meetings, in_parts_by, self._num_parts))
             if self._regions is None:  # one rank has the whole batch

@@ -64,6 +64,8 @@ class RowMeetings:
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
         given: Where the rows are in what the model is given; None if it was not looked at.
+        returned: Likewise in what it returns, by :func:`leaf_names`; None also if that cannot be
+            told.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -72,6 +74,7 @@ class RowMeetings:
     )
     of_patterns: bool = False
     given: tuple[Rows | None, ...] | None = None
+    returned: tuple[tuple[str, Rows | MeanOfParts | None], ...] | None = None
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -101,6 +104,7 @@ class RowMeetings:
             },
             of_patterns=True,
             given=self.given,
+            returned=self.returned,
         )
 
     def reason(self, fqn: str) -> str:
@@ -136,11 +140,13 @@ def joined(found: Sequence[RowMeetings]) -> RowMeetings:
         if all(each.module_rows.get(at, rows) == rows for each in found)
     }
     given = {each.given for each in found}
+    returned = {each.returned for each in found}
     return RowMeetings(
         regions,
         clear,
         any(each.of_patterns for each in found),
         given.pop() if len(given) == 1 else None,
+        returned.pop() if len(returned) == 1 else None,
     )
 
 
@@ -150,6 +156,15 @@ def structure(tree: Any) -> str:
         f"{leaf.dim()}d" if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in pytree.tree_leaves(tree)
     )
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Return where in a structure every leaf is: ``['logits']``, or its number."""
+    try:
+        pairs, _ = pytree.tree_flatten_with_path(tree)
+    except ValueError:  # a class that does not say how its parts are called
+        return [f"leaf {index}" for index, _ in enumerate(pytree.tree_leaves(tree))]
+    return [pytree.keystr(path) for path, _ in pairs]
 
 
 def rows_dim(whole: Sequence[int], part: Sequence[int], num_parts: int) -> int | None:

@@ -9,10 +9,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.copies import copied_without_hooks
-from vescale_parallel._model.inputs import (
-    usual_num_rows,
-)
+from vescale_parallel._model.copies import copied_without_hooks, tensors_within
+from vescale_parallel._model.inputs import usual_num_rows
 from vescale_parallel._model.random_copies import random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -47,7 +45,7 @@ class RowGuard:
     Args:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
-        losses_only: Whether numbers that have no gradient do not matter.
+        losses_only: Whether, in training, numbers that have no gradient do not matter.
 
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
@@ -64,6 +62,7 @@ class RowGuard:
         losses_only: bool = False,
     ) -> None:
         self._exchange, self._losses_only = exchange, losses_only
+        self._skips_numbers = losses_only
         self._forms = CallForms(model)
         self.whole = _copy_without_values(model)
         self._known: dict[tuple[str, int], RowMeetings] = {}
@@ -85,8 +84,10 @@ class RowGuard:
             ValueError: If ranks are called in different forms.
         """
         key = self.latest = self.key(model, args, kwargs)
-        if key not in self._known and not torch.is_grad_enabled() and key[0] in self._trained:
-            # Where all ranks agreed that rows depend on each other in training they may meet now.
+        is_new = key not in self._known and not torch.is_grad_enabled()
+        # In training other things matter, if only losses do.
+        if is_new and not self._losses_only and key[0] in self._trained:
+            # Where all ranks agreed that rows depend on each other in training they may do now.
             self._known[key] = self._trained[key[0]]
         if key not in self._known:
             self._known[key] = self._find(key, model, args, kwargs)
@@ -112,6 +113,7 @@ class RowGuard:
         leaves = filter(_has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
         found, why, is_wrong = NOWHERE, "", False
+        self._skips_numbers = self._losses_only and torch.is_grad_enabled()
         try:
             found = in_fresh_thread(lambda: self._check(model, given, known_rows))
         except RowCheckError as error:
@@ -138,6 +140,8 @@ class RowGuard:
         return joined([each for _, each, *_ in ranks])
 
     def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowMeetings:
+        if any(_holds_rows(leaf) for leaf in pytree.tree_leaves(given)):
+            raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
         found: dict[int, RowMeetings] = {}
         errors: list[CannotRunError] = []
@@ -172,7 +176,7 @@ class RowGuard:
                 batches = pytree.tree_map_only(Tensor, within(subject), batches)
             whole, *halves = batches
             try:
-                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError:
                 continue  # such rows need not fit the model
             return found.as_patterns() if is_scaled_down else found
@@ -188,7 +192,7 @@ class RowGuard:
                 inside = within(subject)
                 whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
             try:
-                found = row_meetings(subject, whole, halves, losses_only=self._losses_only)
+                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError as error:
                 errors.append(error)
                 continue
@@ -233,7 +237,8 @@ def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
     module_rows = {
         at: each for at, each in other.module_rows.items() if at not in found.module_rows
     }
-    return joined([found, replace(other, module_rows=module_rows, given=found.given)])
+    said = {"given": found.given, "returned": found.returned}
+    return joined([found, replace(other, module_rows=module_rows, **said)])
 
 
 def _unclear(found: RowMeetings, length: int, other: RowMeetings, other_length: int) -> str:
@@ -283,3 +288,10 @@ def _chosen(found: Mapping[int, RowMeetings], given: Given) -> int:
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _holds_rows(leaf: object) -> bool:
+    """Whether an argument, not a tensor itself, holds some: they cannot be made fewer rows."""
+    if isinstance(leaf, Tensor | Mapping):
+        return False  # a mapping is opened
+    return any(x.numel() for x in tensors_within(leaf))

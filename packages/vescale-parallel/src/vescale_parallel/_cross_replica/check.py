@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._verify.without_chance import WithoutChance
 
-from .borders import MeanOfParts, ModuleRows, RowMeetings, Rows, part_of_rows, structure
+from .borders import (
+    MeanOfParts,
+    ModuleRows,
+    RowMeetings,
+    Rows,
+    leaf_names,
+    part_of_rows,
+    structure,
+)
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
 from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
 
@@ -67,7 +75,12 @@ def row_meetings(
         warnings.simplefilter("ignore")
         _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
     given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
-    return RowMeetings(regions=found.regions, module_rows=found.useful_rows(), given=given)
+    return RowMeetings(
+        regions=found.regions,
+        module_rows=found.useful_rows(),
+        given=given,
+        returned=found.returned(whole),
+    )
 
 
 @dataclass
@@ -81,6 +94,7 @@ class _Found:
         unclear: Calls of which it cannot be told where the rows are in what they are given.
         mixed: Likewise in what they return: both dims of (batch x batch), for example.
         callers: Modules whose own code calls a module.
+        names: Of what the model returns.
     """
 
     losses_only: bool
@@ -91,6 +105,7 @@ class _Found:
     unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    names: list[str] = field(default_factory=list[str])
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
@@ -105,8 +120,18 @@ class _Found:
             )
         }
 
+    def returned(self, whole: Given) -> tuple[tuple[str, Rows | MeanOfParts | None], ...] | None:
+        """Return where the rows are in what the model returns, if that can be told."""
+        at = "", structure(whole)
+        rows = self.module_rows.get(at)
+        if rows is None or at in self.mixed or len(rows.outputs) != len(self.names):
+            return None
+        return tuple(zip(self.names, rows.outputs, strict=True))
+
     def add(self, fqn: str, whole: Call, parts: Sequence[Call]) -> None:
         at = fqn, structure((whole.args, whole.kwargs))
+        if not fqn:
+            self.names = leaf_names(whole.output)
         inputs, is_clear = _where(whole.inputs, parts[0].inputs)
         outputs, is_row_wise = _where(whole.outputs, parts[0].outputs)
         are_means = parts[0].are_means

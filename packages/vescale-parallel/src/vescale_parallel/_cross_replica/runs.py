@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenMeans
+from vescale_parallel._model.copies import snapshot
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.without_chance import WithoutChance
@@ -225,8 +226,9 @@ def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 def _copied(tree: Any) -> Any:
+    """Copy tensors, and objects that a module may change: the caller's caches stay as they are."""
     return pytree.tree_map_only(
-        Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree
+        Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), snapshot(tree)
     )
 
 

@@ -78,6 +78,11 @@ class ZeroState:
         """The parameters of blocks."""
         return [param for param_group in self._param_groups for param in param_group.params]
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether data-parallel ranks need each other for a forward pass alone."""
+        return self._frees and any(param.shard_dim is not None for param in self.params)
+
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
         if self._in_backward:

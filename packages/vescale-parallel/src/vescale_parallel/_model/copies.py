@@ -141,7 +141,16 @@ def _copied_leaf(leaf: Any) -> Any:
 
 def copied_object(thing: Any) -> Any:
     """Return a deep copy that shares tensors; the thing itself if it cannot be copied."""
-    memo: dict[int, Any] = {}
+    memo = {id(tensor): tensor for tensor in tensors_within(thing)}
+    try:
+        return copy.deepcopy(thing, memo)
+    # Arbitrary user objects.
+    except Exception:
+        return thing
+
+
+def tensors_within(thing: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an object holds, at any depth."""
     todo, seen = [thing], set[int]()
     while todo:
         each = todo.pop()
@@ -149,15 +158,10 @@ def copied_object(thing: Any) -> Any:
             continue
         seen.add(id(each))
         if isinstance(each, Tensor):
-            memo[id(each)] = each
+            yield each
         elif isinstance(each, Mapping):
             todo += each.values()
         elif isinstance(each, list | tuple | set):
             todo += each
         elif hasattr(each, "__dict__") and not isinstance(each, type):
             todo += vars(each).values()
-    try:
-        return copy.deepcopy(thing, memo)
-    # Arbitrary user objects.
-    except Exception:
-        return thing

@@ -66,9 +66,10 @@ class ShardedParameter:
             found = module._parameters.get(name)
             if found is not self.sharded or self._address() != self._held:
                 raise ValueError(
-                    f"{fqn!r} was replaced after parallelize, by functional_call for example, "
-                    "which cannot take effect; change values in place (load_state_dict without "
-                    "assign=True, or copy_ under no_grad), and convert dtypes before parallelize"
+                    f"{fqn!r} was replaced after parallelize, by functional_call or accelerate's "
+                    "prepare for example, which cannot take effect; change values in place "
+                    "(load_state_dict without assign=True, or copy_ under no_grad), and convert "
+                    "dtypes before parallelize"
                 )
 
     def refuse_calls_outside(self) -> None:

@@ -51,6 +51,24 @@ def with_deferred_backward(
     return pytree.tree_map_only(Scalar, differentiable, output)
 
 
+def refusing_backward(output: Any) -> Any:
+    """Return the output of a call without a loss, so that differentiating it says what to do."""
+    anchor = torch.zeros((), requires_grad=True)
+
+    def refusing(x: Tensor) -> Tensor:
+        return _HandOut.apply(anchor, x, _refuse_outside) if x.is_floating_point() else x  # pyright: ignore[reportReturnType]
+
+    return pytree.tree_map_only(Tensor, refusing, output)
+
+
+def _refuse_outside(_: Tensor) -> None:
+    raise ValueError(
+        "a pipeline differentiates the loss that forward returns, and this call returned none: "
+        "its results were computed without a graph. Have forward compute the loss (give "
+        "transformers' models labels), or use pipeline_parallel.size 1"
+    )
+
+
 def _refuse(_: Tensor) -> None:
     raise ValueError(
         "a pipeline differentiates the loss that forward returns, and no other scalar of its "

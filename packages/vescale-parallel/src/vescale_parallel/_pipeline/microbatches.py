@@ -30,12 +30,8 @@ def split_batch(
     Raises:
         ValueError: If there is no tensor, or its rows do not divide into the parts.
     """
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    if rows is None or not any(rows):
-        rows = [None if dim is None else Rows(dim) for dim in batch_dims(leaves)]
-    pairs = list(zip(leaves, rows, strict=True))
-    # Where rows share a dim with something else it is longer.
-    num_rows = min((x.shape[at.dim] for x, at in pairs if at is not None), default=None)
+    pairs, spec = _located(args, kwargs, rows)
+    num_rows = _num_rows(pairs)
     if num_rows is None or num_rows % num_parts:
         raise ValueError(
             f"expected a batch whose rows divide into {num_parts} micro-batches "
@@ -47,3 +43,26 @@ def split_batch(
 
     cut = [[part(x, at, index) for x, at in pairs] for index in range(num_parts)]
     return [pytree.tree_unflatten(each, spec) for each in cut]
+
+
+def num_rows_of(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rows: Sequence[Rows | None] | None = None,
+) -> int | None:
+    """Return how many rows a batch has, None if no tensor has any; see :func:`split_batch`."""
+    return _num_rows(_located(args, kwargs, rows)[0])
+
+
+def _located(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Sequence[Rows | None] | None
+) -> tuple[list[tuple[Any, Rows | None]], Any]:
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    if rows is None or not any(rows):
+        rows = [None if dim is None else Rows(dim) for dim in batch_dims(leaves)]
+    return list(zip(leaves, rows, strict=True)), spec
+
+
+def _num_rows(pairs: Sequence[tuple[Any, Rows | None]]) -> int | None:
+    # Where rows share a dim with something else it is longer.
+    return min((x.shape[at.dim] for x, at in pairs if at is not None), default=None)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import name_group, named_failures, profiler_range
 from vescale_parallel._cross_replica.borders import Rows
-from vescale_parallel._loss.output import DTYPES, loss_of, marked_scalars, scalars_of
+from vescale_parallel._loss.output import DTYPES, is_loss, loss_of, marked_scalars
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.agreement import barrier
 from vescale_parallel._mesh.mesh import axis_rank
@@ -22,8 +22,9 @@ from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import group_timeout, pytree
 
-from .microbatches import split_batch
+from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
+from .predict import Returned, common_num_parts, joined, num_parts_of, share
 from .schedules import Action, actions_of, forward_actions
 from .stage_module import StageDone, StageRun, Staging
 
@@ -66,6 +67,7 @@ class Pipeline:
         default_factory=dict[object, tuple[torch.Size, torch.dtype]]
     )
     _checked_loss: bool = False
+    _microbatches: int = 1
 
     def __post_init__(self) -> None:
         # Gradients travel on a group of their own: on one, two neighbours that send to each
@@ -84,8 +86,6 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
-        *,
-        train: bool,
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
@@ -96,7 +96,6 @@ class Pipeline:
             args: Positional arguments: this rank's batch.
             kwargs: Keyword arguments, likewise.
             rows: Where the rows are in every leaf of these; None if that is not known.
-            train: Whether to run backward passes.
 
         Returns:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
@@ -104,12 +103,7 @@ class Pipeline:
         """
         pipeline = self.plan.pipeline_parallel
         parts = split_batch(args, kwargs, self.plan.num_microbatches, rows)
-        rank = axis_rank(self.mesh, "pp")
-        shape = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
-        if train:
-            actions = actions_of(pipeline.schedule, rank, microbatches=len(parts), **shape)
-        else:
-            actions = forward_actions(rank, microbatches=len(parts), **shape)
+        actions = actions_of(pipeline.schedule, **self._shape(len(parts)))
         passes: dict[tuple[int, int], _Pass] = {}
         outputs: list[Any] = []
         counts = self._count(forward, parts) if self._has_last_stage else []
@@ -123,13 +117,79 @@ class Pipeline:
                 done = self._forward(action, forward, parts[action.microbatch], counts)
             if action.stage == len(self.starts) - 1:
                 outputs.append(done.output)
-                # Evaluation differentiates none of several scalars, and reports all.
-                scalars = scalars_of(done.output)
-                done.output = loss_of(done.output) if train else scalars[0]
-            if train:
-                passes[key] = done
+                done.output = loss_of(done.output)
+            passes[key] = done
         self._finish_sends()
-        return self._agree(outputs)
+        return self._agree(marked_scalars(outputs, self._mean) if outputs else None)
+
+    def predict(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None = None,
+        returned: Returned | None = None,
+    ) -> Any:
+        """Run forward passes alone. Every rank must call this, without gradients.
+
+        Args:
+            forward: The model's own call.
+            args: Positional arguments: this rank's batch.
+            kwargs: Keyword arguments, likewise.
+            rows: Where the rows are in every leaf of these; None if that is not known.
+            returned: Where they are in what it returns; None to run the batch in one piece.
+
+        Returns:
+            The module's output with a :class:`Scalar` for each scalar of the whole batch, and
+            tensors; see [Note: what prediction costs].
+        """
+        parts: list[tuple[Any, Any]] = [(args, kwargs)]
+        num_rows = num_rows_of(args, kwargs, rows) or 0
+        most = self.plan.num_microbatches
+        num_parts = num_parts_of(num_rows, 1 if returned is None else most)
+        data = self.plan.data_parallel
+        if data.size > 1 and data.zero_stage == 3:
+            # Ranks gather parameters together, once for each micro-batch of each.
+            num_parts = common_num_parts(
+                num_rows, num_parts, most, data.size, self.total, self.mesh.device_type
+            )
+        if num_parts > 1:
+            parts = split_batch(args, kwargs, num_parts, rows)
+        actions = forward_actions(**self._shape(len(parts)))
+        outputs: list[Any] = []
+        counts = self._count(forward, parts) if self._has_last_stage else []
+        for action in actions:
+            done = self._forward(action, forward, parts[action.microbatch], counts)
+            if action.stage == len(self.starts) - 1:
+                outputs.append(done.output)
+        self._finish_sends()
+        if not outputs:
+            return self._agree(None)
+        return self._agree(*joined(outputs, returned, num_rows // len(parts), self._mean))
+
+    def returns_loss(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None = None,
+    ) -> bool:
+        """Whether forward returns a scalar for a batch. Every rank must call this."""
+        found = [False]
+        if self._has_last_stage:
+            num_rows = num_rows_of(args, kwargs, rows) or 0
+            parts = num_parts_of(num_rows, self.plan.num_microbatches)
+            few = split_batch(args, kwargs, parts, rows)[0] if parts > 1 else (args, kwargs)
+            output, _ = self._counted(forward, *few)
+            found = [any(map(is_loss, pytree.tree_leaves(output)))]
+        return bool(self._agree(found[0]))
+
+    def _shape(self, num_parts: int) -> dict[str, int]:
+        """Note how many micro-batches run now; return what a schedule depends on."""
+        self._microbatches = num_parts
+        rank, pipeline = axis_rank(self.mesh, "pp"), self.plan.pipeline_parallel
+        sizes = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
+        return {"rank": rank, "microbatches": num_parts, **sizes}
 
     def _forward(
         self,
@@ -187,16 +247,7 @@ class Pipeline:
         parameters returns, so that the targets of all micro-batches are known before the first
         backward pass.
         """
-        found: list[list[Tensor]] = []
-        devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
-        for args, kwargs in parts:
-            self.staging.run = StageRun.counting(self.num_blocks)
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
-                    forward(*args, **kwargs)
-            finally:
-                self.staging.run = None
-            found.append(mode.counts)
+        found = [self._counted(forward, *part)[1] for part in parts]
         if len({len(counts) for counts in found}) > 1:
             raise ValueError(
                 "expected as many token-mean losses in every micro-batch, got "
@@ -205,6 +256,18 @@ class Pipeline:
             )
         return [self.total(torch.stack(counts).sum(0)) for counts in zip(*found, strict=True)]
 
+    def _counted(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Return what forward returns of placeholders, and what its token means count."""
+        devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
+        self.staging.run = StageRun.counting(self.num_blocks)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
+                return forward(*args, **kwargs), mode.counts
+        finally:
+            self.staging.run = None
+
     @property
     def _has_last_stage(self) -> bool:
         return axis_rank(self.mesh, "pp") == (len(self.starts) - 1) % self._size
@@ -212,7 +275,7 @@ class Pipeline:
     @property
     def _num_parts(self) -> int:
         """Equal shards and micro-batches that the global batch is in."""
-        return self.plan.data_parallel.size * self.plan.num_microbatches
+        return self.plan.data_parallel.size * self._microbatches
 
     def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:
         stage = action.stage
@@ -293,15 +356,10 @@ class Pipeline:
                 work.wait()
         self._sending.clear()
 
-    def _agree(self, outputs: Sequence[Any]) -> Any:
-        """Tell all stages the scalars that the last one has; see :class:`Scalar`."""
-        marked: list[Any] = [None]
-        if outputs:
-            marked = [marked_scalars(outputs, self._mean)]
+    def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+        """Give all stages what the last one has: a structure, with :class:`Sent` for tensors."""
         last = (len(self.starts) - 1) % self._size
-        with named_failures():
-            dist.broadcast_object_list(marked, group=self._groups["F"], group_src=last)
-        return marked[0]
+        return share(told, tensors, mesh=self.mesh, group=self._groups["F"], source=last)
 
     def _mean(self, parts: Sequence[Tensor]) -> float:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""

@@ -63,9 +63,16 @@ def actions_of(
 def forward_actions(
     rank: int, *, size: int, virtual_stages: int, microbatches: int
 ) -> tuple[Action, ...]:
-    """Return the forward passes alone, for evaluation."""
-    total = microbatches * virtual_stages
-    return tuple(_forward(k, rank, size, virtual_stages) for k in range(total))
+    """Return the forward passes alone, for evaluation: of any number of micro-batches.
+
+    The order is that of training, groups of ``size`` per chunk; the last group may be smaller.
+    """
+    return tuple(
+        Action("F", chunk * size + rank, microbatch)
+        for first in range(0, microbatches, size)
+        for chunk in range(virtual_stages)
+        for microbatch in range(first, min(first + size, microbatches))
+    )
 
 
 def _forward(k: int, rank: int, size: int, virtual_stages: int) -> Action:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import Rows
+from vescale_parallel._cross_replica.borders import RowMeetings, Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._rng.own_streams import OwnStreams
 from vescale_parallel._torch_private import pytree
+from vescale_parallel._verify.call_signature import CallForms
 
-from .deferred_backward import with_deferred_backward
+from .deferred_backward import refusing_backward, with_deferred_backward
+from .predict import returned_rows
 from .runner import Pipeline
 from .stage_buffers import StageBuffers
 from .tied_weights import return_tied_gradients, send_tied_weights
@@ -25,6 +27,7 @@ class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
     Args:
+        model: Whose calls these are.
         pipeline: Runs the schedule.
         params: Every parameter.
         buffers: Those that forward changes; None for a model without any.
@@ -33,11 +36,14 @@ class PipelineStep:
 
     def __init__(
         self,
+        model: nn.Module,
         pipeline: Pipeline,
         params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
         finish: Callable[[Tensor], None],
     ) -> None:
+        self._model, self._forms = model, CallForms(model)
+        self._with_loss: dict[object, bool] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish = buffers, finish
         self._streams = OwnStreams(pipeline.mesh)
@@ -47,7 +53,7 @@ class PipelineStep:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        rows: Sequence[Rows | None] | None = None,
+        meetings: RowMeetings | None = None,
     ) -> Any:
         """Run one step on this rank's batch. Every rank must call this.
 
@@ -55,20 +61,43 @@ class PipelineStep:
             forward: The model's own call.
             args: Positional arguments: this rank's batch.
             kwargs: Keyword arguments, likewise.
-            rows: Where the rows are in every leaf of these; None if that is not known.
+            meetings: What is known of the rows of this form of call.
 
         Returns:
-            The module's output with a tensor for each scalar and None for other tensors.
+            The module's output with a tensor for each scalar. Other tensors are None in a step
+            that is differentiated; else they are whole, see [Note: what prediction costs].
         """
-        pipeline, train = self._pipeline, torch.is_grad_enabled()
+        pipeline = self._pipeline
+        meetings = RowMeetings() if meetings is None else meetings
+        rows = meetings.rows_of(args, kwargs)
         send_tied_weights(self._params, pipeline.group_of("F"))
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
             runs = self._buffers.call(forward)
         with self._streams.of_call(), runs as forward:
-            output = pipeline.run(forward, args, kwargs, rows, train=train)
+            train = torch.is_grad_enabled() and self._trains(forward, args, kwargs, rows)
+            if train:
+                output = pipeline.run(forward, args, kwargs, rows)
+            else:
+                returned = returned_rows(meetings, args, kwargs)
+                with torch.no_grad():
+                    output = pipeline.predict(forward, args, kwargs, rows, returned)
         device = pipeline.mesh.device_type
-        if not train:
-            return pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
-        return_tied_gradients(self._params, pipeline.group_of("B"))
-        return with_deferred_backward(output, self._params, self._finish, device)
+        if train:
+            return_tied_gradients(self._params, pipeline.group_of("B"))
+            return with_deferred_backward(output, self._params, self._finish, device)
+        output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
+        return refusing_backward(output) if torch.is_grad_enabled() else output
+
+    def _trains(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: Sequence[Rows | None] | None,
+    ) -> bool:
+        """Whether this form of call returns a loss; all stages ask the last one, once."""
+        form = (self._forms.form(args, kwargs), self._model.training)
+        if form not in self._with_loss:
+            self._with_loss[form] = self._pipeline.returns_loss(forward, args, kwargs, rows)
+        return self._with_loss[form]

@@ -25,7 +25,7 @@ from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
-from .outside import KnownModules, read_in
+from .outside import KnownModules, read_in, refuse_trainers
 from .same_inputs import SameInputs
 
 
@@ -59,6 +59,7 @@ class Engine:
         accumulation: Runs a step's micro-batches without stages; None for one.
         is_at_uneven: Whether ranks now have batches of other numbers of rows.
         is_running: Whether a call runs now.
+        has_run: Whether a call has run.
     """
 
     mesh: DeviceMesh
@@ -76,6 +77,7 @@ class Engine:
     accumulation: AccumulatedStep | None = None
     is_at_uneven: Callable[[], bool] = lambda: False
     is_running: bool = False
+    has_run: bool = False
 
     def call(
         self,
@@ -106,6 +108,9 @@ class Engine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if not self.has_run and self.mesh.size() > 1:
+            refuse_trainers()
+        self.has_run = True
         self.inputs.check(args, kwargs)
         self.parameters.recover()
         self.known.check()
@@ -119,8 +124,7 @@ class Engine:
                 self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
                 if self.pipeline is not None:
-                    rows = self.rows.meetings.rows_of(args, kwargs)
-                    return self.pipeline.run(forward, args, kwargs, rows)
+                    return self.pipeline.run(forward, args, kwargs, self.rows.meetings)
                 if self.accumulation is not None and torch.is_grad_enabled():
                     rows = self.rows.meetings.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
@@ -141,6 +145,16 @@ class Engine:
             return "a pipeline"
         is_cut = self.accumulation is not None and torch.is_grad_enabled()
         return "batch.gradient_accumulation" if is_cut else ""
+
+    def generation_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what transformers' ``generate`` is called with, given what its caller says."""
+        options = dict(given)
+        if self.pipeline is not None:
+            options.setdefault("use_cache", False)
+        if self.parameters.gathers_in_forward and options.get("synced_gpus") is None:
+            # Ranks whose rows are done go on as long as others need their parameters.
+            options["synced_gpus"] = True
+        return options
 
     def _proven(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

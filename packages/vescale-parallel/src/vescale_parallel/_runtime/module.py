@@ -73,11 +73,12 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     if generate is not None:
 
         @functools.wraps(generate)
-        def with_whole_logits(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-            with self._vescale_engine.whole_results():
-                return generate(self, *args, **kwargs)
+        def generate_on_ranks(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+            engine = self._vescale_engine
+            with engine.whole_results():
+                return generate(self, *args, **engine.generation_options(kwargs))
 
-        namespace["generate"] = with_whole_logits
+        namespace["generate"] = generate_on_ranks
     return namespace
 
 

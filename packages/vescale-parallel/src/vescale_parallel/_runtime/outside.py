@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -76,6 +77,29 @@ def refuse_parts(model: nn.Module, blocks: Iterable[str], is_running: Callable[[
                 )
 
         module.register_forward_pre_hook(check, prepend=True)
+
+
+_TRAINERS = {"transformers.trainer": "transformers.Trainer", "accelerate": "accelerate"}
+
+
+def refuse_trainers() -> None:
+    """Raise if the loop that calls the model makes it parallel in its own way.
+
+    Raises:
+        ValueError: With what to do instead.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        name = _TRAINERS.get(module) or _TRAINERS.get(module.partition(".")[0])
+        if name is not None:
+            raise ValueError(
+                f"{name} shards the data and wraps the model for its own kind of parallelism, "
+                "which does not fit a parallelized model: ranks that share rows would get other "
+                "ones. Write the loop yourself, around the model, optimizer and loader that "
+                "parallelize returns; model.save_pretrained(...) writes what transformers loads"
+            )
+        frame = frame.f_back
 
 
 def read_in(tensor: Tensor, params: Sequence[ShardedParameter]) -> str:

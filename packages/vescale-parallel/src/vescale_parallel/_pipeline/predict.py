@@ -1,0 +1,220 @@
+"""Prediction: forward alone through the stages; every rank of a pipeline gets what it returns.
+
+[Note: what prediction costs] Without gradients, or where forward returns no loss, a pipeline runs
+its forward passes only. The last stage then sends all that the model returned to the others, as
+the program of one device has it: logits are as many bytes as the last stage computed, once for
+each call. Micro-batches are equal: the plan's number of them, or the largest smaller one that
+divides the rows. There is one where rows depend on each other, or where it could not be seen which
+dim of a result the rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from vescale_dtensor import DTensor, named_failures
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, leaf_names
+from vescale_parallel._loss.output import Scalar, is_loss
+from vescale_parallel._torch_private import pytree
+
+from .placeholders import Placeholder
+
+# By the name of what is returned, where the rows are in it.
+Returned = Mapping[str, Rows | MeanOfParts | None]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor that the last stage sends, as the other stages are told of it.
+
+    Attributes:
+        shape: Of what this rank's neighbours along the pipeline hold.
+        dtype: Likewise.
+        placements: Over tensor-parallel ranks, of a distributed tensor; None of a plain one.
+        global_shape: Of the distributed tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[Placement, ...] | None = None
+    global_shape: tuple[int, ...] = ()
+
+
+def returned_rows(
+    meetings: RowMeetings, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Returned | None:
+    """Return where the rows are in what a call returns; None if it has to run in one piece."""
+    if meetings.regions or meetings.rows_of(args, kwargs) is None:
+        return None
+    return None if meetings.returned is None else dict(meetings.returned)
+
+
+def num_parts_of(num_rows: int, most: int) -> int:
+    """Return the largest number of equal parts of rows, up to ``most``.
+
+    Example:
+        >>> num_parts_of(6, 4), num_parts_of(7, 4)
+        (3, 1)
+    """
+    return next((parts for parts in range(most, 1, -1) if num_rows and num_rows % parts == 0), 1)
+
+
+def common_num_parts(
+    num_rows: int,
+    most: int,
+    limit: int,
+    num_ranks: int,
+    total: Callable[[Tensor], Tensor],
+    device: str,
+) -> int:
+    """Return the largest number of equal parts, up to ``most`` of each rank, that suits all.
+
+    Args:
+        num_rows: Of this rank.
+        most: What this rank would have alone.
+        limit: What no rank exceeds.
+        num_ranks: That share a batch. Each must call this.
+        total: Sums a tensor over them.
+        device: Where it shall be.
+    """
+    suits = [parts <= most and num_rows % parts == 0 for parts in range(1, limit + 1)]
+    votes = total(torch.tensor(suits, dtype=torch.float64, device=device)).tolist()
+    return max(parts for parts, vote in enumerate(votes, 1) if int(vote) == num_ranks)
+
+
+def joined(
+    outputs: Sequence[Any],
+    rows: Returned | None,
+    num_rows: int,
+    mean: Callable[[Sequence[Tensor]], float],
+) -> tuple[Any, list[Tensor]]:
+    """Put together what the micro-batches returned.
+
+    Args:
+        outputs: Of every micro-batch, in order.
+        rows: Where the rows are; not needed for a single micro-batch.
+        num_rows: Of a micro-batch.
+        mean: Returns the mean of one scalar over the global batch.
+
+    Returns:
+        The structure, with a :class:`Scalar` for each scalar and :class:`Sent` for other tensors;
+        and these tensors.
+
+    Raises:
+        ValueError: If a tensor of another stage was returned, or one cannot be put together.
+    """
+    columns = [pytree.tree_leaves(output) for output in outputs]
+    leaves, spec = pytree.tree_flatten(outputs[-1])
+    names = leaf_names(outputs[-1])
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            "the micro-batches of a pipeline returned different structures; evaluate with "
+            "pipeline_parallel.microbatches 1"
+        )
+    tensors: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Placeholder):
+            raise ValueError(_refusal(outputs[-1], names[index]))
+        if not isinstance(leaf, Tensor):
+            continue
+        parts = [column[index] for column in columns]
+        if is_loss(leaf):
+            leaves[index] = Scalar(mean(parts), leaf.dtype, is_loss=False, requires_grad=False)
+            continue
+        at = None if rows is None else rows.get(names[index])
+        tensors.append(_joined(names[index], parts, at, num_rows))
+        leaves[index] = _told(tensors[-1])
+    return pytree.tree_unflatten(leaves, spec), tensors
+
+
+def _joined(
+    name: str, parts: Sequence[Tensor], at: Rows | MeanOfParts | None, num_rows: int
+) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(at, Rows):
+        if all(torch.equal(part, parts[0]) for part in parts):
+            return parts[0]
+        raise ValueError(
+            f"forward returns a tensor {name} of shape {tuple(parts[0].shape)} that differs "
+            "between micro-batches and has no dim that is known to be the rows of the batch; "
+            "evaluate with pipeline_parallel.microbatches 1"
+        )
+    if at.outermost:
+        return torch.cat([*parts], at.dim)
+    apart = [part.unflatten(at.dim, (-1, num_rows)) for part in parts]
+    return torch.cat(apart, at.dim + 1).flatten(at.dim, at.dim + 1)
+
+
+def _refusal(output: Any, where: str) -> str:
+    return (
+        f"forward returns {type(output).__name__}{where}, which another stage of the pipeline "
+        "computes: hidden states and attentions of all layers are on several ranks. Do not ask "
+        "for them (output_hidden_states=False, output_attentions=False), or use "
+        "pipeline_parallel.size 1"
+    )
+
+
+def _told(tensor: Tensor) -> Sent:
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        return Sent(tuple(local.shape), local.dtype, tuple(tensor.placements), tuple(tensor.shape))
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(
+            f"a pipeline sends the dense tensors that forward returns, got one of layout "
+            f"{tensor.layout}; return a dense one, or use pipeline_parallel.size 1"
+        )
+    return Sent(tuple(tensor.shape), tensor.dtype)
+
+
+def share(
+    told: Any,
+    tensors: Sequence[Tensor],
+    *,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    source: int,
+) -> Any:
+    """Give every stage what the last one returned. Every rank of the pipeline must call this.
+
+    Args:
+        told: The structure, on the last stage.
+        tensors: Those it has :class:`Sent` for, on the last stage.
+        mesh: The plan's mesh.
+        group: The ranks of the pipeline.
+        source: The rank of the last stage.
+    """
+    marked: list[Any] = [told]
+    with named_failures():
+        dist.broadcast_object_list(marked, group=group, group_src=source)
+    leaves, spec = pytree.tree_flatten(marked[0])
+    held = iter(tensors)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Sent):
+            own = next(held, None)
+            local = own.to_local() if isinstance(own, DTensor) else own
+            leaves[index] = _shared(leaf, local, mesh, group, source)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _shared(
+    told: Sent, local: Tensor | None, mesh: DeviceMesh, group: dist.ProcessGroup, source: int
+) -> Tensor:
+    if local is None:
+        local = torch.empty(told.shape, dtype=told.dtype, device=mesh.device_type)
+    local = local.detach().resolve_conj().resolve_neg().contiguous()
+    if local.numel():
+        # As bytes: gloo does not know every dtype.
+        with named_failures():
+            dist.broadcast(local.view(-1).view(torch.uint8), group=group, group_src=source)
+    if told.placements is None:
+        return local
+    return DTensor.from_local(local, mesh["tp"], told.placements, shape=told.global_shape)
