@@ -138,7 +138,7 @@ class Progress:
         # All ranks take part in reading a distributed tensor.
         if value is None or not (self._is_first or isinstance(value, DTensor)):
             return None
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
 
     def _report(self, values: dict[str, float]) -> None:
         now = self._clock()

@@ -130,18 +130,10 @@ class Pipeline:
         rows: Sequence[Rows | None] | None = None,
         returned: Returned | None = None,
     ) -> Any:
-        """Run forward passes alone. Every rank must call this, without gradients.
+        """Run forward passes alone, as :meth:`run` otherwise, without gradients.
 
-        Args:
-            forward: The model's own call.
-            args: Positional arguments: this rank's batch.
-            kwargs: Keyword arguments, likewise.
-            rows: Where the rows are in every leaf of these; None if that is not known.
-            returned: Where they are in what it returns; None to run the batch in one piece.
-
-        Returns:
-            The module's output with a :class:`Scalar` for each scalar of the whole batch, and
-            tensors; see [Note: what prediction costs].
+        What it returns has tensors, too; see [Note: what prediction costs]. ``returned`` is where
+        the rows are in it; None runs the batch in one piece.
         """
         parts: list[tuple[Any, Any]] = [(args, kwargs)]
         num_rows = num_rows_of(args, kwargs, rows) or 0
