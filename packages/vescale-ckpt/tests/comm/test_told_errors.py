@@ -66,9 +66,9 @@ def save_per_rank(path: str) -> None:
     vescale_ckpt.save(path, state(2), timeout=TIMEOUT, layout="per_rank")
 
 
-def save_aside(path: str) -> None:
+def save_aside(path: str, given: Any = None) -> None:
     with AsyncSaver(timeout=TIMEOUT) as saver:
-        saver.save(path, state(2))
+        saver.save(path, state(2) if given is None else given)
 
 
 def load_exchanging(path: str) -> None:
@@ -94,7 +94,9 @@ ACTIONS: list[Action] = [
 # Before these have begun, and after they have ended, there is no save and no load.
 ENTRIES = (
     "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
-    "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait", "AsyncSaver.__exit__",
+    "HostStaging.__init__", "_Outcome.__init__",
+    "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait",
+    "AsyncSaver.__exit__",
     "Handle.close", "Handles.close", "CheckpointReader.close",
     "CheckpointReader.__exit__", "keep_buffer",
 )  # fmt: skip
@@ -172,6 +174,8 @@ def try_all(world: World, directory: Path, number: int, stride: int) -> None:
     path = str(directory / "step-1")
     save_file({"w": torch.ones(1000, 600)}, directory / "model.safetensors")
     world.run(save, path)
+    # What is called only the first time in a process depends on the tests before.
+    world.run(ACTIONS[number], path)
     places = world.run(places_of, number, path)[1]
     assert len(places) > 20
     for place in places[number % stride :: stride]:
@@ -200,3 +204,30 @@ def test_an_error_in_each_function_is_raised_on_every_rank(
     world2: World, tmp_path: Path, number: int
 ) -> None:
     try_all(world2, tmp_path, number, stride=1)
+
+
+def wrong_arguments_on_one_rank(number: int, path: str) -> tuple[str, float]:
+    given: Any = torch.nn.Linear(1, 1) if dist.get_rank() == 1 else {"step": 1}
+    calls: list[Callable[[], object]] = [
+        lambda: vescale_ckpt.save(path, given, timeout=TIMEOUT),
+        lambda: save_aside(path, given),
+        lambda: vescale_ckpt.load(path, given, timeout=TIMEOUT),
+    ]
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        calls[number]()
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3), ids=["save", "save_aside", "load"])
+def test_a_wrong_argument_on_one_rank_is_told_to_all(
+    world2: World, tmp_path: Path, number: int
+) -> None:
+    path = str(tmp_path / "step-1")
+    world2.run(save, path)
+    for message, seconds in world2.run(wrong_arguments_on_one_rank, number, path):
+        assert "expected state to be a dict" in message
+        assert "got Linear" in message
+        assert "on rank 1" in message
+        assert seconds < PROMPTLY_SECONDS

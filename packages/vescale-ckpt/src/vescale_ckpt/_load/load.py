@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,18 +88,22 @@ def load(
         A dict like ``state``: the same tensors and objects, and the stored Python values.
 
     Raises:
-        TypeError: If ``path`` is no path, or ``state`` no dict.
         CorruptCheckpointError: If anything in the checkpoint is damaged or missing.
         MismatchError: If keys, shapes or dtypes differ from those of the checkpoint.
-        CheckpointError: If there is no checkpoint, it is of a newer format, or a rank failed.
+        CheckpointError: If on any rank ``path`` is no path, or ``state`` no dict; there is no
+            checkpoint, it is of a newer format, or a rank failed.
     """
-    check_arguments("load", path, state)
+
+    def chosen() -> KeyFilter:
+        check_arguments("load", path, state)
+        return key_filter_of(only, rename)
+
     begin = time.perf_counter()
     ranks = current_control_group(timeout)
     ranks.meet()
     with ranks.together():
-        reader, hosts, key_filter = _open_same(path, ranks, partial(key_filter_of, only, rename))
-    with reader, ranks.together(), torch.no_grad():
+        reader, hosts, key_filter = _open_same(path, ranks, chosen)
+    with ranks.together(), reader, torch.no_grad():
         with AllOrNone(ranks):
             try:
                 matched = match(

@@ -89,11 +89,11 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
-        check_arguments("save", path, state)
         destination: Destination | None = None
         taken: Snapshot | None = None
         failure: Exception | None = None
         try:
+            check_arguments("save", path, state)
             destination = destination_of(path, layout=layout, keep_last=keep_last)
         except Exception as error:
             if self._ranks.size == 1:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -80,12 +79,10 @@ def save(
             up on one that hangs.
 
     Raises:
-        TypeError: If ``path`` is no path, or ``state`` no dict.
-        ValueError: If ``keep_last`` is less than one, ``path`` does not end with a number then,
-            or it is a URL, which does not take shared files.
         MismatchError: If ranks disagree about a key, a shape, a dtype or a value.
-        CheckpointError: If something in ``state`` cannot be stored, or writing failed on any
-            rank. Nothing was committed then.
+        CheckpointError: If on any rank ``path`` is no path, ``state`` no dict, or something in it
+            cannot be stored; ``keep_last`` is less than one, or ``path`` does not end with a
+            number then; a URL is to take shared files; or writing failed. Nothing was committed.
 
     Example:
         >>> import tempfile, torch
@@ -96,8 +93,11 @@ def save(
         ...     load(f"{directory}/step-1", {"model": model, "step": 0})["step"]
         1
     """
-    check_arguments("save", path, state)
-    choose = partial(destination_of, path, layout=layout, keep_last=keep_last)
+
+    def choose() -> Destination:
+        check_arguments("save", path, state)
+        return destination_of(path, layout=layout, keep_last=keep_last)
+
     ranks = current_control_group(timeout)
     write_checkpoint(choose, lambda: snapshot(state, ranks), ranks)
 

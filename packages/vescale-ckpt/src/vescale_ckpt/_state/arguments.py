@@ -1,22 +1,26 @@
-"""The arguments of a save or a load, checked before ranks talk."""
+"""The arguments of a save or a load: a path, and a dict of what it is about."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+from vescale_ckpt.exceptions import CheckpointError
+
 
 def check_arguments(name: str, path: object, state: object) -> None:
     """Refuse a path that is none, and a state that is one thing rather than a dict of things.
 
     Raises:
-        TypeError: With how the function is called.
+        CheckpointError: With how the function is called.
     """
     usage = f"{name}(path, {{'model': model}})"
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"expected path to be a path, got {type(path).__name__}; call {usage}")
+        raise CheckpointError(
+            f"expected path to be a path, got {type(path).__name__}; call {usage}"
+        )
     if not isinstance(state, Mapping):
-        raise TypeError(
+        raise CheckpointError(
             f"expected state to be a dict of what to {name} by name, got "
             f"{_kind(state)}; call {usage}"
         )
