@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import vescale
 from vescale_testing import World
 
-from . import coupled_layers
+from . import coupled_layers, masked_models
 from .families import InDouble
 from .judge import Trial, judge
 from .models import ReturnsLoss, batches
@@ -336,3 +336,22 @@ def test_layers_in_a_closure_draw_what_one_device_draws(world2: World) -> None:
     torch.set_rng_state(state)
     for found in world2.run(lambda_losses, plan):
         assert found == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[] if plan == "tp" else pytest.mark.nightly)
+        for name in masked_models.MODELS
+        for plan in ("tp", "tp-recompute", "zero3")
+    ],
+)
+def test_a_forward_that_looks_at_its_mask_draws_what_one_device_draws(
+    world2: World, name: str, plan: str
+) -> None:
+    trial = Trial(
+        build=partial(masked_models.build, name), batches=partial(masked_models.batches, name)
+    )
+    judgement = judge({2: world2}, trial, 2, TWO[plan])
+    assert judgement.verdict == "equal", judgement.detail

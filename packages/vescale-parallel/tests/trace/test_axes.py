@@ -171,4 +171,4 @@ def test_a_forward_that_needs_values_is_refused_with_operator_and_module() -> No
     with pytest.raises(
         ObservationError, match=r"in module '0' \(AsksForValues\) at operator aten\."
     ):
-        infer_axes(nn.Sequential(AsksForValues()), torch.zeros(2, 2))
+        infer_axes(nn.Sequential(AsksForValues()), torch.full((2, 2), 0.5))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import observe
 from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
-from vescale_parallel._trace.fake_tensors import ObservationError, fake_batch
+from vescale_parallel._trace.fake_tensors import ObservationError
 
 
 class Events(Listener):
@@ -61,7 +61,7 @@ X = (torch.ones(2, 4), torch.ones(3, dtype=torch.long))
 
 def heard_of(model: nn.Module) -> list[str]:
     run, events = FakeRun(model), Events()
-    run.forward((fake_batch(X, run.fake_mode), {}), events)
+    run.forward((run.batch(X), {}), events)
     return events.heard
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from vescale_parallel._torch_private import FakeTensor, FakeTensorMode
 from vescale_parallel._trace.fake_tensors import fake_batch, skeleton
+from vescale_parallel._trace.known_values import KnownValues
 
 
 class _Everything(nn.Module):
@@ -23,7 +24,7 @@ class _Everything(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_skeleton_has_the_same_tensors_without_memory(device: str) -> None:
     model = _Everything(device)
-    copied = skeleton(model, FakeTensorMode())
+    copied = skeleton(model, FakeTensorMode(), KnownValues())
     assert copied.tied is copied.weight
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = dict(getattr(copied, kind)()), dict(getattr(model, kind)())
@@ -39,8 +40,8 @@ def test_a_skeleton_has_the_same_tensors_without_memory(device: str) -> None:
 def test_gradients_reach_the_parameters_of_a_skeleton() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2).requires_grad_(False))
     fake_mode = FakeTensorMode()
-    copied = skeleton(model, fake_mode)
-    x = fake_batch(torch.randn(3, 5, requires_grad=True), fake_mode)
+    copied = skeleton(model, fake_mode, KnownValues())
+    x = fake_batch(torch.randn(3, 5, requires_grad=True), fake_mode, KnownValues())
     with fake_mode:
         copied(x).sum().backward()
     assert x.grad.shape == (3, 5)
@@ -53,7 +54,7 @@ def test_gradients_reach_the_parameters_of_a_skeleton() -> None:
 def test_a_skeleton_takes_no_memory_and_leaves_the_model_alone() -> None:
     with torch.device("meta"):
         model = nn.Linear(1 << 20, 1 << 20)
-    copied = skeleton(model, FakeTensorMode())
+    copied = skeleton(model, FakeTensorMode(), KnownValues())
     assert copied.weight.nbytes == 1 << 42
     assert model.weight.is_meta
     assert not isinstance(model.weight, FakeTensor)

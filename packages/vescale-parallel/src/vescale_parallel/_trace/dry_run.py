@@ -16,7 +16,7 @@ from vescale_parallel._model.copies import snapshot
 from vescale_parallel._torch_private import pytree
 
 from .fake_run import FakeRun, Listener, Operator
-from .fake_tensors import bind, fake_batch
+from .fake_tensors import bind
 
 
 class DryRunError(ValueError):
@@ -90,7 +90,7 @@ def dry_run(
         _repeat(run.model, first, others)
     calls = _Calls(watched)
     # A forward may change objects that it is given, caches for example.
-    args, kwargs = snapshot(fake_batch(given, run.fake_mode))
+    args, kwargs = snapshot(run.batch(given))
     with torch.enable_grad(), _quiet():
         run.forward((args, kwargs), calls, *make_listeners(run))
     return calls.found

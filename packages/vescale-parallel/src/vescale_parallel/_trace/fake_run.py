@@ -12,8 +12,16 @@ from torch import nn
 from vescale_parallel._model.copies import drop_hooks
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
-from .fake_tensors import ObservationError, all_integer, fake_output, skeleton
+from .fake_tensors import (
+    ObservationError,
+    all_integer,
+    fake_batch,
+    fake_output,
+    is_float,
+    skeleton,
+)
 from .generators import untouched_generators
+from .known_values import KnownValues
 
 
 class Operator(NamedTuple):
@@ -22,8 +30,9 @@ class Operator(NamedTuple):
     Attributes:
         func: What torch dispatches.
         inputs: The tensors among its arguments.
-        output: A tree of fake tensors, or of real ones if ``is_integer``.
-        is_integer: Whether it ran for real: all that it saw and gave is integer.
+        output: A tree of fake tensors. What it has of integers is real if the operator
+            ``is_integer``, or if the values that it saw are known.
+        is_integer: Whether it ran for real alone: all that it saw and gave is integer.
     """
 
     func: Any
@@ -56,11 +65,13 @@ class FakeRun:
     ``refused`` returns what is raised instead of what the forward raises.
 
     Floating-point tensors are fake. Integers stay real, so that code that looks at masks and
-    positions works. Modes that a listener wants around the forward, such as whether there are
-    gradients, it puts there itself.
+    positions works; so does code that looks at masks of floating-point numbers, see
+    :class:`KnownValues`. Modes that a listener wants around the forward, such as whether there
+    are gradients, it puts there itself.
 
     Attributes:
         fake_mode: Whose tensors the copy has.
+        values: What is known of them.
         model: The copy. It may be changed before the forward.
         operator: Name of the latest operator.
     """
@@ -72,7 +83,8 @@ class FakeRun:
         refused: Callable[[FakeRun, Exception], Exception] | None = None,
     ) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = skeleton(model, self.fake_mode)
+        self.values = KnownValues()
+        self.model = skeleton(model, self.fake_mode, self.values)
         drop_hooks(self.model)
         self.operator = ""
         self._refused = refused or _observation_error
@@ -85,6 +97,10 @@ class FakeRun:
         if self._inside or self._raised is None:
             return self._inside[-1] if self._inside else ""
         return self._raised[1]
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch of fake tensors for the forward."""
+        return fake_batch(batch, self.fake_mode, self.values)
 
     def forward(
         self, given: tuple[tuple[Any, ...], Mapping[str, Any]], *listeners: Listener
@@ -165,11 +181,27 @@ class _Mode(TorchDispatchMode):
         if is_integer:
             output = func(*args, **kwargs)
         else:
-            output = fake_output(func, args, kwargs, self._run.fake_mode)
+            output = self._fake_output(func, args, kwargs, inputs)
         ran = Operator(func, args, kwargs, inputs, output, is_integer)
         for each in self._listeners:
             each.operator(ran)
         return output
+
+    def _fake_output(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> Any:
+        values, fake_mode = self._run.values, self._run.fake_mode
+        known = values.run(func, args, kwargs, inputs)
+        if known is not None and len(known) == 1 and not _is_float_tensor(known[0]):
+            return known[0]
+        output = fake_output(func, args, kwargs, fake_mode)
+        if known is not None:
+            values.note(pytree.tree_leaves(output), known)
+        return output
+
+
+def _is_float_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_float(value.dtype)
 
 
 def _observation_error(run: FakeRun, error: Exception) -> ObservationError:

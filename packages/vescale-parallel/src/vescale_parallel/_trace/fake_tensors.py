@@ -13,6 +13,8 @@ from torch import nn
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._torch_private import FakeTensor, FakeTensorMode, fake_like, pytree
 
+from .known_values import KnownValues
+
 # Elements above which an integer operator is not run for real.
 _LARGE_NUMEL = 1 << 27
 
@@ -21,15 +23,15 @@ class ObservationError(ValueError):
     """The forward cannot run without values; names the operator and the module."""
 
 
-def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of a model whose tensors have no storage."""
+def skeleton(model: nn.Module, fake_mode: FakeTensorMode, values: KnownValues) -> nn.Module:
+    """Return a deep copy of a model whose tensors have no storage, and note their values."""
     memo: dict[int, Any] = {}
     originals: list[Any] = []
     for module in model.modules():
         for attribute in vars(module).values():
             for leaf in pytree.tree_leaves(attribute):
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
-                    memo[id(leaf)] = _fake(leaf, fake_mode)
+                    memo[id(leaf)] = _fake(leaf, fake_mode, values)
                     originals.append(leaf)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
@@ -41,20 +43,25 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
         ) from error
 
 
-def fake_batch(batch: Any, fake_mode: FakeTensorMode) -> Any:
+def fake_batch(batch: Any, fake_mode: FakeTensorMode, values: KnownValues) -> Any:
     """Return a batch of fake tensors, one for a tensor that appears twice."""
     leaves, spec = pytree.tree_flatten(batch)
-    made = {id(leaf): _fake(leaf, fake_mode) for leaf in leaves}
+    made = {id(leaf): _fake(leaf, fake_mode, values) for leaf in leaves}
     return pytree.tree_unflatten([made[id(leaf)] for leaf in leaves], spec)
 
 
-def _fake(leaf: Any, fake_mode: FakeTensorMode) -> Any:
+def _fake(leaf: Any, fake_mode: FakeTensorMode, values: KnownValues) -> Any:
     """Return a tensor's shape and dtype as a fake tensor, or a real copy of readable integers."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if _is_readable(leaf) and not is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
+    if not _is_readable(leaf):
+        return fake_like(leaf, fake_mode)
+    if not is_float(leaf.dtype) and leaf.numel() < _LARGE_NUMEL:
         return leaf.detach().cpu().clone()
-    return fake_like(leaf, fake_mode)
+    fake = fake_like(leaf, fake_mode)
+    if not isinstance(leaf, nn.Parameter):
+        values.give(fake, leaf)
+    return fake
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

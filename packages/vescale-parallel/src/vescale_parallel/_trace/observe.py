@@ -17,7 +17,7 @@ from vescale_parallel._model.inputs import usual_num_rows
 from vescale_parallel._torch_private import pytree
 
 from .fake_run import FakeRun, Listener, Operator
-from .fake_tensors import bind, fake_batch, is_float
+from .fake_tensors import bind, is_float
 from .flops import Uncounted, flops_of
 from .observation import (
     BlockObservation,
@@ -64,7 +64,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         )
     run = FakeRun(model)
     observer = _Observer(run.model, blocks)
-    given = bind(run.model, fake_batch(batch, run.fake_mode))
+    given = bind(run.model, run.batch(batch))
     hooks = saved_tensors_hooks(observer.saved, lambda saved: saved.tensor)
     with torch.enable_grad(), hooks:
         output = run.forward(given, observer)

@@ -13,7 +13,7 @@ from torch import nn
 
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
-from vescale_parallel._trace.fake_tensors import bind, fake_batch, is_float
+from vescale_parallel._trace.fake_tensors import bind, is_float
 from vescale_parallel._trace.flops import flops_of
 
 from .graph import Call, Linearity, Step, Trace, UnknownOperator, Value
@@ -61,7 +61,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
         batch = dict(batch)  # pytree does not open every mapping
     run = FakeRun(model)
     recorder = _Recorder(run)
-    args, kwargs = bind(run.model, fake_batch(batch, run.fake_mode))
+    args, kwargs = bind(run.model, run.batch(batch))
     recorder.sources(args, kwargs)
     with torch.no_grad(), _every_operator():
         output = run.forward((args, kwargs), recorder)
