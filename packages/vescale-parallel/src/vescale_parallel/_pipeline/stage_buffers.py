@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +30,9 @@ class _Told:
     is_new: bool
 
 
+_Changed = tuple[dict[str, _Told], set[str]]
+
+
 class StageBuffers:
     """The buffers of a model whose stages are on several ranks.
 
@@ -47,7 +50,8 @@ class StageBuffers:
         """Give forward as it is to run within one step. Every rank must call this.
 
         Raises:
-            ValueError: If the runs of forward leave a buffer with different values.
+            ValueError: If the runs of forward leave a buffer with different values, or backward
+                changes one.
         """
         form = (self._buffers.form(), torch.is_grad_enabled())
         before = self._buffers.now(form)
@@ -61,19 +65,23 @@ class StageBuffers:
         if self._buffers.is_known(form):
             before.keep_copies_of(self._buffers.known(form) | before.changed(by_value=False))
         else:
-            self._learn(form, changes)
+            self._learn(form, changes, before.changed(by_value=True))
         for fqn, found in changes.items():
             before.set(fqn, found[-1])
         self._send(before, self._owners[form])
 
-    def _learn(self, form: object, changes: Mapping[str, list[Change]]) -> None:
+    def _learn(
+        self, form: object, changes: Mapping[str, list[Change]], elsewhere: set[str]
+    ) -> None:
         told = {fqn: _told(found) for fqn, found in changes.items()}
-        ranks: list[Any] = [told]
+        ranks: list[Any] = [(told, elsewhere)]
         if self._group is not None:
             ranks = [None] * dist.get_world_size(self._group)
             with named_failures():
-                dist.all_gather_object(ranks, told, group=self._group)
-        of_ranks = cast("list[dict[str, _Told]]", ranks)
+                dist.all_gather_object(ranks, (told, elsewhere), group=self._group)
+        changed = cast("list[_Changed]", ranks)
+        _refuse_changes_in_backward(sorted(set[str]().union(*(names for _, names in changed))))
+        of_ranks = [found for found, _ in changed]
         owners: dict[str, int] = {}
         for fqn in sorted({fqn for each in of_ranks for fqn in each}):
             found = {rank: each[fqn] for rank, each in enumerate(of_ranks) if fqn in each}
@@ -107,6 +115,18 @@ class StageBuffers:
                 parts = flat.split([before.value(fqn).numel() for fqn in names])
                 for fqn, part in zip(names, parts, strict=True):
                     before.fill(fqn, part.view(before.value(fqn).shape))
+
+
+def _refuse_changes_in_backward(names: Sequence[str]) -> None:
+    # Forward runs on copies, so these were written to by something else.
+    if names:
+        raise ValueError(
+            f"the buffer {names[0]!r} is changed in backward, where torch.utils.checkpoint runs "
+            "forward again, or is written to under another name. A pipeline, or "
+            "batch.gradient_accumulation, does that for every micro-batch; one device does it "
+            "once. Have the plan recompute (recompute='full') in place of the model, or keep the "
+            "buffer from changing"
+        )
 
 
 def _told(changes: list[Change]) -> _Told:
