@@ -27,7 +27,7 @@ from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_groups, second_group
 from ._mesh.process_group import start_process_group
 from ._model.blocks import blocks_of
-from ._model.inputs import example_from, example_of
+from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
@@ -67,7 +67,6 @@ from ._tensor_parallel.distributed_logits import DistributedLogits
 from ._tensor_parallel.explain import Applied, said_whole
 from ._tensor_parallel.tensor_sharding import TensorSharding, shard
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
-from ._trace.fake_tensors import bind
 from ._verify.call_guard import CallGuard
 from ._verify.call_signature import CallForms, proven_forms
 from ._verify.manual_plan import checked_plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
-from vescale_parallel._rng.known_draws import WHOLE, Scope, ShardedDraw
+from vescale_parallel._rng.known_draws import Scope, ShardedDraw
 from vescale_parallel._rng.predict import (
     cuts_of_example,
     draw_marks,
@@ -79,7 +79,7 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
     found = cuts_of_example(model, batch, sharding)
     assert found is not None
     for index in range(4):
-        assert found[f"blocks.{index}", 0] == WHOLE
+        assert found[f"blocks.{index}", 0] == ShardedDraw()
         assert found[f"blocks.{index}", 1] == ShardedDraw(rows=0, part=2)
         assert found[f"blocks.{index}.attention", 0] == ShardedDraw(rows=0, part=1)
         assert found[f"blocks.{index}.dropout", 0] == ShardedDraw(rows=0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._rng.known_draws import WHOLE, KnownDraws, Place, Scope, ShardedDraw
+from vescale_parallel._rng.known_draws import KnownDraws, Place, Scope, ShardedDraw
 from vescale_parallel._rng.sharded_rng import Draws
 from vescale_parallel._runtime.recompute import recompute
 from vescale_parallel._trace.memory_order import NotedOrder
@@ -87,7 +87,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    "cut", [ShardedDraw(rows=0), ShardedDraw(part=1), ShardedDraw(rows=0, part=1), WHOLE], ids=repr
+    "cut",
+    [ShardedDraw(rows=0), ShardedDraw(part=1), ShardedDraw(rows=0, part=1), ShardedDraw()],
+    ids=repr,
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_parts_are_those_of_what_one_device_draws(name: str, cut: ShardedDraw) -> None:
@@ -290,7 +292,7 @@ def test_an_operator_that_does_not_draw_by_elements_is_named() -> None:
 def test_what_has_no_part_on_any_rank_is_drawn_by_any_operator() -> None:
     torch.manual_seed(3)
     expected = torch.randperm(8)
-    scope = Scope(cuts=[WHOLE], parts={})
+    scope = Scope(cuts=[ShardedDraw()], parts={})
     found, _ = drawn_on(place(2, 2, 3), lambda _: torch.randperm(8), torch.ones(2), scope)
     assert torch.equal(found, expected)
 

@@ -1,7 +1,8 @@
-"""A small batch to run a model on: cut from a given one, or made up for a known kind of model."""
+"""Batches: where their rows are, how a model takes them, and small ones to run a model on."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -58,6 +59,32 @@ def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
+def opened(batch: Any) -> Any:
+    """Return a batch that pytree opens: not every mapping is one for it."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that forward takes for a batch."""
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        named = {str(name): value for name, value in batch.items()}
+        if binds(signature, (), named):
+            return (), named
+    if isinstance(batch, tuple | list) and binds(signature, tuple(batch), {}):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function takes these arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def example_from(dataset: Any) -> Any:
     """Return two samples as a batch, None of what cannot be read without consequences.
 
@@ -79,8 +106,7 @@ def example_from(dataset: Any) -> Any:
 
 def small_example(batch: Any) -> Any:
     """Return the first rows of a batch, and the first positions if all its tensors are (B, S)."""
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
+    batch = opened(batch)
     if not has_rows_first(batch):
         return batch
     length = common_length(batch, next(filter(_has_dims, pytree.tree_leaves(batch))).shape[0])

@@ -178,7 +178,8 @@ class Draws:
             if any(isinstance(arg, DTensor) for arg in args):
                 # In a region: a tensor of the whole batch draws what one device draws.
                 return func(*args, **kwargs)
-            cut = self._cut(drawn_shape(args), scope, index, mark(fqn, index))
+            at = mark(fqn, index)
+            cut = self._cut(drawn_shape(args), scope, index, at)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -186,7 +187,12 @@ class Draws:
                     return self._draw_part(func, args, kwargs, cut, stack_of(fqn))
                 except NotImplementedError:
                     pass
-            self._warn(func, mark(fqn, index))
+            self._warn_once(
+                at,
+                f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; "
+                "it draws others than one device would, from a stream of its own. A sharding plan "
+                f"can say how they are cut: '{at}': 'Shard(d)'",
+            )
             return self._draw_own(func, args, kwargs, cut)
         finally:
             self.is_drawing = False
@@ -202,7 +208,13 @@ class Draws:
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
             return ShardedDraw(part=part)
         if shape[0] == self._now.num_rows:
-            self._warn_of_guess(shape, at)
+            self._warn_once(
+                at,
+                "it could not be found out along which dim the rows of the batch are in the "
+                f"random numbers of shape {shape} that are drawn at {at!r}; taken to be the "
+                "first, which is as long as the batch. If it is another, they are not those of "
+                "one device",
+            )
             return ShardedDraw(rows=0, part=part)
         return None
 
@@ -327,25 +339,10 @@ class Draws:
         with forked_generators(seed + position, cuda=torch.cuda.is_available()):
             return func(*args, **kwargs)
 
-    def _warn(self, func: Any, at: str) -> None:
-        if at in self._warned:
-            return
-        self._warned.add(at)
-        warn_at_user_line(
-            f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
-            "draws others than one device would, from a stream of its own. A sharding plan "
-            f"can say how they are cut: '{at}': 'Shard(d)'",
-        )
-
-    def _warn_of_guess(self, shape: tuple[int, ...], at: str) -> None:
-        if at in self._warned:
-            return
-        self._warned.add(at)
-        warn_at_user_line(
-            f"it could not be found out along which dim the rows of the batch are in the random "
-            f"numbers of shape {shape} that are drawn at {at!r}; taken to be the first, which is "
-            "as long as the batch. If it is another, they are not those of one device",
-        )
+    def _warn_once(self, at: str, message: str) -> None:
+        if at not in self._warned:
+            self._warned.add(at)
+            warn_at_user_line(message)
 
 
 class _Drawing(DrawMode):

@@ -135,10 +135,6 @@ class Engine:
             self.is_running = False
             self.parameters.end_forward()
 
-    def whole_results(self) -> contextlib.AbstractContextManager[None]:
-        """Have calls return whole logits, for code of the model that reads them."""
-        return self.logits.gathered()
-
     def _parts_by(self) -> str:
         """Return who runs this rank's rows in parts in a call now, if somebody does."""
         if self.pipeline is not None:

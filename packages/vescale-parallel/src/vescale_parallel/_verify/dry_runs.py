@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import blocks_of
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import (
     DryRunError,
     ModuleCall,
     dry_run_whole,
     equal_blocks,
-    opened,
     readers_of,
 )
 from vescale_parallel._trace.fake_run import FakeRun
-from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
 from .rank_dry_run import draws_of_rank, dry_run_rank
@@ -50,7 +49,7 @@ class DryRuns:
             DryRunError: If the forward needs values.
         """
         if self._blocks is None:
-            blocks = [fqn for stack in block_stacks(self.model) for fqn in stack] or [""]
+            blocks = blocks_of(self.model) or ("",)
             notes = DrawNotes()
             try:
                 self._blocks = dry_run_whole(self.model, self.batch, blocks, notes)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
@@ -28,7 +29,7 @@ def checked_alone(
     with the marks of whole parameters of which ranks hold partial gradients; None if results or
     gradients differ, or if the module is too large or takes something else.
     """
-    if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
+    if numel_of(module) > MAX_NUMEL:
         return None
     # Its gradient is compared, too: what the module reads belongs to the model around it.
     batch = (torch.zeros(2, 3, num_features, requires_grad=True),)

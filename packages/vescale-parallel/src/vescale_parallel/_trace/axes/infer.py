@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
-from vescale_parallel._trace.fake_tensors import bind, fake_batch, is_float
+from vescale_parallel._trace.fake_tensors import fake_batch, is_float
 from vescale_parallel._trace.flops import flops_of
 
 from .graph import Call, Linearity, Step, Trace, UnknownOperator, Value
@@ -57,8 +58,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
     """
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
+    batch = opened(batch)
     run = FakeRun(model)
     recorder = _Recorder(run)
     args, kwargs = bind(run.model, fake_batch(batch, run.fake_mode))
