@@ -20,7 +20,7 @@ from vescale_parallel._rng.predict import (
     draw_marks,
     scopes_of_unknown,
 )
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
@@ -208,7 +208,7 @@ def test_rows_are_found_wherever_they_are(name: str, rows: int, length: int) -> 
     forms = forms_of(model)
     for rank in range(2):
         copied = copy.deepcopy(model)
-        draws = Draws(place(2, 1, rank), {}, forms.known)
+        draws = ShardedRng(place(2, 1, rank), {}, forms.known)
         draws.install(copied)
         mine = x.chunk(2)[rank]
         torch.manual_seed(3)
@@ -262,7 +262,7 @@ def test_a_model_that_draws_nothing_is_not_watched() -> None:
 def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:
     model = Folded(time_outer=True)
     forms = forms_of(model)
-    draws = Draws(place(2, 1, 0), {}, forms.known)
+    draws = ShardedRng(place(2, 1, 0), {}, forms.known)
     draws.install(model)
     with draws.of_call(model, (torch.randn(4, 1, 6),), {}, 4):
         model(torch.randn(4, 1, 6))

@@ -30,13 +30,18 @@ def batch_dims(batch: Any) -> tuple[int | None, ...]:
     """
     leaves = pytree.tree_leaves(batch)
     rows = usual_num_rows(leaves)
-    return tuple(0 if _has_dims(x) and x.shape[0] == rows else None for x in leaves)
+    return tuple(usual_rows_dim(x.shape, rows) if _has_dims(x) else None for x in leaves)
 
 
 def usual_num_rows(batch: Any) -> int | None:
     """Return how many rows a batch has by [Note: which dim is the batch], None without tensors."""
     firsts = [x.shape[0] for x in pytree.tree_leaves(batch) if _has_dims(x)]
     return next((first for first in firsts if first != 1), firsts[0] if firsts else None)
+
+
+def usual_rows_dim(shape: Sequence[int], num_rows: int | None) -> int | None:
+    """Return the dim of the rows by [Note: which dim is the batch], None of a tensor without."""
+    return 0 if len(shape) and shape[0] == num_rows else None
 
 
 def is_shared_by_rows(shape: Sequence[int], shapes: Iterable[Sequence[int]]) -> bool:

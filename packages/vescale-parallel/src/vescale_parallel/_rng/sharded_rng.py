@@ -32,6 +32,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
+from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
@@ -67,7 +68,7 @@ class _Now:
     num_rows: int
 
 
-class Draws:
+class ShardedRng:
     """Draws for one rank of a parallelized model.
 
     Args:
@@ -207,7 +208,8 @@ class Draws:
         part = scope.parts.get(index)
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
             return ShardedDraw(part=part)
-        if shape[0] == self._now.num_rows:
+        rows = usual_rows_dim(shape, self._now.num_rows)
+        if rows is not None:
             self._warn_once(
                 at,
                 "it could not be found out along which dim the rows of the batch are in the "
@@ -215,7 +217,7 @@ class Draws:
                 "first, which is as long as the batch. If it is another, they are not those of "
                 "one device",
             )
-            return ShardedDraw(rows=0, part=part)
+            return ShardedDraw(rows=rows, part=part)
         return None
 
     def _if_alone(self, cut: ShardedDraw | None, shape: tuple[int, ...]) -> ShardedDraw | None:
@@ -346,18 +348,18 @@ class Draws:
 
 
 class _Drawing(DrawMode):
-    """Counts the draws of one call of a module, and has :class:`Draws` do them."""
+    """Counts the draws of one call of a module, and has :class:`ShardedRng` do them."""
 
-    def __init__(self, draws: Draws, fqn: str, scope: Scope) -> None:
+    def __init__(self, rng: ShardedRng, fqn: str, scope: Scope) -> None:
         super().__init__()
-        self._draws, self._fqn, self._scope = draws, fqn, scope
+        self._rng, self._fqn, self._scope = rng, fqn, scope
         self._count = 0
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._draws.is_drawing:  # what an enclosing module draws its part with
+        if self._rng.is_drawing:  # what an enclosing module draws its part with
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
-        return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
+        return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 
 def generator_state() -> tuple[bytes, ...]:

@@ -31,7 +31,7 @@ from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.microbatches import split_batch
 from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.sharded_rng import ShardedRng
 
 _Part = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,7 +74,7 @@ class AccumulatedStep:
         device: Of the losses.
         parameters: Has them gathered, and reduces their gradients.
         ranks: Those that share a batch.
-        draws: Random numbers in forward.
+        rng: Random numbers in forward.
         staging: Shared with the modules that may be answered by placeholders.
         buffers: Those that forward changes; None for a model without any.
     """
@@ -84,7 +84,7 @@ class AccumulatedStep:
     device: str
     parameters: ZeroState
     ranks: DataRanks
-    draws: Draws
+    rng: ShardedRng
     staging: Staging
     buffers: StageBuffers | None
     _counts_by_running: bool | None = None
@@ -145,8 +145,8 @@ class AccumulatedStep:
             state.put_back()
             means = TokenMeans(self._num_parts, functools.partial(self._known_count, totals))
             num_rows = _num_rows(args, kwargs, rows)
-            with self.draws.of_part(index, len(parts)):
-                with self.draws.of_call(self.model, args, kwargs, num_rows), means:
+            with self.rng.of_part(index, len(parts)):
+                with self.rng.of_call(self.model, args, kwargs, num_rows), means:
                     output = forward(*args, **kwargs)
                 check(output)
                 loss = loss_of(output)

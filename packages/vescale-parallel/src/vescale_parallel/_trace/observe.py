@@ -120,7 +120,7 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class _Call:
+class _CountedCall:
     """A call of a module; ``parent`` is the index of the call that it was made in."""
 
     fqn: str
@@ -143,7 +143,7 @@ class _Observer(Listener):
     read: dict[torch.UntypedStorage, int] = field(
         default_factory=dict["torch.UntypedStorage", int]
     )
-    calls: list[_Call] = field(default_factory=list[_Call])
+    calls: list[_CountedCall] = field(default_factory=list[_CountedCall])
     call: int = -1
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
 
@@ -153,7 +153,7 @@ class _Observer(Listener):
         self._parameters = {each.untyped_storage() for each in self.model.parameters()}
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
+        self.calls.append(_CountedCall(fqn, self.call, _shapes((args, kwargs))))
         self.call = len(self.calls) - 1
         self.where = self._indices.get(fqn, self.where)
         self.called.setdefault(fqn, self.where)

@@ -24,7 +24,7 @@ from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
 from .rank_dry_run import draws_of_rank, dry_run_rank
 
-Draws = tuple[NotedDraw, ...]
+NotedDraws = tuple[NotedDraw, ...]
 _Found = TypeVar("_Found")
 
 
@@ -39,8 +39,8 @@ class DryRuns:
         self.model, self.batch = model, batch
         self._blocks: dict[str, ModuleCall] | DryRunError | None = None
         self._readers: dict[str, set[str]] | DryRunError | None = None
-        self._draws: Draws | None = None
-        self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], Draws]] = []
+        self._draws: NotedDraws | None = None
+        self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], NotedDraws]] = []
 
     def blocks(self) -> dict[str, ModuleCall]:
         """Return how the whole model calls its blocks, or the model itself if it has none.
@@ -82,7 +82,7 @@ class DryRuns:
         self._parts.append((forward, calls, self._heard(notes)))
         return calls
 
-    def draws(self, sharding: TensorSharding | None = None) -> Draws:
+    def draws(self, sharding: TensorSharding | None = None) -> NotedDraws:
         """Return what :func:`draws_of_rank` does for the batch, in training mode.
 
         Raises:
@@ -115,7 +115,7 @@ class DryRuns:
         trained = FakeRun(self.model).model.train()  # may be one that keeps a part from training
         return all(module.training for module in trained.modules())
 
-    def _heard(self, notes: DrawNotes) -> Draws:
+    def _heard(self, notes: DrawNotes) -> NotedDraws:
         for first, others in equal_blocks(self.model):
             notes.repeat(first, others)
         return tuple(notes.draws)
