@@ -68,7 +68,7 @@ def test_with_the_sequence_cut_they_gather_and_scatter_four_times_each_way(
     forward, backward = of_two_layers(world4, {TP: 4, SEQUENCE: True})
     # The same halves, apart from each other.
     assert forward == (FOUR_ALL_REDUCES, NBYTES)
-    # The gradients of the norms' weights are addends then: more bytes in one all-reduce of all.
+    # The gradients of the norms' weights are partial values then: more bytes in one all-reduce.
     assert backward == (FOUR_ALL_REDUCES, NBYTES + 2 * (2 * 3 * 2 * HIDDEN * 4 // 4))
 
 
@@ -80,7 +80,7 @@ def erased(layers: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class SummedGradient(torch.autograd.Function):
-    """Where an activation enters a region: its gradients, addends, are summed there."""
+    """Where an activation enters a region: its gradients, partial values, are summed there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

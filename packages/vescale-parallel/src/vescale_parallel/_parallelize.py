@@ -27,7 +27,7 @@ from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_groups, second_group
 from ._mesh.process_group import start_process_group
 from ._model.blocks import blocks_of
-from ._model.inputs import example_from, example_of
+from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
@@ -43,7 +43,7 @@ from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
-from ._rng.sharded_rng import Draws
+from ._rng.sharded_rng import ShardedRng
 from ._runtime.accumulation import AccumulatedStep, let_count
 from ._runtime.arguments import Arguments
 from ._runtime.checks import (
@@ -67,7 +67,6 @@ from ._tensor_parallel.distributed_logits import DistributedLogits
 from ._tensor_parallel.explain import Applied, said_whole
 from ._tensor_parallel.tensor_sharding import TensorSharding, shard
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
-from ._trace.fake_tensors import bind
 from ._verify.call_guard import CallGuard
 from ._verify.call_signature import CallForms, proven_forms
 from ._verify.manual_plan import checked_plan
@@ -160,9 +159,9 @@ def _carry_out(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
-    draws = Draws(_place(mesh), lengths, None if forms is None else forms.known)
+    rng = ShardedRng(_place(mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
-        draws.install(model)
+        rng.install(model)
     for param in params:
         param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
@@ -171,9 +170,9 @@ def _carry_out(
         keep_no_caches(model)
         rows.prepare(model, blocks)
         for fqn in blocks:
-            recompute(model.get_submodule(fqn), draws.as_now, fqn)
+            recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = _zero_state(plan, model, mesh, params, blocks)
-    engine = _engine(plan, model, mesh, parameters, proofs, rows, draws, lift, stages, staging)
+    engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks_of(model), lambda: engine.is_running)
     if lift is not None:
@@ -349,7 +348,7 @@ def _engine(
     parameters: ZeroState,
     proofs: CallGuard | None,
     rows: BatchRows,
-    draws: Draws,
+    rng: ShardedRng,
     lift: LiftPlain | None,
     stages: StageMap | None,
     staging: Staging,
@@ -377,7 +376,7 @@ def _engine(
             device=mesh.device_type,
             parameters=parameters,
             ranks=ranks,
-            draws=draws,
+            rng=rng,
             staging=staging,
             buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
         )
@@ -390,7 +389,7 @@ def _engine(
         known=KnownModules(model, parameters.params),
         proofs=proofs,
         rows=rows,
-        draws=draws,
+        rng=rng,
         logits=logits,
         losses=ReturnedLosses(),
         pipeline=step,

@@ -257,8 +257,8 @@ _STORAGE_ONLY = ("colwise_gather_output", "rowwise_split_input")
 
 def _agreement(model: nn.Module, plan: Mapping[str, str], made: Iterable[Candidate]) -> Any:
     """Count the matrices that a shipped plan cuts and that are cut alike."""
-    cut_dims = {name: int(text.partition("(")[2].rstrip(")").partition(",")[0])
-                for cut in made for name, text in cut.parameters.items()}  # fmt: skip
+    cut_dims = {name: getattr(placement, "dim", None)
+                for cut in made for name, placement in cut.parameters.items()}  # fmt: skip
     shipped = shipped_dims(model, plan)
     if not shipped:
         return None

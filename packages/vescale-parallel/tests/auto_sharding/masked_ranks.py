@@ -10,27 +10,26 @@ replicated ones, which sum to them. Biases that are added to partial sums count 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate
 from vescale_parallel._tensor_parallel.chunks import part_sizes
+from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 
-_PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
 
-
-def mask(parameter: torch.Tensor, placement: str, rank: int, size: int) -> torch.Tensor:
+def mask(parameter: torch.Tensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
     """Return ones where a rank has a parameter's elements, and zeros elsewhere."""
-    match = _PLACEMENT.fullmatch(placement)
-    assert match is not None, placement
-    dim, parts = int(match[1]), int(match[2] or 1)
+    assert isinstance(placement, Shard | InterleavedShard)
+    dim, parts = placement.dim, num_parts_of(placement)
     made = torch.zeros_like(parameter)
     # Rows of a vocabulary need not divide evenly.
     sizes = part_sizes(parameter.shape[dim] // parts, size)
@@ -73,8 +72,7 @@ def worst_error(
     for name, gradient in expected.items():
         found = [gradients[name] for _, gradients in ranks]
         if name in cut.parameters:
-            text = cut.parameters[name]
-            masks = [mask(gradient, text, rank, size) for rank in range(size)]
+            masks = [mask(gradient, cut.parameters[name], rank, size) for rank in range(size)]
             pairs = [(g * m, gradient * m) for g, m in zip(found, masks, strict=True)]
         elif name in cut.replicated or name in cut.biases:
             pairs = [(sum(found), gradient)]
@@ -96,11 +94,11 @@ def _rank_weights(
     own = {id(p) for fqn in ends for p in model.get_submodule(fqn).parameters(recurse=False)}
     made: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
-    for name, text in cut.parameters.items():
+    for name, placement in cut.parameters.items():
         parameter = model.get_parameter(name)
         if id(parameter) in own:
             if id(parameter) not in made:
-                made[id(parameter)] = parameter * mask(parameter.detach(), text, rank, size)
+                made[id(parameter)] = parameter * mask(parameter.detach(), placement, rank, size)
             found[name] = made[id(parameter)]
     if rank:
         found |= {name: model.get_parameter(name) * 0 for name in cut.biases}

@@ -7,15 +7,15 @@ computed alone, and it is right to compute it elsewhere. Nothing here knows any 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate
-
-_PLACEMENT = re.compile(r"(?:Interleaved)?Shard\((\d+)(?:, ?(\d+))?\)")
+from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 
 
 def randomize(model: nn.Module) -> None:
@@ -37,11 +37,12 @@ def permutation(length: int) -> torch.Tensor:
     return order if not torch.equal(order, torch.arange(length)) else order.flip(0)
 
 
-def permute(parameter: torch.Tensor, placement: str, length: int, order: torch.Tensor) -> None:
+def permute(
+    parameter: torch.Tensor, placement: Placement, length: int, order: torch.Tensor
+) -> None:
     """Reorder, in place, the axis of ``length`` elements that a placement would cut."""
-    match = _PLACEMENT.fullmatch(placement)
-    assert match is not None, placement
-    dim, parts = int(match[1]), int(match[2] or 1)
+    assert isinstance(placement, Shard | InterleavedShard)
+    dim, parts = placement.dim, num_parts_of(placement)
     with torch.no_grad():
         apart = parameter.unflatten(dim, (parts, length, -1))
         parameter.copy_(apart.index_select(dim + 1, order).flatten(dim, dim + 2))

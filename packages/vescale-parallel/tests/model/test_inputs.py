@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.inputs import example_from
-from vescale_parallel._trace.fake_tensors import bind
+from vescale_parallel._model.inputs import bind, example_from
 
 
 class Named(nn.Module):

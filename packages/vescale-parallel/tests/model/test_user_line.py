@@ -39,5 +39,5 @@ def test_a_line_is_warned_of_once_and_the_next_again() -> None:
 def test_a_warning_may_be_an_error() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(FutureWarning, match="something"):
-            warn_at_user_line("something", FutureWarning)
+        with pytest.raises(UserWarning, match="something"):
+            warn_at_user_line("something")

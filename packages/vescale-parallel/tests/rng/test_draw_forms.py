@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
-from vescale_parallel._rng.known_draws import WHOLE, Scope, ShardedDraw
+from vescale_parallel._rng.known_draws import Scope, ShardedDraw
 from vescale_parallel._rng.predict import (
     cuts_of_example,
     draw_marks,
     scopes_of_unknown,
 )
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
@@ -79,7 +79,7 @@ def test_a_run_without_memory_shows_what_is_cut_even_if_layers_are_left_out_at_r
     found = cuts_of_example(model, batch, sharding)
     assert found is not None
     for index in range(4):
-        assert found[f"blocks.{index}", 0] == WHOLE
+        assert found[f"blocks.{index}", 0] == ShardedDraw()
         assert found[f"blocks.{index}", 1] == ShardedDraw(rows=0, part=2)
         assert found[f"blocks.{index}.attention", 0] == ShardedDraw(rows=0, part=1)
         assert found[f"blocks.{index}.dropout", 0] == ShardedDraw(rows=0)
@@ -208,7 +208,7 @@ def test_rows_are_found_wherever_they_are(name: str, rows: int, length: int) -> 
     forms = forms_of(model)
     for rank in range(2):
         copied = copy.deepcopy(model)
-        draws = Draws(place(2, 1, rank), {}, forms.known)
+        draws = ShardedRng(place(2, 1, rank), {}, forms.known)
         draws.install(copied)
         mine = x.chunk(2)[rank]
         torch.manual_seed(3)
@@ -262,7 +262,7 @@ def test_a_model_that_draws_nothing_is_not_watched() -> None:
 def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:
     model = Folded(time_outer=True)
     forms = forms_of(model)
-    draws = Draws(place(2, 1, 0), {}, forms.known)
+    draws = ShardedRng(place(2, 1, 0), {}, forms.known)
     draws.install(model)
     with draws.of_call(model, (torch.randn(4, 1, 6),), {}, 4):
         model(torch.randn(4, 1, 6))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._rng.known_draws import WHOLE, KnownDraws, Place, Scope, ShardedDraw
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.known_draws import KnownDraws, Place, Scope, ShardedDraw
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._runtime.recompute import recompute
 from vescale_parallel._trace.memory_order import NotedOrder
 
@@ -39,8 +39,10 @@ def place(num_parts: int, tp_size: int, index: int) -> Place:
     )
 
 
-def draws_of(where: Place, scopes: Mapping[str, Scope], **lengths: int) -> Draws:
-    return Draws(where, lengths, lambda *_: KnownDraws(scopes=scopes, otherwise=lambda: scopes))
+def draws_of(where: Place, scopes: Mapping[str, Scope], **lengths: int) -> ShardedRng:
+    return ShardedRng(
+        where, lengths, lambda *_: KnownDraws(scopes=scopes, otherwise=lambda: scopes)
+    )
 
 
 def drawn_on(
@@ -87,7 +89,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    "cut", [ShardedDraw(rows=0), ShardedDraw(part=1), ShardedDraw(rows=0, part=1), WHOLE], ids=repr
+    "cut",
+    [ShardedDraw(rows=0), ShardedDraw(part=1), ShardedDraw(rows=0, part=1), ShardedDraw()],
+    ids=repr,
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_parts_are_those_of_what_one_device_draws(name: str, cut: ShardedDraw) -> None:
@@ -222,7 +226,7 @@ def test_a_block_that_runs_again_draws_as_in_its_own_call() -> None:
     scopes = iter(
         [{"0": Scope(cuts=[ShardedDraw(rows=0)], parts={})}, {"0": Scope(cuts=[None], parts={})}]
     )
-    draws = Draws(
+    draws = ShardedRng(
         place(2, 1, 1),
         {},
         lambda *_: KnownDraws(scopes=next(scopes), otherwise=dict),
@@ -290,7 +294,7 @@ def test_an_operator_that_does_not_draw_by_elements_is_named() -> None:
 def test_what_has_no_part_on_any_rank_is_drawn_by_any_operator() -> None:
     torch.manual_seed(3)
     expected = torch.randperm(8)
-    scope = Scope(cuts=[WHOLE], parts={})
+    scope = Scope(cuts=[ShardedDraw()], parts={})
     found, _ = drawn_on(place(2, 2, 3), lambda _: torch.randperm(8), torch.ones(2), scope)
     assert torch.equal(found, expected)
 
@@ -316,7 +320,7 @@ def test_without_a_forecast_a_region_has_a_stream_of_its_own() -> None:
 def test_draws_that_begin_later_are_noticed() -> None:
     module = nn.Dropout(0.0)
     known = KnownDraws(scopes=None, otherwise=lambda: {"": Scope(parts={})})
-    draws = Draws(place(2, 1, 0), {}, lambda *_: known)
+    draws = ShardedRng(place(2, 1, 0), {}, lambda *_: known)
     draws.install(module)
     x = torch.ones(2, 64)
     with draws.of_call(module, (x,), {}, 2):
@@ -337,7 +341,7 @@ def test_the_whole_mask_of_a_kernel_gives_what_the_kernel_gives() -> None:
     x = torch.randn(4, 6)
     torch.manual_seed(3)
     whole, mask = torch.native_dropout(x, 0.3, True)
-    draws = Draws(place(2, 2, 3), {})
+    draws = ShardedRng(place(2, 2, 3), {})
     torch.manual_seed(3)
     mine = x.chunk(2)[1].chunk(2, 1)[1]
     found = draws._dropout_of_whole((mine, 0.3, True), ShardedDraw(rows=0, part=1), "")

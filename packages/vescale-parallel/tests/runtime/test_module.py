@@ -154,7 +154,7 @@ def test_a_call_meets_class_engine_modes_hooks_forward_in_this_order(
         return result
 
     monkeypatch.setattr(engine, "call", noted)
-    monkeypatch.setattr(engine.draws, "of_call", lambda *_: Noted())
+    monkeypatch.setattr(engine.rng, "of_call", lambda *_: Noted())
     loss = model(torch.ones(2, 3))
     loss.register_hook(lambda _: events.append("backward"))
     loss.backward()

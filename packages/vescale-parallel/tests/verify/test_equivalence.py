@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.candidate import Group
 from vescale_parallel._auto_sharding.place_collectives import place_collectives
@@ -80,14 +82,14 @@ class Ungated(Block):
 
 ATTENTION = Group(
     parameters={
-        "blocks.*.attention.qkv.weight": "InterleavedShard(0, 3)",
-        "blocks.*.attention.out.weight": "Shard(1)",
+        "blocks.*.attention.qkv.weight": InterleavedShard(0, 3),
+        "blocks.*.attention.out.weight": Shard(1),
     },
     entries=("blocks.*.attention.qkv",),
     exits=("blocks.*.attention.out",),
 )
 FEATURES = Group(
-    parameters={"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"},
+    parameters={"blocks.*.up.weight": Shard(0), "blocks.*.down.weight": Shard(1)},
     entries=("blocks.*.up",),
     exits=("blocks.*.down",),
 )
@@ -100,20 +102,20 @@ def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> 
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:
-    plan = {**ATTENTION.parameters, "blocks.*.attention.<attr:num_heads>": "Shard(0)"}
+    plan = {**ATTENTION.placed, "blocks.*.attention.<attr:num_heads>": "Shard(0)"}
     assert run(plan) == frozenset()
-    found = run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
+    found = run({**FEATURES.placed, "blocks.*.scale.<enter>": "Replicate()"})
     assert found == {f"blocks.{i}.scale.{name}" for i in range(3) for name in ("weight", "bias")}
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "an integer that counts all heads": (dict(ATTENTION.parameters), "what it returns differs"),
+    "an integer that counts all heads": (ATTENTION.placed, "what it returns differs"),
     "a gate of which gradients are partial values": (
-        dict(FEATURES.parameters), "the gradient of .* differs",
+        FEATURES.placed, "the gradient of .* differs",
     ),
     "a sum that is missing": ({"blocks.*.up.weight": "Shard(0)"}, "does not run"),
     "a residual inside of the region": (
-        {**FEATURES.parameters, "blocks.*.<enter>": "Replicate()"}, "differs",
+        {**FEATURES.placed, "blocks.*.<enter>": "Replicate()"}, "differs",
     ),
 }  # fmt: skip
 
@@ -128,7 +130,7 @@ def test_a_wrong_plan_is_contradicted(name: str) -> None:
 def test_borders_and_integers_are_found() -> None:
     found = place_collectives(DryRuns(Model(), BATCH), [ATTENTION, FEATURES], 2, sequence=False)
     assert found.plan["blocks.*.attention.<attr:num_heads>"] == "Shard(0)"
-    assert ATTENTION.parameters.items() <= found.plan.items()
+    assert ATTENTION.placed.items() <= found.plan.items()
     # The gate reads what enters the region, but no border around its layers alone is right.
     assert list(found.left_whole) == ["blocks.*.up.weight, blocks.*.down.weight"]
 
@@ -209,7 +211,7 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
     monkeypatch.setattr(equivalence, "compare", compare)
     monkeypatch.setattr(dry_runs, "dry_run_whole", whole)
     monkeypatch.setattr(dry_runs, "dry_run_rank", part)
-    run({**FEATURES.parameters, "blocks.*.scale.<enter>": "Replicate()"})
+    run({**FEATURES.placed, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
     assert made == ["whole", "part"]
 

@@ -50,6 +50,11 @@ class Candidate:
         return self.microbatches * self.accumulation
 
     @property
+    def rows_of_part(self) -> float:
+        """Rows of one micro-batch."""
+        return self.rows / self.parts
+
+    @property
     def shard(self) -> int:
         """Ranks that share one copy of the sharded state."""
         return self.layout.dp // self.replicate if self.zero_stage else 1

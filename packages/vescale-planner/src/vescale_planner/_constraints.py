@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -30,6 +30,7 @@ def in_order(model: object, constraints: object) -> tuple[nn.Module, dict[str, A
 
     Raises:
         TypeError: If there is no model, or the constraints are no mapping.
+        ValueError: If a constraint is unknown.
     """
     if isinstance(constraints, nn.Module) and not isinstance(model, nn.Module):
         model, constraints = constraints, model
@@ -44,13 +45,9 @@ def in_order(model: object, constraints: object) -> tuple[nn.Module, dict[str, A
             f"expected model to be an nn.Module, got {type(model).__name__}; the order is "
             "generate_plan(model, constraints)"
         )
-    constraints = {} if constraints is None else constraints
-    if not isinstance(constraints, Mapping):
-        raise TypeError(
-            "expected constraints as a dict such as {'data_parallel.size': 2}, got "
-            f"{type(constraints).__name__}"
-        )
-    return model, {key: _dtype_by_name(key, value) for key, value in constraints.items()}
+    given = cast("Mapping[str, Any]", {} if constraints is None else constraints)
+    check_constraints(given)
+    return model, {key: _dtype_by_name(key, value) for key, value in given.items()}
 
 
 def _dtype_by_name(key: object, value: Any) -> Any:
@@ -67,7 +64,6 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         ValueError: Naming the constraint, its value, and what to do.
     """
-    check_constraints(constraints)
     for key, (allowed, what) in _NOT_YET.items():
         if constraints.get(key, allowed) != allowed:
             raise ValueError(

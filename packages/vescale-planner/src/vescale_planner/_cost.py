@@ -101,16 +101,12 @@ def step_cost(
     )
 
 
-def _rows(candidate: Candidate) -> float:
-    return candidate.rows / candidate.parts
-
-
 def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int) -> float:
     """Return forward and backward of one micro-batch: the roofline, or starting operators.
 
     Backward takes twice the forward's flops; recomputation adds one forward.
     """
-    rows = _rows(candidate)
+    rows = candidate.rows_of_part
     passes = 4 if candidate.recompute == "full" and p.is_block else 3
     peak = cluster.flops_per_second_of(itemsize) * cluster.efficiency
     arithmetic = passes * rows * p.flops / peak
@@ -132,7 +128,7 @@ def _tensor_parallel(p: LocalPart, candidate: Candidate, cluster: Cluster) -> fl
         count = 6 if candidate.recompute == "full" else 4
     else:
         count = 1
-    nbytes = p.part.output_bytes * _rows(candidate)
+    nbytes = p.part.output_bytes * candidate.rows_of_part
     return count * _all_reduce(nbytes, tp, tp, cluster)
 
 
@@ -143,7 +139,7 @@ def _hand_over(candidate: Candidate, ranks: tuple[PipelineRank, ...], cluster: C
         return 0.0
     span = layout.tp * layout.dp * layout.pp
     width = max((p.handed_bytes for p in ranks[0].parts if p.is_block), default=0.0)
-    once = width * _rows(candidate) / cluster.bytes_per_second(span)
+    once = width * candidate.rows_of_part / cluster.bytes_per_second(span)
     return 2 * candidate.virtual_stages * (once + cluster.latency_seconds(span))
 
 

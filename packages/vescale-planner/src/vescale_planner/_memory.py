@@ -106,6 +106,7 @@ def _of_rank(
     # Stage 3 holds the parameters of two units whole: the one that runs and the next.
     gathered = sum(units[:2]) * scale if shard > 1 else 0.0
     sharded = zero_stage == 3
+    is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.
     whole_unit = units[0] if units and shard > 1 else 0.0
     return Memory(
@@ -114,18 +115,13 @@ def _of_rank(
         optimizer=states * nbytes / shard,
         activations=_activations(candidate, owned, rank),
         # The output and its gradient, on the rank of the last stage.
-        output=2 * output_bytes * _rows(candidate) if rank == candidate.layout.pp - 1 else 0.0,
+        output=2 * output_bytes * candidate.rows_of_part if is_last else 0.0,
     )
-
-
-def _rows(candidate: Candidate) -> float:
-    """Return the rows of one micro-batch."""
-    return candidate.rows / candidate.parts
 
 
 def _activations(candidate: Candidate, owned: PipelineRank, rank: int) -> float:
     """Return the bytes kept for backward, by all micro-batches in flight."""
-    rows = _rows(candidate)
+    rows = candidate.rows_of_part
     full = candidate.recompute == "full"
     stages: list[float] = []
     for stage in owned.stages:

@@ -97,6 +97,9 @@ class Search:
         """
         scored: list[ScoredCandidate] = []
         rejected: dict[str, None] = {}
+        rows = Rows(
+            global_size=self.constraints.get("batch.global_size"), example=self.workload.rows
+        )
         for layout in layouts(world_size, self.constraints):
             reason = self._impossible(layout)
             if reason:
@@ -104,8 +107,8 @@ class Search:
                 continue
             for each in candidates(
                 layout,
-                self._rows(),
-                self._num_blocks(),
+                rows,
+                len(self.workload.blocks),
                 self.constraints,
                 accumulates=self.accumulates,
             ):
@@ -164,14 +167,6 @@ class Search:
         if num_stages not in self._starts:
             self._starts[num_stages] = stage_starts(self.workload, num_stages, self.split_method)
         return self._starts[num_stages]
-
-    def _num_blocks(self) -> int:
-        return len(self.workload.blocks)
-
-    def _rows(self) -> Rows:
-        return Rows(
-            global_size=self.constraints.get("batch.global_size"), example=self.workload.rows
-        )
 
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:

@@ -57,6 +57,7 @@ def exchange(
     ``pack`` is called with what to send and the memory to put it into, ``take`` returns memory by
     a name and a length. What has come is yielded with its bytes.
     """
+    # An all-to-all takes what goes to a rank, and leaves what comes from one, in one piece.
     in_order = attrgetter("peer", "turn", "item")
     sent, expected = sorted(outgoing, key=in_order), sorted(incoming, key=in_order)
     to_each, from_each = _by_peer(sent, ranks.size), _by_peer(expected, ranks.size)

@@ -66,6 +66,7 @@ class BlockIndex:
 
     def chunks(self, blocks: Iterable[int], most: int) -> Iterator[Blocks]:
         """Put consecutive blocks, in increasing order, together, at most ``most`` of them."""
+        # Blocks of two files may have consecutive numbers, but are not read together.
         bounds = [*self.firsts.values(), self.count]
         file = 0
         chunk: tuple[int, int] | None = None

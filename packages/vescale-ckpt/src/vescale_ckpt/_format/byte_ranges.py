@@ -80,6 +80,7 @@ class ByteRanges(NamedTuple):
             return 0
         before = 0
         for count, step in zip(self.counts, self.steps, strict=True):
+            # Behind the last turn, or in the gap after one, all bytes of that turn lie before.
             turn = min(left // step, count - 1)
             before = before * count + turn
             left -= turn * step
@@ -129,6 +130,7 @@ class ByteRanges(NamedTuple):
     def _loops(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Divide ranges ``first`` to ``last`` into (file offset, loop, number of whole turns)."""
         while first < last:
+            # From the innermost loop outwards, while whole loops start here and end before last.
             turn, depth = 1, len(self.counts) - 1
             while depth > 0 and not first % (longer := turn * self.counts[depth]):
                 if first + longer > last:
@@ -169,6 +171,8 @@ def _byte_ranges_of(shape: tuple[int, ...], box: Box, itemsize: int) -> ByteRang
     ):
         start += offset * stride
         if count > 1:
+            # While the dims inside are whole, ranges of this one touch and are one longer range;
+            # and a loop over all of a dim goes on where the next turn of the loop outside starts.
             if not loops and stride == nbytes:
                 nbytes *= count
             elif loops and loops[-1][0] * loops[-1][1] == stride:

@@ -101,6 +101,7 @@ class FileSource:
         if not stored.shape:
             (only,) = self._reader.manifest.boxes_of(key)
             return self._bytes(only.stored.file, only.stored.offset + first, last - first)
+        # Whole rows around what is asked for, as a box can be cut to those.
         row_nbytes = stored.nbytes // stored.shape[0]
         start, stop = first // row_nbytes, -(-last // row_nbytes)
         rest = stored.shape[1:]

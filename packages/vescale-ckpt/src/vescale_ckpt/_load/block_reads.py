@@ -211,12 +211,14 @@ class BlockReads:
         position = read.start
         for item in items:
             ranges, flat = item.ranges, item.flat
+            # Many short places, or memory that is not contiguous, are filled by copying.
             if ranges.counts or flat is None:
                 return None
             lower = max(ranges.start, read.start)
             upper = min(ranges.start + ranges.nbytes, read.stop)
             if lower >= upper:
                 continue
+            # Two read items need the same bytes, which are read into one place only.
             if lower < position:
                 return None
             if position < lower:

@@ -54,6 +54,8 @@ def assign_reads(
     nowhere = np.zeros(block_index.count, np.bool_)
     if ranks.size == 1:
         return ReadAssignment(np.where(needed, 0, -1), nowhere, nowhere)
+    # The least of the bids, and of the negative ones, which is the greatest: a block of which they
+    # are the same is needed by one rank only.
     bids = np.where(needed, _bids(block_index.count, ranks.rank), _NOBODY)
     both = np.stack([bids, np.where(needed, -bids, _NOBODY)])
     ranks.reduce(both, dist.ReduceOp.MIN)

@@ -129,6 +129,7 @@ def read_in_two_phases(
     if not schedule.num_turns:
         return
     asked, incoming = _ask(items, schedule, block_index, ranks)
+    # By turn, as is what comes in, so that a round is a slice of each.
     outgoing = sorted(
         transfer
         for index, (peer, file, ranges) in enumerate(asked)
@@ -198,6 +199,7 @@ def _ask(
         for peer in {schedule.reader(block) for block in blocks}:
             wishes[peer].append(_Asked(ranks.rank, file, ranges))
     rows = [_packed(wish, block_index) for wish in wishes]
+    # How much comes from whom has to be known before there is memory for it.
     sizes = np.array([row.nbytes for row in rows], np.int64).view(np.uint8)
     counts = np.empty(ranks.size, np.int64)
     ranks.all_to_all(sizes, [8] * ranks.size, counts.view(np.uint8), [8] * ranks.size)
@@ -215,6 +217,7 @@ def _ask(
 
 def _packed(wishes: Sequence[_Asked], block_index: BlockIndex) -> Integers:
     """Return rows of (file, start, nbytes, counts, steps), and their width in front."""
+    # Loops of one turn make all rows as wide as the one with the most loops.
     depth = max((len(ranges.counts) for _, _, ranges in wishes), default=0)
     files = {name: number for number, name in enumerate(block_index.files)}
     rows = [
@@ -248,6 +251,7 @@ def _rounds(
     for load, transfers in zip(loads, (incoming, outgoing), strict=True):
         for transfer in transfers:
             load[transfer.turn] += transfer.stop - transfer.start
+    # Every rank takes part in every round, so they divide by whoever has the most to do.
     ranks.reduce(loads, dist.ReduceOp.MAX)
     return divide(loads, _ROUND_NBYTES, _ROUND_BLOCKS * schedule.slices)
 

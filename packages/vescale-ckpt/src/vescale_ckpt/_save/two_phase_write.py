@@ -139,6 +139,7 @@ def _batches(
     filled = 0
     for stored, shard in tensors:
         tensor = _seen_from(rank, stored, shard)
+        # Of the longest domain, as all ranks must agree on the batches.
         longest = max(domain.stop - domain.start for domain in tensor.domains)
         for number in range(-(-longest // _ROUND_NBYTES)):
             nbytes = min(_ROUND_NBYTES, longest - number * _ROUND_NBYTES)
@@ -209,6 +210,7 @@ def _file_domains(
     mesh_ranks: tuple[int, ...],
 ) -> list[_FileDomain]:
     """Divide a tensor's bytes so that ranks write near what they hold, on page boundaries."""
+    # In the order in which their boxes start, ranks keep most of what they hold.
     starts = {rank: boxes[0].start for rank, boxes in holders.items() if boxes}
     order = sorted(mesh_ranks, key=lambda rank: (starts.get(rank, stored.offset), rank))
     shares = page_shares(stored, len(order))

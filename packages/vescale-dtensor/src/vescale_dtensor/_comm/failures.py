@@ -133,9 +133,8 @@ def _announce_end() -> None:
 def _announce_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    global _has_raised
-    assert _hook_before is not None
     global _has_told
+    assert _hook_before is not None
     _has_told = True
     # Whatever goes wrong here must not keep the error itself from being shown.
     with contextlib.suppress(Exception):

@@ -70,6 +70,12 @@ class Layout:
             return self
         return layout(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def typed(self, dtype: torch.dtype) -> Layout:
+        """Return the layout of the same tensor in another dtype."""
+        if dtype == self.dtype:
+            return self
+        return layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+
 
 def layout(
     mesh: DeviceMesh,

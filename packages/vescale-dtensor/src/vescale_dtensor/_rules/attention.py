@@ -20,9 +20,10 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
-from vescale_dtensor._torch_private import OpOverload, pytree
+from vescale_dtensor._torch_private import OpOverload
 
-from .dimwise import along
+from .decompositions import zeros_of
+from .dimwise import along_named
 from .pointwise import aligned
 from .sharded_lookup import part_of_dim
 
@@ -174,7 +175,7 @@ def _own_function(call: OpCall) -> Callable[[RankView], Function]:
 
     def function(local: RankView) -> Function:
         if not math.prod(local.inputs[index].local_shape(local.coordinate)):
-            return _nothing(call, [made.local_shape(local.coordinate) for made in local.outputs])
+            return zeros_of(call, local)  # of keys that no query of the rank had a part in
         run = _with_aligned_bias(call) if call.func in _ALIGNED else call.func
         part = part_of_dim(local, 1, index=index)
         if part is None or not spread:
@@ -183,21 +184,6 @@ def _own_function(call: OpCall) -> Callable[[RankView], Function]:
         return _with_own_keys(call, run, [head // shares for head in heads])
 
     return function
-
-
-def _nothing(call: OpCall, shapes: Sequence[tuple[int, ...]]) -> Function:
-    """Return what makes zeros: a gradient of keys that no query of the rank had a part in."""
-
-    def nothing(*args: Any, **kwargs: Any) -> Any:
-        like = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-        rest = iter(shapes)
-
-        def zeros(ghost: Tensor) -> Tensor:
-            return torch.zeros(next(rest), dtype=ghost.dtype, device=like.device)
-
-        return pytree.tree_map_only(Tensor, zeros, call.result)
-
-    return nothing
 
 
 def _with_aligned_bias(call: OpCall) -> Function:
@@ -247,11 +233,6 @@ def _with_own_keys(call: OpCall, kernel: Function, groups: Sequence[int]) -> Fun
     return run
 
 
-def _softmax_of_hidden(call: OpCall) -> Signature:
-    """``_safe_softmax``: rows that a mask hides altogether give zeros."""
-    return along(call, (call.named("dim"),))
-
-
 _FORWARD = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -260,7 +241,8 @@ _FORWARD = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 
-RULES: dict[OpOverload, Any] = {aten._safe_softmax.default: _softmax_of_hidden}
+# Rows that a mask hides altogether give zeros.
+RULES: dict[OpOverload, Any] = {aten._safe_softmax.default: along_named("dim")}
 for _name in _FORWARD:
     RULES[getattr(aten, _name).default] = _forward
     RULES[getattr(aten, f"{_name}_backward").default] = _backward

@@ -86,10 +86,6 @@ def _triangle(call: OpCall) -> Signature:
     return Signature((letters,), (letters,), linear=(frozenset({0}),), function=function)
 
 
-def _fft(call: OpCall) -> Signature:
-    return along(call, call.named("dim"))
-
-
 def _cross(call: OpCall) -> Signature | None:
     if call.layouts[0].shape != call.layouts[1].shape:
         return None
@@ -163,7 +159,7 @@ RULES: dict[OpOverload, Any] = {
     aten.renorm.default: _renorm,
     aten.tril.default: _triangle,
     aten.triu.default: _triangle,
-    aten._fft_c2c.default: _fft,
-    aten._fft_r2c.default: _fft,
-    aten._fft_c2r.default: _fft,
+    aten._fft_c2c.default: along_named("dim"),
+    aten._fft_r2c.default: along_named("dim"),
+    aten._fft_c2r.default: along_named("dim"),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import Layout, layout, replicated, without_partial
+from vescale_dtensor._layout.layout import Layout, replicated, without_partial
 from vescale_dtensor._sharding.local_plan import LocalCall, Plan, distributed, plain_local
 from vescale_dtensor._sharding.op_call import OpCall, layout_of, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
@@ -51,7 +51,7 @@ def plan_foreach(call: OpCall) -> Plan:
         if result is None or writes:
             return None
         return [
-            part if target is None else wrap(part, _with_dtype(target, part.dtype))
+            part if target is None else wrap(part, target.typed(part.dtype))
             for part, target in zip(result, targets, strict=True)
         ]
 
@@ -119,10 +119,6 @@ def _local(tensor: Tensor, target: Layout | None, call: OpCall) -> Tensor:
     if isinstance(tensor, DISTRIBUTED):
         return redistributed(distributed(tensor, call), placements)._local_tensor
     return redistributed(plain_local(tensor, target.mesh), placements)._local_tensor
-
-
-def _with_dtype(made: Layout, dtype: torch.dtype) -> Layout:
-    return layout(made.mesh, made.placements, made.shape, made.stride, dtype)
 
 
 def _is_tensor_list(arg: Any) -> bool:

@@ -116,17 +116,13 @@ def _letters(call: OpCall) -> tuple[int, Dims, Dims] | None:
     return dim, tuple(own), tuple(each)
 
 
-def _of_reduce(call: OpCall) -> str | None:
-    return call.named("reduce")
-
-
 def _including_self(call: OpCall) -> str | None:
     return call.named("reduce") if call.named("include_self", True) else None
 
 
 _set = scatter(lambda call: "")
 _add = scatter(lambda call: "add")
-_reduce = scatter(_of_reduce)
+_reduce = scatter(lambda call: call.named("reduce"))
 _reduce_two = scatter(_including_self)
 
 RULES: dict[OpOverload, Any] = {

@@ -8,6 +8,7 @@ rank takes what is written to its part.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,18 +46,6 @@ def _index_select(call: OpCall) -> Signature | None:
         linear=(frozenset({0}),),
         function=when_cut(call.func, dim, of_part),
     )
-
-
-def _index_add(call: OpCall) -> Signature | None:
-    return _index_write(call, added=True, linear=True)
-
-
-def _index_copy(call: OpCall) -> Signature | None:
-    return _index_write(call, added=False, linear=True)
-
-
-def _index_reduce(call: OpCall) -> Signature | None:
-    return _index_write(call, added=False, linear=False)
 
 
 def _index_write(call: OpCall, *, added: bool, linear: bool) -> Signature | None:
@@ -253,9 +242,9 @@ def _put_function(call: OpCall, indexed: _Indexed) -> Any:
 
 RULES: dict[OpOverload, Any] = {
     aten.index_select.default: _index_select,
-    aten.index_add.default: _index_add,
-    aten.index_copy.default: _index_copy,
-    aten.index_reduce.default: _index_reduce,
+    aten.index_add.default: partial(_index_write, added=True, linear=True),
+    aten.index_copy.default: partial(_index_write, added=False, linear=True),
+    aten.index_reduce.default: partial(_index_write, added=False, linear=False),
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index.Tensor: _index,

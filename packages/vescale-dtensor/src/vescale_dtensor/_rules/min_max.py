@@ -24,14 +24,12 @@ from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import (
     as_distributed,
-    cut_dims,
     dims_of_call,
     on_parts,
     positions,
     settled,
-    unless_empty,
 )
-from .reduce import reduced_letters, reduction
+from .reduce import over_whole_dims, reduction, whole_reduction
 
 aten = torch.ops.aten
 
@@ -60,21 +58,6 @@ def _extreme_part(kind: str) -> Callable[[OpCall, RankView], Function]:
 
 def _rule(kind: str) -> Callable[[OpCall], Signature]:
     return reduction(kind, part=_extreme_part(kind), commutes=kind)
-
-
-def _with_indices(call: OpCall) -> Signature | None:
-    """Return the signature of operators that return values and indices along one dim."""
-    letters, kept, reduced = reduced_letters(call)
-    if call.func in DECOMPOSED and cut_dims(call.layouts[0]) & reduced:
-        return None
-    whole = tuple(None if d in reduced else d for d in letters)
-    return Signature((whole,), (kept,) * len(call.outputs), function=unless_empty(call))
-
-
-def _aminmax(call: OpCall) -> Signature | None:
-    if cut_dims(call.layouts[0]) & reduced_letters(call)[2]:
-        return None
-    return _with_indices(call)
 
 
 def _decomposed_aminmax(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,15 +124,11 @@ RULES: dict[OpOverload, Any] = {
     aten.amin.default: _rule("min"),
     aten.max.default: _rule("max"),
     aten.min.default: _rule("min"),
-    aten.aminmax.default: _aminmax,
     **dict.fromkeys(
-        (
-            aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
-            aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default,
-        ),
-        _with_indices,
+        (aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default),
+        over_whole_dims,
     ),
-}  # fmt: skip
+}
 DECOMPOSED: dict[OpOverload, Any] = {
     aten.aminmax.default: _decomposed_aminmax,
     aten.max.dim: _extreme("max", slice(2)),
@@ -157,3 +136,4 @@ DECOMPOSED: dict[OpOverload, Any] = {
     aten.argmax.default: _extreme("max", 1),
     aten.argmin.default: _extreme("min", 1),
 }
+RULES.update(dict.fromkeys(DECOMPOSED, whole_reduction))

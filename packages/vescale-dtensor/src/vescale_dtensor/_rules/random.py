@@ -50,7 +50,7 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target = layout_of(first).placed(without_partial(layout_of(first).placements))
     if func in _CONTIGUOUS:
         target = layout(target.mesh, target.placements, target.shape, None, target.dtype)
-    drawn_layout = _drawn_layout(target, how, kwargs)
+    drawn_layout = target.typed(how.dtype or kwargs.get("dtype") or target.dtype)
     generator: Generator | None = kwargs.get("generator")
 
     def part(coordinate: tuple[int, ...], local_args: Any) -> Any:
@@ -63,7 +63,7 @@ def draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if is_inplace(func):
         as_dtensor(first)._local_tensor.copy_(result)
         return first
-    return pytree.tree_map_only(Tensor, lambda local: _wrap(local, target), result)
+    return pytree.tree_map_only(Tensor, lambda x: wrap(x, target.typed(x.dtype)), result)
 
 
 def _check_parameters(func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -93,11 +93,6 @@ def _local(arg: Any, target: Layout) -> Any:
     return local_under(arg, target) if isinstance(arg, Tensor) else arg
 
 
-def _drawn_layout(target: Layout, how: RandomOperator, kwargs: dict[str, Any]) -> Layout:
-    dtype = how.dtype or kwargs.get("dtype") or target.dtype
-    return layout(target.mesh, target.placements, target.shape, target.stride, dtype)
-
-
 def _draw(
     how: RandomOperator,
     made: Layout,
@@ -115,12 +110,6 @@ def _draw(
         generator=generator,
     )
     return out
-
-
-def _wrap(local: Tensor, target: Layout) -> Tensor:
-    return wrap(
-        local, layout(target.mesh, target.placements, target.shape, target.stride, local.dtype)
-    )
 
 
 HANDLERS: dict[OpOverload, Plan] = dict.fromkeys(OPERATORS_ON_TENSORS, draw)

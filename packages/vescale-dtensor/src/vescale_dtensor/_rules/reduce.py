@@ -18,7 +18,7 @@ from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
-from .decompositions import HALF, dims_of_call, is_cut
+from .decompositions import HALF, dims_of_call, is_cut, unless_empty
 
 aten = torch.ops.aten
 
@@ -66,6 +66,19 @@ def reduced_letters(call: OpCall) -> tuple[Dims, Dims, frozenset[int]]:
     keepdim = call.named("keepdim", False)
     kept = tuple(None if d in reduced else d for d in letters if keepdim or d not in reduced)
     return letters, kept, reduced
+
+
+def over_whole_dims(call: OpCall) -> Signature:
+    """Return the signature of a reduction that no rank can do on a part of its dims."""
+    letters, kept, reduced = reduced_letters(call)
+    whole = tuple(None if d in reduced else d for d in letters)
+    return Signature((whole,), (kept,) * len(call.outputs), function=unless_empty(call))
+
+
+def whole_reduction(call: OpCall) -> Signature | None:
+    """Return the signature of a reduction whose dims are whole, None if one is cut."""
+    reduced = reduced_letters(call)[2]
+    return None if is_cut(call.layouts[0], reduced) else over_whole_dims(call)
 
 
 def _keeps_values(call: OpCall) -> bool:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
-from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.op_call import Function, RankView
-from vescale_dtensor._sharding.signature import on_dim, single_dim
+
+from .decompositions import held_ranges, is_cut
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,11 @@ class Part:
 def part_of_dim(local: RankView, dim: int, *, index: int = 0) -> Part | None:
     """Return what the rank has of ``dim`` of an input, None if it has all."""
     made: Layout = local.inputs[index]
-    cuts = [is_sharded(p) and single_dim(p) == dim for p in made.placements]
-    if not any(cuts):
+    if not is_cut(made, (dim,)):
         return None
-    alone = tuple(
-        on_dim(placement, 0) if cut else Replicate()
-        for placement, cut in zip(made.placements, cuts, strict=True)
-    )
-    boxes = local_boxes((made.shape[dim],), tuple(made.mesh.shape), local.coordinate, alone)
-    runs = tuple(
-        (held.box.offset[0], held.box.offset[0] + held.box.shape[0], held.local_offset[0])
-        for held in boxes
-    )
+    ranges = held_ranges(made, local.coordinate, dim)
+    places = accumulate((stop - start for start, stop in ranges), initial=0)
+    runs = tuple((start, stop, at) for (start, stop), at in zip(ranges, places, strict=False))
     return Part(made.shape[dim], runs)
 
 

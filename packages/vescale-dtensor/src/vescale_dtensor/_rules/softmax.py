@@ -16,22 +16,11 @@ from .dimwise import along
 aten = torch.ops.aten
 
 
-def _forward(call: OpCall) -> Signature | None:
-    dim = call.named("dim")
-    if is_cut(call.layouts[0], _dims(call)):
-        return None
-    return along(call, (dim,))
-
-
-def _backward(call: OpCall) -> Signature | None:
-    # Tensors: the gradient and the result of the forward.
-    if is_cut(call.layouts[1], _dims(call)):
-        return None
-    return along(call, (call.named("dim"),))
-
-
-def _dims(call: OpCall) -> tuple[int]:
-    return (call.named("dim") % max(len(call.layouts[0].shape), 1),)
+def _along_whole(call: OpCall) -> Signature | None:
+    # Backward: the result of the forward, which follows the gradient.
+    made = call.layouts[-1]
+    dim = call.named("dim") % max(len(made.shape), 1)
+    return None if is_cut(made, (dim,)) else along(call, (dim,))
 
 
 def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,10 +55,10 @@ def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 RULES: dict[OpOverload, Any] = {
-    aten._softmax.default: _forward,
-    aten._log_softmax.default: _forward,
-    aten._softmax_backward_data.default: _backward,
-    aten._log_softmax_backward_data.default: _backward,
+    aten._softmax.default: _along_whole,
+    aten._log_softmax.default: _along_whole,
+    aten._softmax_backward_data.default: _along_whole,
+    aten._log_softmax_backward_data.default: _along_whole,
 }
 DECOMPOSED: dict[OpOverload, Any] = {
     aten._softmax.default: _decomposed,

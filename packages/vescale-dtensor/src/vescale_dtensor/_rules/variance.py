@@ -13,30 +13,18 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import (
     as_distributed,
     by_signature,
-    cut_dims,
     dims_of_call,
     settled,
-    unless_empty,
     widened,
 )
-from .reduce import reduced_letters
+from .reduce import whole_reduction
 
 aten = torch.ops.aten
-
-
-def whole_reduction(call: OpCall) -> Signature | None:
-    """Return the signature of a reduction whose dims are whole, None if one is cut."""
-    letters, kept, reduced = reduced_letters(call)
-    if cut_dims(call.layouts[0]) & reduced:
-        return None
-    whole = tuple(None if d in reduced else d for d in letters)
-    return Signature((whole,), (kept,) * len(call.outputs), function=unless_empty(call))
 
 
 def moments(values: Any, dims: Sequence[int]) -> tuple[Any, Any]:

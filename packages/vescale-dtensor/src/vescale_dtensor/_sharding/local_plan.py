@@ -220,7 +220,10 @@ def finisher(
         rest = iter(outputs) if outputs is not None else None
 
         def wrap_next(local: Tensor) -> DTensor:
-            return whole(local, mesh) if rest is None else wrap(local, _typed(next(rest), local))
+            if rest is None:
+                return whole(local, mesh)
+            # The dtype is what the kernel chose: that of statistics may be another one.
+            return wrap(local, next(rest).typed(local.dtype))
 
         if type(result) is tuple and not any(names):
             return tuple(wrap_next(x) if isinstance(x, Tensor) else x for x in result)
@@ -233,13 +236,6 @@ def finisher(
         )
 
     return finish
-
-
-def _typed(made: Layout, local: Tensor) -> Layout:
-    """Return ``made`` with the dtype that a kernel chose; statistics may have another one."""
-    if made.dtype == local.dtype:
-        return made
-    return layout(made.mesh, made.placements, made.shape, made.stride, local.dtype)
 
 
 def whole(local: Tensor, mesh: DeviceMesh, *, offset: int = 0) -> DTensor:

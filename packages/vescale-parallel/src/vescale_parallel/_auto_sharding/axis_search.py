@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch.distributed.tensor import Placement
+
 from vescale_parallel._model.fqns import generalize
+from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
 from vescale_parallel._trace.axes import Axes, Dim, Graph, Obstacle, RefusedError, Trace, Value
 
 
@@ -66,16 +69,15 @@ class Search:
         pattern = generalize(first.parameter or "")
         self.rejected.append((f"{pattern} dim {dim} length {self.axes.sizes[atom]}", reason))
 
-    def placements(self, atom: int, owners: list[Value]) -> dict[str, str]:
+    def placements(self, atom: int, owners: list[Value]) -> dict[str, Placement]:
         """Return the placement that shards an atom, of every parameter that has it."""
-        found: dict[str, str] = {}
+        found: dict[str, Placement] = {}
         for value in owners:
             dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
             if len(dims) > 1:
                 raise RefusedError(f"is in {len(dims)} dimensions of {value.parameter}")
             parts = self._parts(atom, value.dims[dims[0]], value)
-            text = f"Shard({dims[0]})" if parts == 1 else f"InterleavedShard({dims[0]}, {parts})"
-            found |= dict.fromkeys(self.names[value.index], text)
+            found |= dict.fromkeys(self.names[value.index], shard_of_parts(dims[0], parts))
         return found
 
     def _parts(self, atom: int, dim: Dim, value: Value) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch.distributed.tensor import Placement
+
+from vescale_parallel._tensor_parallel.sharding_spec import texts_of
 from vescale_parallel._trace.axes import UnknownOperator
 
 Kind = Literal["features", "vocabulary", "experts"]
@@ -20,7 +23,7 @@ class Candidate:
         kind: ``"vocabulary"`` is an axis that is looked up, or that the model returns: the
             output of its ``entries`` is to be gathered. ``"experts"`` leaves everything but
             the experts' own parameters whole.
-        parameters: Exact parameter FQN, tied names included, to placement text.
+        parameters: Exact parameter FQN, tied names included, to placement.
         entries: FQNs of modules that are called with whole activations whose gradients are
             partial values: they are summed at the module's beginning.
         exits: FQNs of modules that return partial values.
@@ -34,7 +37,7 @@ class Candidate:
 
     length: int
     kind: Kind
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, Placement]
     entries: tuple[str, ...]
     exits: tuple[str, ...]
     replicated: tuple[str, ...]
@@ -71,7 +74,7 @@ class Group:
     """Parameters that are sharded together, as patterns.
 
     Attributes:
-        parameters: Parameter pattern to placement text.
+        parameters: Parameter pattern to placement.
         entries: Patterns of modules that read a whole activation and leave a cut one.
         exits: Patterns of modules that read a cut activation and leave partial values.
         shared: Patterns of linear layers that stay whole, each rank computing one of
@@ -81,16 +84,16 @@ class Group:
         moves: Marks that belong to the parameters: the logits of a head stay cut.
     """
 
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, Placement]
     entries: tuple[str, ...]
     exits: tuple[str, ...]
     shared: tuple[str, ...] = ()
     num_shared: int = 0
     ratio: int = 1
-    moves: Mapping[str, str] = field(default_factory=dict[str, str])
+    moves: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     @property
     def placed(self) -> dict[str, str]:
         """What a plan says of the parameters."""
         parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
-        return {**self.parameters, **parts, **self.moves}
+        return {**texts_of(self.parameters), **parts, **texts_of(self.moves)}

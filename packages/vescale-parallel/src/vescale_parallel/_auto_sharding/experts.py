@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from torch.distributed.tensor import Shard
+
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._trace.axes import Value, is_within
 
@@ -63,7 +65,7 @@ def _experts_of(
     return Candidate(
         length=length,
         kind="experts",
-        parameters=dict.fromkeys(names, "Shard(0)"),
+        parameters=dict.fromkeys(names, Shard(0)),
         entries=(module,),
         exits=(module,),
         replicated=(),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
@@ -72,10 +73,10 @@ def gathered(search: Search, model: nn.Module, chosen: Iterable[Candidate]) -> I
             continue
         steps = [step for step in search.trace.steps if step.module == fqn and step.flops]
         outputs = [value for step in steps for value in step.outputs]
-        parameters = dict.fromkeys(search.names[weight.index], f"Shard({kind.out_dim})")
+        parameters = dict.fromkeys(search.names[weight.index], Shard(kind.out_dim))
         bias = search.trace.parameters.get(f"{fqn}.bias")
         if bias is not None:
-            parameters |= dict.fromkeys(search.names[bias.index], "Shard(0)")
+            parameters |= dict.fromkeys(search.names[bias.index], Shard(0))
         taken.update(parameters)
         yield Candidate(
             length=length,

@@ -33,7 +33,7 @@ def find_candidates(
         >>> import torch
         >>> [cut] = find_candidates(mlp, torch.zeros(2, 8), 4).chosen
         >>> cut.parameters
-        {'1.weight': 'Shard(0)', '1.bias': 'Shard(0)', '3.weight': 'Shard(1)'}
+        {'1.weight': Shard(dim=0), '1.bias': Shard(dim=0), '3.weight': Shard(dim=1)}
         >>> cut.entries, cut.exits
         (('1',), ('3',))
     """

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize_first, matching
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.attention_heads import parameters_by_heads, why_whole
-from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
 
 from .candidate import Group
 from .find_candidates import Candidate
 from .region_options import is_linear
 
 
-def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
+def groups_of(model: nn.Module, plan: Mapping[str, Placement]) -> list[Group]:
     """Sort a plan's sharded linear layers into column-then-row groups of siblings.
 
     Returns:
@@ -26,14 +25,14 @@ def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
     """
     names = [fqn for fqn, _ in model.named_modules()]
     moved = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(("<in>", "<out>"))}
-    members: dict[str, dict[str, str]] = {}
-    rest: dict[str, str] = {}
-    for pattern, text in plan.items():
+    members: dict[str, dict[str, Placement]] = {}
+    rest: dict[str, Placement] = {}
+    for pattern, placement in plan.items():
         owner = pattern.rpartition(".")[0]
         if "<" in pattern or not is_linear(model, owner) or owner in moved:
-            rest[pattern] = text
+            rest[pattern] = placement
         else:
-            members.setdefault(owner.rpartition(".")[0], {})[pattern] = text
+            members.setdefault(owner.rpartition(".")[0], {})[pattern] = placement
     groups: list[Group] = []
     for parameters in members.values():
         entries = tuple(p for p in parameters if _is_column(model, p, parameters[p], names))
@@ -42,17 +41,17 @@ def groups_of(model: nn.Module, plan: Mapping[str, str]) -> list[Group]:
     return [*groups, *_tables(model, rest)]
 
 
-def _tables(model: nn.Module, rest: Mapping[str, str]) -> list[Group]:
+def _tables(model: nn.Module, rest: Mapping[str, Placement]) -> list[Group]:
     """Return embeddings and heads with their marks, those that are tied together.
 
     Other marks, of gradients and integers, are found anew where a plan is proven.
     """
-    cut = {pattern: text for pattern, text in rest.items() if "<" not in pattern}
     names = dict(model.named_parameters(remove_duplicate=False))
-    by_identity: dict[frozenset[int], dict[str, str]] = {}
-    for pattern, text in cut.items():
-        identities = frozenset(id(names[fqn]) for fqn in matching(pattern, names))
-        by_identity.setdefault(identities, {})[pattern] = text
+    by_identity: dict[frozenset[int], dict[str, Placement]] = {}
+    for pattern, placement in rest.items():
+        if "<" not in pattern:
+            identities = frozenset(id(names[fqn]) for fqn in matching(pattern, names))
+            by_identity.setdefault(identities, {})[pattern] = placement
     groups: list[Group] = []
     for parameters in by_identity.values():
         owners = _owners(tuple(parameters))
@@ -66,9 +65,8 @@ def _owners(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
 
 
-def _is_column(model: nn.Module, pattern: str, text: str, names: list[str]) -> bool:
+def _is_column(model: nn.Module, pattern: str, placement: Placement, names: list[str]) -> bool:
     kind = linear_kind(model.get_submodule(matching(pattern.rpartition(".")[0], names)[0]))
-    placement = parse_placement(text)
     assert kind is not None
     return isinstance(placement, Shard | InterleavedShard) and placement.dim == kind.out_dim
 
@@ -83,7 +81,7 @@ def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
             groups.setdefault(key, []).append(cut)
         elif cut.kind == "vocabulary":
             heads = [fqn for fqn in cut.entries if isinstance(model.get_submodule(fqn), nn.Linear)]
-            moves = {f"{fqn}.<out>": "Shard(-1)" for fqn in heads}
+            moves = {f"{fqn}.<out>": Shard(-1) for fqn in heads}
             tables.append(Group(parameters=cut.parameters, entries=(), exits=(), moves=moves))
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     found: list[Group] = []
@@ -108,8 +106,8 @@ def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str
     for fqn, module in model.named_modules():
         pattern = generalize_first(fqn)
         parameters = {
-            f"{pattern}.{name}".strip("."): text
-            for name, text in parameters_by_heads(module, size).items()
+            f"{pattern}.{name}".strip("."): placement
+            for name, placement in parameters_by_heads(module, size).items()
         }
         if parameters and fqn:
             group = Group(parameters=parameters, entries=(pattern,), exits=(pattern,))
@@ -132,7 +130,7 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
     found: list[Group] = []
     for group in groups:
         num_shared = lengths[next(iter(group.parameters))]
-        rows = {p: _cut_length(model, p, text) for p, text in group.parameters.items()}
+        rows = {p: _cut_length(model, p, each) for p, each in group.parameters.items()}
         least = min(rows.values())
         few = {p.rpartition(".")[0] for p, length in rows.items() if length == least}
         ratio = max(rows.values()) // least
@@ -141,8 +139,8 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
             found.append(
                 Group(
                     parameters={
-                        p: t
-                        for p, t in group.parameters.items()
+                        p: each
+                        for p, each in group.parameters.items()
                         if p.rpartition(".")[0] not in few
                     },
                     entries=group.entries,
@@ -155,14 +153,14 @@ def shared_groups(model: nn.Module, cuts: Sequence[Candidate], size: int) -> lis
     return found
 
 
-def _cut_length(model: nn.Module, pattern: str, text: str) -> int:
+def _cut_length(model: nn.Module, pattern: str, placement: Placement) -> int:
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
-    dim = getattr(parse_placement(text), "dim", 0)
+    dim = getattr(placement, "dim", 0)
     return model.get_parameter(matching(pattern, names)[0]).shape[dim]
 
 
-def _patterns(parameters: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple((generalize_first(fqn), text) for fqn, text in parameters.items())
+def _patterns(parameters: Mapping[str, Placement]) -> tuple[tuple[str, Placement], ...]:
+    return tuple((generalize_first(fqn), placement) for fqn, placement in parameters.items())
 
 
 def _general(fqns: Iterable[str]) -> tuple[str, ...]:

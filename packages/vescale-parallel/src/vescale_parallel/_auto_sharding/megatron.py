@@ -11,13 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
+from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
 from vescale_parallel._verify.single_module import checked_alone
 
 
-def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, str]:
+def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, Placement]:
     """Return a sharding plan for modules whose linears pair up, each class checked by running it.
 
     Args:
@@ -26,8 +29,8 @@ def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[
         covered: Patterns that are cut already.
     """
     taken = {pattern.rpartition(".")[0] for pattern in covered}
-    plan: dict[str, str] = {}
-    known: dict[Any, dict[str, str]] = {}
+    plan: dict[str, Placement] = {}
+    known: dict[Any, dict[str, Placement]] = {}
     for fqn, module in model.named_modules():
         linears = linears_of(module)
         base = generalize(fqn)
@@ -39,7 +42,7 @@ def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[
         key = (type(module), tuple(linears), shapes)
         if key not in known:
             known[key] = _fused_attention(module, size) or _checked_pair(module, linears, size)
-        plan |= {f"{base}.{name}" if base else name: text for name, text in known[key].items()}
+        plan |= {f"{base}.{name}" if base else name: each for name, each in known[key].items()}
     return plan
 
 
@@ -53,22 +56,22 @@ def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
     )
 
 
-def _fused_attention(module: nn.Module, size: int) -> dict[str, str]:
+def _fused_attention(module: nn.Module, size: int) -> dict[str, Placement]:
     """Recognise GPT-2's attention, which cannot be called on a tensor alone."""
     named = {base.__name__ for base in type(module).__mro__}
     heads = getattr(module, "num_heads", 1)
     if "GPT2Attention" not in named or getattr(module, "is_cross_attention", True) or heads % size:
         return {}
     return {
-        "c_attn.weight": "InterleavedShard(1, 3)",
-        "c_proj.weight": "Shard(0)",
-        "<attr:split_size>": "Shard(0)",
+        "c_attn.weight": InterleavedShard(1, 3),
+        "c_proj.weight": Shard(0),
+        "<attr:split_size>": Shard(0),
     }
 
 
 def _checked_pair(
     module: nn.Module, linears: Mapping[str, nn.Module], size: int
-) -> dict[str, str]:
+) -> dict[str, Placement]:
     """Return a sharding plan for one module if running it shows the plan right.
 
     ``linears`` are the linear layers among its children, in definition order. Names are relative
@@ -83,7 +86,7 @@ def _checked_pair(
     inner, outer = features(linears[row], row_kind)
     if inner % size:
         return {}
-    plan = {f"{row}.weight": f"Shard({row_kind.in_dim})"}
+    plan: dict[str, Placement] = {f"{row}.weight": Shard(row_kind.in_dim)}
     for name in columns:
         kind = linear_kind(linears[name])
         assert kind is not None
@@ -91,11 +94,9 @@ def _checked_pair(
         if arriving != outer or leaving % size:
             return {}
         parts = leaving // inner if leaving % inner == 0 and leaving > inner else 1
-        plan[f"{name}.weight"] = (
-            f"InterleavedShard({kind.out_dim}, {parts})" if parts > 1 else f"Shard({kind.out_dim})"
-        )
+        plan[f"{name}.weight"] = shard_of_parts(kind.out_dim, parts)
     for attributes in _divisible_attributes(module, inner, size):
-        variant = plan | {f"<attr:{name}>": "Shard(0)" for name in attributes}
+        variant = plan | {f"<attr:{name}>": Shard(0) for name in attributes}
         proven = checked_alone(module, variant, outer, size)
         if proven is not None:
             return proven

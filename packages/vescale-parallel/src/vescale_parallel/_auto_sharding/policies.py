@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
+from vescale_parallel._tensor_parallel.sharding_spec import texts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import DryRunError
@@ -145,7 +147,7 @@ def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> Shard
     plan, undivided = _recognised(model, policy, size)
     whole = {**why, **undivided}
     if batch is None:
-        return ShardingProposal(plan=plan, left_whole=whole)
+        return ShardingProposal(plan=texts_of(plan), left_whole=whole)
     attention, others = ([], {}) if policy == "huggingface" else attention_groups(model, size)
     groups = [*attention, *groups_of(model, plan)]
     try:
@@ -154,7 +156,7 @@ def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> Shard
         if sequence:
             raise
         whole[f"{type(model).__name__} as a whole"] = f"not compared with one device: {error}"
-        return ShardingProposal(plan=plan, left_whole=whole)
+        return ShardingProposal(plan=texts_of(plan), left_whole=whole)
     return replace(arranged, left_whole={**whole, **others, **arranged.left_whole})
 
 
@@ -184,13 +186,15 @@ def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) ->
     return []
 
 
-def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str], dict[str, str]]:
+def _recognised(
+    model: nn.Module, policy: str, size: int
+) -> tuple[dict[str, Placement], dict[str, str]]:
     """Return the plan for the layers that transformers names, or that pair up.
 
     Returns:
         The plan; and the attention layers that it would have, did their heads divide, and why.
     """
-    plan: dict[str, str] = {}
+    plan: dict[str, Placement] = {}
     if policy != "megatron":
         plan |= _huggingface(model, size)
         if policy == "huggingface" and not plan:
@@ -202,7 +206,7 @@ def _recognised(model: nn.Module, policy: str, size: int) -> tuple[dict[str, str
         plan |= paired_linears(model, size, covered=plan)
     why = _undivided_heads(model, size)
     whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
-    return {p: text for p, text in plan.items() if p not in whole}, whole
+    return {p: placement for p, placement in plan.items() if p not in whole}, whole
 
 
 def _is_attention(pattern: str) -> bool:
@@ -222,9 +226,9 @@ def _undivided_heads(model: nn.Module, size: int) -> str:
     return ""
 
 
-def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
+def _huggingface(model: nn.Module, size: int) -> dict[str, Placement]:
     """Translate the plans that transformers' models carry."""
-    plan: dict[str, str] = {}
+    plan: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
         styles = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))
         if not isinstance(styles, Mapping) or not styles or not hasattr(module, "config"):
@@ -245,16 +249,16 @@ def _huggingface(model: nn.Module, size: int) -> dict[str, str]:
 
 def _group_plan(
     model: nn.Module, start: str, group: Mapping[str, str], size: int
-) -> dict[str, str]:
+) -> dict[str, Placement]:
     """Translate the styles of sibling modules; nothing if one does not divide evenly."""
-    plan: dict[str, str] = {}
+    plan: dict[str, Placement] = {}
     fqns = [fqn for fqn, _ in model.named_modules()]
     for pattern, style in group.items():
         base = start + pattern
         module = model.get_submodule(matching(base, fqns)[0])
         if style == "replicated_with_grad_allreduce":
             names = [name for name, _ in module.named_parameters(recurse=False)]
-            plan |= {f"{base}.{name}.<grad>": "Partial()" for name in names}
+            plan |= {f"{base}.{name}.<grad>": Partial() for name in names}
             continue
         kind = linear_kind(module)
         if style == "embedding_rowwise" and isinstance(module, nn.Embedding):
@@ -265,14 +269,10 @@ def _group_plan(
             return {}
         if module.get_parameter("weight").shape[dim] % size:
             return {}
-        plan[f"{base}.weight"] = f"Shard({dim})"
+        plan[f"{base}.weight"] = Shard(dim)
         if style == "colwise_gather_output":
-            plan[f"{base}.<out>"] = _head_output(pattern)
+            # Logits stay cut by vocabulary; what else is gathered is read by code between layers.
+            plan[f"{base}.<out>"] = Shard(-1) if "." not in pattern else Replicate()
         elif style == "rowwise_split_input":
-            plan[f"{base}.<in>"] = "Replicate()"
+            plan[f"{base}.<in>"] = Replicate()
     return plan
-
-
-def _head_output(pattern: str) -> str:
-    # Logits stay cut by vocabulary; what else is gathered is read by code between layers.
-    return "Shard(-1)" if "." not in pattern else "Replicate()"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.sharding_spec import parse_placement
+from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 
 from .candidate import Group
 
@@ -91,11 +91,9 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
     """Return the lengths that are sharded."""
     found: set[int] = set()
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, text in group.parameters.items():
-        placement = parse_placement(text)
+    for pattern, placement in group.parameters.items():
         assert isinstance(placement, Shard | InterleavedShard)
         for fqn in matching(pattern, names)[:1]:
             length = model.get_parameter(fqn).shape[placement.dim]
-            parts = placement.parts if isinstance(placement, InterleavedShard) else 1
-            found |= {length, length // parts}
+            found |= {length, length // num_parts_of(placement)}
     return found

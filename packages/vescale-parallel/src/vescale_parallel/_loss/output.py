@@ -110,6 +110,17 @@ def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], fl
     return pytree.tree_unflatten(leaves, spec)
 
 
+def mean_of_parts(
+    parts: Sequence[Tensor], total: Callable[[Tensor], Tensor], num_parts: int
+) -> float:
+    """Return the mean of a scalar over the micro-batches of all data-parallel ranks.
+
+    ``parts`` are this rank's; ``total`` sums over ranks, which have ``num_parts`` together.
+    """
+    values = torch.stack([part.detach() for part in parts])
+    return float(total(values.to(torch.float64).sum()) / num_parts)
+
+
 def _reported_loss(output: Any) -> Tensor | None:
     """Return the loss; without gradients it need not be told from other scalars."""
     return loss_of(output) if torch.is_grad_enabled() else None

@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import name_group
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._torch_private import set_timeout
+from vescale_parallel._torch_private import group_timeout, set_timeout
 
 from .agreement import barrier
-from .process_group import COLLECTIVE_TIMEOUT, this_device
+from .process_group import this_device
 
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:
@@ -54,7 +54,7 @@ def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     index = (mesh.mesh_dim_names or ()).index(axis)
     groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist()
     barrier()
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
     assert isinstance(own, dist.ProcessGroup)
     name_group(own, axis)
     return own

@@ -5,6 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 
+def numel_of(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     """Return the FQNs of the blocks of every outermost list of two or more of one class.
 
@@ -40,9 +45,7 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
             f"pipeline parallelism splits between the blocks of an nn.ModuleList or "
             f"nn.Sequential, and {type(model).__name__} has none of two or more blocks"
         )
-    sizes = [
-        sum(p.numel() for fqn in s for p in model.get_submodule(fqn).parameters()) for s in stacks
-    ]
+    sizes = [sum(numel_of(model.get_submodule(fqn)) for fqn in stack) for stack in stacks]
     large = [stack for stack, size in zip(stacks, sizes, strict=True) if 5 * size >= max(sizes)]
     if len(large) > 1:
         names = [stack[0].rpartition(".")[0] for stack in large]

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
@@ -37,6 +38,16 @@ def copied_without_hooks(
             if name in vars(each):
                 memo[id(vars(each)[name])] = _without_users(vars(each)[name])
     return deep_copied(module, memo)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype that has no memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape and dtype that has no memory."""
+    return nn.Parameter(on_meta(parameter), parameter.requires_grad)
 
 
 def drop_hooks(module: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""A small batch to run a model on: cut from a given one, or made up for a known kind of model."""
+"""Batches: where their rows are, how a model takes them, and small ones to run a model on."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -29,13 +30,18 @@ def batch_dims(batch: Any) -> tuple[int | None, ...]:
     """
     leaves = pytree.tree_leaves(batch)
     rows = usual_num_rows(leaves)
-    return tuple(0 if _has_dims(x) and x.shape[0] == rows else None for x in leaves)
+    return tuple(usual_rows_dim(x.shape, rows) if _has_dims(x) else None for x in leaves)
 
 
 def usual_num_rows(batch: Any) -> int | None:
     """Return how many rows a batch has by [Note: which dim is the batch], None without tensors."""
     firsts = [x.shape[0] for x in pytree.tree_leaves(batch) if _has_dims(x)]
     return next((first for first in firsts if first != 1), firsts[0] if firsts else None)
+
+
+def usual_rows_dim(shape: Sequence[int], num_rows: int | None) -> int | None:
+    """Return the dim of the rows by [Note: which dim is the batch], None of a tensor without."""
+    return 0 if len(shape) and shape[0] == num_rows else None
 
 
 def is_shared_by_rows(shape: Sequence[int], shapes: Iterable[Sequence[int]]) -> bool:
@@ -56,6 +62,32 @@ def has_rows_first(batch: Any) -> bool:
 
 def _has_dims(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() > 0
+
+
+def opened(batch: Any) -> Any:
+    """Return a batch that pytree opens: not every mapping is one for it."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that forward takes for a batch."""
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        named = {str(name): value for name, value in batch.items()}
+        if binds(signature, (), named):
+            return (), named
+    if isinstance(batch, tuple | list) and binds(signature, tuple(batch), {}):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function takes these arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def example_from(dataset: Any) -> Any:
@@ -79,8 +111,7 @@ def example_from(dataset: Any) -> Any:
 
 def small_example(batch: Any) -> Any:
     """Return the first rows of a batch, and the first positions if all its tensors are (B, S)."""
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
+    batch = opened(batch)
     if not has_rows_first(batch):
         return batch
     length = common_length(batch, next(filter(_has_dims, pytree.tree_leaves(batch))).shape[0])

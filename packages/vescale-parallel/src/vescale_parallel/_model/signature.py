@@ -10,6 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from vescale_parallel._plan.plan import ModelSignature, ParallelPlan
 
+from .blocks import numel_of
+
 
 def model_signature(model: nn.Module) -> ModelSignature:
     """Return what identifies a model to a plan. Global shapes, so any rank says the same."""
@@ -20,7 +22,7 @@ def model_signature(model: nn.Module) -> ModelSignature:
     return ModelSignature(
         name=type(model).__name__,
         num_parameters=len(table),
-        numel=sum(parameter.numel() for parameter in model.parameters()),
+        numel=numel_of(model),
         digest=hashlib.sha256(repr(table).encode()).hexdigest()[:16],
     )
 

@@ -10,7 +10,7 @@ from types import FrameType
 _BETWEEN = {"contextlib", "functools", "torch", "vescale"}
 
 
-def warn_at_user_line(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_at_user_line(message: str) -> None:
     """Warn at the innermost line that is neither torch's nor this project's.
 
     Python's default filter shows such a warning once for each of the user's lines.
@@ -18,7 +18,7 @@ def warn_at_user_line(message: str, category: type[Warning] = UserWarning) -> No
     frame = _user_frame()
     warnings.warn_explicit(
         message,
-        category,
+        UserWarning,
         filename=frame.f_code.co_filename,
         lineno=frame.f_lineno,
         module=frame.f_globals.get("__name__", "<unknown>"),

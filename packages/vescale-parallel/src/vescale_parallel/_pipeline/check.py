@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.output import is_loss
-from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.copies import copied_without_hooks, meta_parameter, on_meta
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.fake_tensors import ObservationError, bind
+from vescale_parallel._trace.fake_tensors import ObservationError
 
 from .placeholders import Placeholder
 from .stage_assignment import StageMap, stage_map
-from .stage_module import StageDone, StageRun, Staging, stage_module
+from .stage_module import StageDone, StageRun, Staging, stage_model
 
 
 def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
@@ -40,12 +40,10 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     stages = stage_map(plan, model)
     if stages is None:
         return
-    copied = copied_without_hooks(model, _meta_parameter, _meta)
-    if isinstance(batch, Mapping):
-        batch = {**batch}  # pytree does not open every mapping
-    args, kwargs = bind(copied, pytree.tree_map_only(Tensor, _meta, batch))
+    copied = copied_without_hooks(model, meta_parameter, on_meta)
+    args, kwargs = bind(copied, pytree.tree_map_only(Tensor, on_meta, opened(batch)))
     staging = Staging()
-    _stage(copied, stages, staging)
+    stage_model(copied, stages, staging, None)
     usable = Placeholder.usable
     try:
         _run_all(copied, stages, staging, args, kwargs)
@@ -93,22 +91,3 @@ def _run_all(
                 "pipeline parallelism needs a module whose forward returns its loss (a scalar "
                 f"tensor, or a structure with one), got {type(output).__name__}"
             )
-
-
-def _stage(model: nn.Module, stages: StageMap, staging: Staging) -> None:
-    """Let the blocks, and what has parameters outside of them, know their stages."""
-    roles = [(fqn, index, stages.stage_of_block(index)) for index, fqn in enumerate(stages.blocks)]
-    outside: list[tuple[str, int | None, int]] = [
-        (fqn, None, stage) for fqn, stage in stages.outside.items()
-    ]
-    for fqn, index, owner in (*roles, *outside):
-        module = model.get_submodule(fqn)
-        stage_module(module, staging, fqn=fqn, index=index, stages=(owner,), param_dtype=None)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_meta(parameter), requires_grad=parameter.requires_grad)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._plan.plan import ParallelPlan
 
 
@@ -68,12 +69,7 @@ def stage_starts(plan: ParallelPlan, model: nn.Module, blocks: Sequence[str]) ->
         )
     if not pipeline.split_points:
         uniform = pipeline.split_method != "parameters"
-        weights = [
-            1.0
-            if uniform
-            else float(sum(p.numel() for p in model.get_submodule(fqn).parameters()))
-            for fqn in blocks
-        ]
+        weights = [1.0 if uniform else float(numel_of(model.get_submodule(fqn))) for fqn in blocks]
         return split_blocks(weights, pipeline.num_stages)
     if len(pipeline.split_points) != pipeline.num_stages - 1:
         raise ValueError(

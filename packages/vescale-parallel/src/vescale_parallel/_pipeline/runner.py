@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import name_group, named_failures, profiler_range
+from vescale_dtensor import named_failures, profiler_range
 from vescale_parallel._cross_replica.borders import Rows
-from vescale_parallel._loss.output import DTYPES, is_loss, loss_of, marked_scalars
-from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
-from vescale_parallel._mesh.agreement import barrier
-from vescale_parallel._mesh.mesh import axis_rank
+from vescale_parallel._loss.output import DTYPES, is_loss, loss_of, marked_scalars, mean_of_parts
+from vescale_parallel._loss.token_mean import TokenMeans
+from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._torch_private import group_timeout, pytree
+from vescale_parallel._torch_private import pytree
 
+from .count_targets import run_counting, summed_counts
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
 from .predict import Returned, common_num_parts, joined, num_parts_of, share
@@ -73,8 +73,8 @@ class Pipeline:
         # Gradients travel on a group of their own: on one, two neighbours that send to each
         # other first would wait for each other. Neither is the mesh's own group, whose sends
         # and receives wait for torch's half hour whatever the default group's timeout is.
-        self._groups["F"] = _pipeline_group(self.mesh)
-        self._groups["B"] = _pipeline_group(self.mesh)
+        self._groups["F"] = second_group(self.mesh, "pp")
+        self._groups["B"] = second_group(self.mesh, "pp")
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
         """Return the ranks of this pipeline, to send activations or gradients over."""
@@ -172,7 +172,7 @@ class Pipeline:
             num_rows = num_rows_of(args, kwargs, rows) or 0
             parts = num_parts_of(num_rows, self.plan.num_microbatches)
             few = split_batch(args, kwargs, parts, rows)[0] if parts > 1 else (args, kwargs)
-            output, _ = self._counted(forward, *few)
+            output, _ = self._run_counting(forward, few)
             found = [any(map(is_loss, pytree.tree_leaves(output)))]
         return bool(self._agree(found[0]))
 
@@ -239,26 +239,14 @@ class Pipeline:
         parameters returns, so that the targets of all micro-batches are known before the first
         backward pass.
         """
-        found = [self._counted(forward, *part)[1] for part in parts]
-        if len({len(counts) for counts in found}) > 1:
-            raise ValueError(
-                "expected as many token-mean losses in every micro-batch, got "
-                f"{[len(counts) for counts in found]}; compute them unconditionally, or use "
-                "pipeline_parallel.size 1"
-            )
-        return [self.total(torch.stack(counts).sum(0)) for counts in zip(*found, strict=True)]
+        found = [self._run_counting(forward, part)[1] for part in parts]
+        return [self.total(n) for n in summed_counts(found, otherwise="pipeline_parallel.size 1")]
 
-    def _counted(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _run_counting(
+        self, forward: Callable[..., Any], part: tuple[Any, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """Return what forward returns of placeholders, and what its token means count."""
-        devices = [torch.cuda.current_device()] if self.mesh.device_type == "cuda" else []
-        self.staging.run = StageRun.counting(self.num_blocks)
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
-                return forward(*args, **kwargs), mode.counts
-        finally:
-            self.staging.run = None
+        run = StageRun.counting(self.num_blocks)
+        return run_counting(forward, part, self.staging, run, self.mesh.device_type)
 
     @property
     def _has_last_stage(self) -> bool:
@@ -355,8 +343,7 @@ class Pipeline:
 
     def _mean(self, parts: Sequence[Tensor]) -> float:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
-        values = torch.stack([part.detach() for part in parts])
-        return float(self.total(values.to(torch.float64).sum()) / self._num_parts)
+        return mean_of_parts(parts, self.total, self._num_parts)
 
 
 def _words(direction: str, action: Action) -> tuple[object, ...]:
@@ -382,19 +369,3 @@ def _signature(part: tuple[Any, Any]) -> object:
     ]
     shapes = tuple((t.shape, t.dtype) for t in tensors)
     return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())
-
-
-def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a new process group over this rank's ``pp`` axis. Every rank must call this."""
-    names = mesh.mesh_dim_names or ()
-    rows = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
-    mine: dist.ProcessGroup | None = None
-    barrier()
-    for ranks in rows.tolist():
-        group = dist.new_group(ranks, timeout=group_timeout())
-        if dist.get_rank() in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            name_group(group, "pp")
-            mine = group
-    assert mine is not None
-    return mine

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._torch_private import pytree
 
 from .placeholders import Placeholder, placeholder
@@ -194,10 +194,7 @@ def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
         empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
         return nn.Parameter(empty, requires_grad=False)
 
-    def empty_buffer(buffer: Tensor) -> Tensor:
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-
-    return copied_without_hooks(module, empty_parameter, empty_buffer)
+    return copied_without_hooks(module, empty_parameter, on_meta)
 
 
 def _placeholder(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -226,10 +223,7 @@ def _kind(leaf: object) -> object:
 
 
 def _outline(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    def to_meta(leaf: Tensor) -> Tensor:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, to_meta, (args, dict(kwargs)))
+    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, on_meta, (args, dict(kwargs)))
     try:
         with torch.no_grad():
             return role.skeleton(*meta_args, **meta_kwargs)

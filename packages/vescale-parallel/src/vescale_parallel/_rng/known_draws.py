@@ -29,9 +29,6 @@ class ShardedDraw:
     order: NotedOrder | None = field(default=None, compare=False)
 
 
-WHOLE = ShardedDraw()
-
-
 def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
     """Return what is known of two draws alike."""
     if one is None or other is None or one != other:

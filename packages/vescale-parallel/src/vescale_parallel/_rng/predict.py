@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
-from vescale_parallel._model.inputs import has_rows_first, small_example
+from vescale_parallel._model.inputs import bind, has_rows_first, opened, small_example
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.dry_run import DryRunError, opened
-from vescale_parallel._trace.fake_tensors import ObservationError, bind
+from vescale_parallel._trace.dry_run import DryRunError
+from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.rng_trace import NotedDraw
 from vescale_parallel._verify.dry_runs import DryRuns
@@ -150,7 +150,7 @@ def scopes_of(found: Mapping[Draw, ShardedDraw | None]) -> dict[str, Scope]:
 def scopes_of_unknown(spec: ShardingSpec, model: nn.Module) -> dict[str, Scope]:
     """Watch the whole model, block by block since these may be run again on their own."""
     scopes = {"": Scope(parts={})}
-    scopes |= {fqn: Scope(parts={}) for stack in block_stacks(model) for fqn in stack}
+    scopes |= {fqn: Scope(parts={}) for fqn in blocks_of(model)}
     if not spec.draws:
         holders = {_parent(_parent(fqn)) for fqn in _cut_layers(spec, model)}
         below = {name for name, _ in model.named_modules() if _is_below(name, holders)}

@@ -32,6 +32,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
+from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
@@ -67,7 +68,7 @@ class _Now:
     num_rows: int
 
 
-class Draws:
+class ShardedRng:
     """Draws for one rank of a parallelized model.
 
     Args:
@@ -178,7 +179,8 @@ class Draws:
             if any(isinstance(arg, DTensor) for arg in args):
                 # In a region: a tensor of the whole batch draws what one device draws.
                 return func(*args, **kwargs)
-            cut = self._cut(drawn_shape(args), scope, index, mark(fqn, index))
+            at = mark(fqn, index)
+            cut = self._cut(drawn_shape(args), scope, index, at)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -186,7 +188,12 @@ class Draws:
                     return self._draw_part(func, args, kwargs, cut, stack_of(fqn))
                 except NotImplementedError:
                     pass
-            self._warn(func, mark(fqn, index))
+            self._warn_once(
+                at,
+                f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; "
+                "it draws others than one device would, from a stream of its own. A sharding plan "
+                f"can say how they are cut: '{at}': 'Shard(d)'",
+            )
             return self._draw_own(func, args, kwargs, cut)
         finally:
             self.is_drawing = False
@@ -201,9 +208,16 @@ class Draws:
         part = scope.parts.get(index)
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
             return ShardedDraw(part=part)
-        if shape[0] == self._now.num_rows:
-            self._warn_of_guess(shape, at)
-            return ShardedDraw(rows=0, part=part)
+        rows = usual_rows_dim(shape, self._now.num_rows)
+        if rows is not None:
+            self._warn_once(
+                at,
+                "it could not be found out along which dim the rows of the batch are in the "
+                f"random numbers of shape {shape} that are drawn at {at!r}; taken to be the "
+                "first, which is as long as the batch. If it is another, they are not those of "
+                "one device",
+            )
+            return ShardedDraw(rows=rows, part=part)
         return None
 
     def _if_alone(self, cut: ShardedDraw | None, shape: tuple[int, ...]) -> ShardedDraw | None:
@@ -327,40 +341,25 @@ class Draws:
         with forked_generators(seed + position, cuda=torch.cuda.is_available()):
             return func(*args, **kwargs)
 
-    def _warn(self, func: Any, at: str) -> None:
-        if at in self._warned:
-            return
-        self._warned.add(at)
-        warn_at_user_line(
-            f"{func} at {at!r} draws random numbers that this rank cannot draw its part of; it "
-            "draws others than one device would, from a stream of its own. A sharding plan "
-            f"can say how they are cut: '{at}': 'Shard(d)'",
-        )
-
-    def _warn_of_guess(self, shape: tuple[int, ...], at: str) -> None:
-        if at in self._warned:
-            return
-        self._warned.add(at)
-        warn_at_user_line(
-            f"it could not be found out along which dim the rows of the batch are in the random "
-            f"numbers of shape {shape} that are drawn at {at!r}; taken to be the first, which is "
-            "as long as the batch. If it is another, they are not those of one device",
-        )
+    def _warn_once(self, at: str, message: str) -> None:
+        if at not in self._warned:
+            self._warned.add(at)
+            warn_at_user_line(message)
 
 
 class _Drawing(DrawMode):
-    """Counts the draws of one call of a module, and has :class:`Draws` do them."""
+    """Counts the draws of one call of a module, and has :class:`ShardedRng` do them."""
 
-    def __init__(self, draws: Draws, fqn: str, scope: Scope) -> None:
+    def __init__(self, rng: ShardedRng, fqn: str, scope: Scope) -> None:
         super().__init__()
-        self._draws, self._fqn, self._scope = draws, fqn, scope
+        self._rng, self._fqn, self._scope = rng, fqn, scope
         self._count = 0
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._draws.is_drawing:  # what an enclosing module draws its part with
+        if self._rng.is_drawing:  # what an enclosing module draws its part with
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
-        return self._draws.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
+        return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 
 def generator_state() -> tuple[bytes, ...]:

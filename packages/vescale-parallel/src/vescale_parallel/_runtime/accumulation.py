@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowMeetings, Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
-from vescale_parallel._loss.output import loss_of, marked_scalars, only_scalars
-from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
+from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
+from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._pipeline.count_targets import run_counting, summed_counts
 from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.microbatches import split_batch
 from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.sharded_rng import ShardedRng
 
 _Part = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -73,7 +74,7 @@ class AccumulatedStep:
         device: Of the losses.
         parameters: Has them gathered, and reduces their gradients.
         ranks: Those that share a batch.
-        draws: Random numbers in forward.
+        rng: Random numbers in forward.
         staging: Shared with the modules that may be answered by placeholders.
         buffers: Those that forward changes; None for a model without any.
     """
@@ -83,7 +84,7 @@ class AccumulatedStep:
     device: str
     parameters: ZeroState
     ranks: DataRanks
-    draws: Draws
+    rng: ShardedRng
     staging: Staging
     buffers: StageBuffers | None
     _counts_by_running: bool | None = None
@@ -144,8 +145,8 @@ class AccumulatedStep:
             state.put_back()
             means = TokenMeans(self._num_parts, functools.partial(self._known_count, totals))
             num_rows = _num_rows(args, kwargs, rows)
-            with self.draws.of_part(index, len(parts)):
-                with self.draws.of_call(self.model, args, kwargs, num_rows), means:
+            with self.rng.of_part(index, len(parts)):
+                with self.rng.of_call(self.model, args, kwargs, num_rows), means:
                     output = forward(*args, **kwargs)
                 check(output)
                 loss = loss_of(output)
@@ -181,23 +182,9 @@ class AccumulatedStep:
     def _counted(
         self, forward: Callable[..., Any], parts: Sequence[_Part], run: StageRun | None
     ) -> list[Tensor]:
-        found: list[list[Tensor]] = []
-        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
-        for args, kwargs in parts:
-            self.staging.run = run
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:
-                    forward(*args, **kwargs)
-            finally:
-                self.staging.run = None
-            found.append(mode.counts)
-        if len({len(counts) for counts in found}) > 1:
-            raise ValueError(
-                "expected as many token-mean losses in every micro-batch, got "
-                f"{[len(counts) for counts in found]}; compute them unconditionally, or use "
-                "batch.gradient_accumulation 1"
-            )
-        sums = [torch.stack(counts).sum(0) for counts in zip(*found, strict=True)]
+        staging, device = self.staging, self.device
+        found = [run_counting(forward, part, staging, run, device)[1] for part in parts]
+        sums = summed_counts(found, otherwise="batch.gradient_accumulation 1")
         if any(each.device.type == "meta" for each in sums):
             raise ValueError("targets are counted inside of a module with parameters")
         return sums
@@ -230,9 +217,7 @@ class AccumulatedStep:
         return self.ranks.size * self.num_microbatches
 
     def _mean(self, parts: Sequence[Tensor]) -> float:
-        """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
-        values = torch.stack([part.detach() for part in parts])
-        return float(self.ranks.total(values.to(torch.float64).sum()) / self._num_parts)
+        return mean_of_parts(parts, self.ranks.total, self._num_parts)
 
 
 class _Generators:

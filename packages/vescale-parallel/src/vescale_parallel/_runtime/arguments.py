@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vescale_parallel._model.inputs import binds
 from vescale_parallel._model.mappings import open_mappings
 from vescale_parallel._torch_private import pytree
 
@@ -49,14 +50,7 @@ class Arguments:
         if not self._takes_any_name and (batch.keys().isdisjoint(self._names)):
             return args, kwargs
         named: dict[str, Any] = {**batch}
-        return ((), named) if self._fits(named) else (args, kwargs)
-
-    def _fits(self, named: Mapping[str, Any]) -> bool:
-        try:
-            self._signature.bind(**named)
-        except TypeError:
-            return False
-        return True
+        return ((), named) if binds(self._signature, (), named) else (args, kwargs)
 
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
         """Raise what is wrong with the arguments, if that may be why a call of them failed.

@@ -19,7 +19,7 @@ from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._pipeline.step import PipelineStep
-from vescale_parallel._rng.sharded_rng import Draws
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, pytree
 
@@ -52,7 +52,7 @@ class Engine:
         known: The modules that were there.
         proofs: Of the sharding plan, for calls; None if nothing is cut.
         rows: Of the batch: where they meet, a call is of the whole batch.
-        draws: Random numbers in forward.
+        rng: Random numbers in forward.
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
@@ -70,7 +70,7 @@ class Engine:
     known: KnownModules
     proofs: ProvesCalls | None
     rows: BatchRows
-    draws: Draws
+    rng: ShardedRng
     logits: DistributedLogits
     losses: ReturnedLosses
     pipeline: PipelineStep | None
@@ -129,15 +129,11 @@ class Engine:
                     rows = self.rows.meetings.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
                 num_rows = self.rows.meetings.num_rows(args, kwargs)
-                with self.draws.of_call(model, args, kwargs, num_rows):
+                with self.rng.of_call(model, args, kwargs, num_rows):
                     return self._watched(self._call_directly(forward, args, kwargs))
         finally:
             self.is_running = False
             self.parameters.end_forward()
-
-    def whole_results(self) -> contextlib.AbstractContextManager[None]:
-        """Have calls return whole logits, for code of the model that reads them."""
-        return self.logits.gathered()
 
     def _parts_by(self) -> str:
         """Return who runs this rank's rows in parts in a call now, if somebody does."""

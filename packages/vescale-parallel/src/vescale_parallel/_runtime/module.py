@@ -75,7 +75,7 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
         @functools.wraps(generate)
         def generate_on_ranks(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
             engine = self._vescale_engine
-            with engine.whole_results():
+            with engine.logits.gathered():
                 return generate(self, *args, **engine.generation_options(kwargs))
 
         namespace["generate"] = generate_on_ranks

@@ -99,7 +99,7 @@ def _add_entrances(target: _Target) -> None:
             _enter(modules[fqn], argument, shard_dim(arrives), stack_of(fqn), boundary)
     for (fqn, argument), move in target.spec.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
-            _move_in(modules[fqn], argument, move, stack_of(fqn), boundary)
+            _on_argument(modules[fqn], argument, _moved(move, stack_of(fqn), boundary))
 
 
 def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
@@ -147,7 +147,7 @@ def _add_exits(target: _Target) -> None:
             _leave(module, shard_dim(spec.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in spec.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
-            _move_out(modules[fqn], move, stack_of(fqn), boundary)
+            _on_output(modules[fqn], _moved(move, stack_of(fqn), boundary))
 
 
 def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
@@ -308,12 +308,6 @@ def _enter(
     _on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
 
 
-def _move_in(
-    module: nn.Module, argument: str, move: PlacementChange, stack: str, boundary: Boundary
-) -> None:
-    _on_argument(module, argument, _moved(move, stack, boundary))
-
-
 def _moved(move: PlacementChange, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
     source, target = shard_dim(move.source), shard_dim(move.target)
     if source is None and target is not None:
@@ -351,10 +345,6 @@ def _is_activation(value: Any) -> bool:
 
 def _leave(module: nn.Module, dim: int | None, stack: str, boundary: Boundary) -> None:
     _on_output(module, lambda x: boundary.leave(x, dim, stack))
-
-
-def _move_out(module: nn.Module, move: PlacementChange, stack: str, boundary: Boundary) -> None:
-    _on_output(module, _moved(move, stack, boundary))
 
 
 def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:

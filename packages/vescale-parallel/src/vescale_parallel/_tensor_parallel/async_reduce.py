@@ -87,16 +87,16 @@ def sum_in_parts(
     Each position of the layer's output depends on that position of its input, in all dims but the
     last. A rank keeps its shard along ``dim``, which ranks must divide, or all if that is None.
     """
-    steps: list[_Step] = []
+    chunks: list[_Chunk] = []
     partial: list[Tensor] = []
     for part in _parts(x, dim, num_parts, beside.ranks.size):
-        step = _Step(beside, dim)
+        chunk = _Chunk(beside, dim)
         # Contiguous as the whole is: a layer may view it.
-        summand: Any = _Arrive.apply(compute(part.contiguous()), step)
-        step.start_sum(summand.detach())
-        steps.append(step)
+        summand: Any = _Arrive.apply(compute(part.contiguous()), chunk)
+        chunk.start_sum(summand.detach())
+        chunks.append(chunk)
         partial.append(summand)
-    total: Any = _Together.apply(steps, -2 if dim is None else dim, *partial)
+    total: Any = _Together.apply(chunks, -2 if dim is None else dim, *partial)
     return total
 
 
@@ -109,7 +109,7 @@ def _parts(x: Tensor, dim: int | None, num_parts: int, num_ranks: int) -> Sequen
     return [part.flatten(dim, dim + 1) for part in by_rank.chunk(num_parts, dim + 1)]
 
 
-class _Step:
+class _Chunk:
     """One chunk on its way, forward and backward."""
 
     def __init__(self, beside: Beside, dim: int | None) -> None:
@@ -151,23 +151,23 @@ class _Arrive(torch.autograd.Function):
     """Nothing forward; backward a chunk's gradient is waited for."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, step: _Step) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.step = step
+    def forward(ctx: Any, x: Tensor, chunk: _Chunk) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.chunk = chunk
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.step.take_grad(grad), None
+        return ctx.chunk.take_grad(grad), None
 
 
 class _Together(torch.autograd.Function):
     """The sums of all chunks; backward the all-gather of every chunk's gradient is started."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Sequence[_Step], dim: int, *partial: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sums = [step.take_sum() for step in steps]
-        ctx.steps, ctx.dim, ctx.lengths = steps, dim, [part.shape[dim] for part in sums]
+    def forward(ctx: Any, chunks: Sequence[_Chunk], dim: int, *partial: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sums = [chunk.take_sum() for chunk in chunks]
+        ctx.chunks, ctx.dim, ctx.lengths = chunks, dim, [part.shape[dim] for part in sums]
         return torch.cat(sums, dim)
 
     @staticmethod
@@ -175,5 +175,5 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = grad.split(ctx.lengths, ctx.dim)
         # Autograd runs the last chunk's layer first, so its gradient is needed first.
-        started = [s.start_grad(g) for s, g in zip(ctx.steps[::-1], grads[::-1], strict=True)]
+        started = [c.start_grad(g) for c, g in zip(ctx.chunks[::-1], grads[::-1], strict=True)]
         return None, None, *started[::-1]

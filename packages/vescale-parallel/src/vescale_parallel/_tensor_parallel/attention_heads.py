@@ -24,14 +24,14 @@ from .conversions import Boundary
 PACKED = InterleavedShard(0, 3)
 
 
-def parameters_by_heads(module: nn.Module, size: int) -> dict[str, str]:
+def parameters_by_heads(module: nn.Module, size: int) -> dict[str, Placement]:
     """Return how an attention layer's parameters are sharded by heads, nothing if not."""
     if not isinstance(module, nn.MultiheadAttention) or _why_not(module, size):
         return {}
-    found = {"in_proj_weight": "InterleavedShard(0, 3)"}
+    found: dict[str, Placement] = {"in_proj_weight": PACKED}
     if module.in_proj_bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
-        found["in_proj_bias"] = "InterleavedShard(0, 3)"
-    return {**found, "out_proj.weight": "Shard(1)"}
+        found["in_proj_bias"] = PACKED
+    return {**found, "out_proj.weight": Shard(1)}
 
 
 def why_whole(module: nn.Module, size: int) -> str:

@@ -11,7 +11,7 @@ from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
 from .chunks import part_sizes
-from .sharding_spec import ShardingSpec
+from .sharding_spec import ShardingSpec, num_parts_of, shard_of_parts
 
 
 def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:
@@ -49,9 +49,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
         if kind is None or name != "weight" or owner._parameters.get("bias") is None:
             continue
         if placement.dim == kind.out_dim:
-            placements[f"{owner_fqn}.bias"] = (
-                Shard(0) if isinstance(placement, Shard) else InterleavedShard(0, placement.parts)
-            )
+            placements[f"{owner_fqn}.bias"] = shard_of_parts(0, num_parts_of(placement))
     return placements
 
 
@@ -95,7 +93,7 @@ def _check_shared(spec: ShardingSpec, model: nn.Module, size: int) -> None:
 def _check_divides(
     fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
 ) -> None:
-    unit = size * (placement.parts if isinstance(placement, InterleavedShard) else 1)
+    unit = size * num_parts_of(placement)
     if not 0 <= placement.dim < len(shape):
         raise ValueError(
             f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "

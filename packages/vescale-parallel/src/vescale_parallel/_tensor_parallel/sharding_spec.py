@@ -56,6 +56,21 @@ def placement_text(placement: Placement) -> str:
             return "Replicate()"
 
 
+def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
+    """Return what is said of patterns as a sharding plan says it."""
+    return {pattern: placement_text(placement) for pattern, placement in plan.items()}
+
+
+def shard_of_parts(dim: int, parts: int) -> Placement:
+    """Return the placement that shards each of the equal parts that a dim is made of."""
+    return Shard(dim) if parts == 1 else InterleavedShard(dim, parts)
+
+
+def num_parts_of(placement: Placement) -> int:
+    """Return how many equal parts of a dim are sharded, each on its own."""
+    return placement.parts if isinstance(placement, InterleavedShard) else 1
+
+
 @dataclass(frozen=True)
 class PlacementChange:
     """How an activation is placed, and how it shall be. Equal ones: it stays so."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.copies import snapshot
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._torch_private import pytree
 
 from .fake_run import FakeRun, Listener, Operator
-from .fake_tensors import bind
 
 
 class DryRunError(ValueError):
@@ -62,11 +62,6 @@ def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:
 
     dry_run(model, bind(model, opened(batch)), (), lambda _: None, listen)
     return made[0].by_name()
-
-
-def opened(batch: Any) -> Any:
-    """Return a batch that pytree opens: not every mapping is one for it."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def dry_run(

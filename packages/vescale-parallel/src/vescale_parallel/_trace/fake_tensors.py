@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,26 +65,6 @@ def _fake(leaf: Any, fake_mode: FakeTensorMode, values: KnownValues) -> Any:
 def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
-def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that forward takes for a batch."""
-    signature = inspect.signature(model.forward)
-    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        named = {str(name): value for name, value in batch.items()}
-        if _binds(signature, (), named):
-            return (), named
-    if isinstance(batch, tuple | list) and _binds(signature, tuple(batch), {}):
-        return tuple(batch), {}
-    return (batch,), {}
-
-
-def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def all_integer(inputs: list[torch.Tensor], kwargs: Any, func: Any, args: Any) -> bool:

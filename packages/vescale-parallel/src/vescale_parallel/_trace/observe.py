@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from vescale_parallel._model.blocks import pipeline_blocks
-from vescale_parallel._model.inputs import usual_num_rows
+from vescale_parallel._model.blocks import numel_of, pipeline_blocks
+from vescale_parallel._model.inputs import bind, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
 from .fake_run import FakeRun, Listener, Operator
-from .fake_tensors import bind, is_float
+from .fake_tensors import is_float
 from .flops import Uncounted, flops_of
 from .observation import (
     BlockObservation,
@@ -51,14 +51,13 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         (48, 3)
     """
     blocks = _block_fqns(model)
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
+    batch = opened(batch)
     if batch is None:
         return Observation(
             ran=False,
-            numel=_numel(model),
+            numel=numel_of(model),
             blocks=tuple(
-                BlockObservation(fqn=fqn, numel=_numel(model.get_submodule(fqn))) for fqn in blocks
+                BlockObservation(fqn=f, numel=numel_of(model.get_submodule(f))) for f in blocks
             ),
             outside=tuple(OutsideObservation(fqn=f, numel=n) for f, n in _owners(model, blocks)),
         )
@@ -77,7 +76,7 @@ def _summary(run: _Observer, output: Any, batch: Any) -> Observation:
     blocks = tuple(
         BlockObservation(
             fqn=fqn,
-            numel=_numel(run.model.get_submodule(fqn)),
+            numel=numel_of(run.model.get_submodule(fqn)),
             flops=run.flops.get(index, 0),
             saved_bytes=saved.get(index, 0),
             output_bytes=run.output_bytes.get(index, 0),
@@ -94,7 +93,7 @@ def _summary(run: _Observer, output: Any, batch: Any) -> Observation:
     rows, tokens = _rows_and_tokens(batch)
     return Observation(
         ran=True,
-        numel=_numel(run.model),
+        numel=numel_of(run.model),
         flops=sum(run.flops.values()),
         saved_bytes=sum(saved.values()),
         output_bytes=_activation_bytes(output),
@@ -121,7 +120,7 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class _Call:
+class _CountedCall:
     """A call of a module; ``parent`` is the index of the call that it was made in."""
 
     fqn: str
@@ -144,7 +143,7 @@ class _Observer(Listener):
     read: dict[torch.UntypedStorage, int] = field(
         default_factory=dict["torch.UntypedStorage", int]
     )
-    calls: list[_Call] = field(default_factory=list[_Call])
+    calls: list[_CountedCall] = field(default_factory=list[_CountedCall])
     call: int = -1
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
 
@@ -154,7 +153,7 @@ class _Observer(Listener):
         self._parameters = {each.untyped_storage() for each in self.model.parameters()}
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.calls.append(_Call(fqn, self.call, _shapes((args, kwargs))))
+        self.calls.append(_CountedCall(fqn, self.call, _shapes((args, kwargs))))
         self.call = len(self.calls) - 1
         self.where = self._indices.get(fqn, self.where)
         self.called.setdefault(fqn, self.where)
@@ -261,10 +260,6 @@ def _block_fqns(model: nn.Module) -> tuple[str, ...]:
         return pipeline_blocks(model)
     except ValueError:  # no list of blocks, or more than one
         return ()
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _owners(model: nn.Module, blocks: tuple[str, ...]) -> list[tuple[str, int]]:

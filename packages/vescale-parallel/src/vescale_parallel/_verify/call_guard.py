@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_parallel._model.copies import copied_without_hooks
+from vescale_parallel._model.copies import copied_without_hooks, meta_parameter
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
@@ -127,15 +127,10 @@ class CallGuard:
 
 def _copy_without_values(model: nn.Module) -> nn.Module | None:
     try:
-        return copied_without_hooks(model, _without_values, lambda buffer: buffer)
+        return copied_without_hooks(model, meta_parameter, lambda buffer: buffer)
     # Arbitrary attributes of a user's modules: locks, files, process groups.
     except Exception:
         return None
-
-
-def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, parameter.requires_grad)
 
 
 def _plain(tensor: Tensor) -> Tensor:

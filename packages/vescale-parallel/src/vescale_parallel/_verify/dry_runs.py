@@ -9,23 +9,22 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import blocks_of
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import (
     DryRunError,
     ModuleCall,
     dry_run_whole,
     equal_blocks,
-    opened,
     readers_of,
 )
 from vescale_parallel._trace.fake_run import FakeRun
-from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
 from .rank_dry_run import draws_of_rank, dry_run_rank
 
-Draws = tuple[NotedDraw, ...]
+NotedDraws = tuple[NotedDraw, ...]
 _Found = TypeVar("_Found")
 
 
@@ -40,8 +39,8 @@ class DryRuns:
         self.model, self.batch = model, batch
         self._blocks: dict[str, ModuleCall] | DryRunError | None = None
         self._readers: dict[str, set[str]] | DryRunError | None = None
-        self._draws: Draws | None = None
-        self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], Draws]] = []
+        self._draws: NotedDraws | None = None
+        self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], NotedDraws]] = []
 
     def blocks(self) -> dict[str, ModuleCall]:
         """Return how the whole model calls its blocks, or the model itself if it has none.
@@ -50,7 +49,7 @@ class DryRuns:
             DryRunError: If the forward needs values.
         """
         if self._blocks is None:
-            blocks = [fqn for stack in block_stacks(self.model) for fqn in stack] or [""]
+            blocks = blocks_of(self.model) or ("",)
             notes = DrawNotes()
             try:
                 self._blocks = dry_run_whole(self.model, self.batch, blocks, notes)
@@ -83,7 +82,7 @@ class DryRuns:
         self._parts.append((forward, calls, self._heard(notes)))
         return calls
 
-    def draws(self, sharding: TensorSharding | None = None) -> Draws:
+    def draws(self, sharding: TensorSharding | None = None) -> NotedDraws:
         """Return what :func:`draws_of_rank` does for the batch, in training mode.
 
         Raises:
@@ -116,7 +115,7 @@ class DryRuns:
         trained = FakeRun(self.model).model.train()  # may be one that keeps a part from training
         return all(module.training for module in trained.modules())
 
-    def _heard(self, notes: DrawNotes) -> Draws:
+    def _heard(self, notes: DrawNotes) -> NotedDraws:
         for first, others in equal_blocks(self.model):
             notes.repeat(first, others)
         return tuple(notes.draws)

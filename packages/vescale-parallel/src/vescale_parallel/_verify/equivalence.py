@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
+from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.hook_readers import read_by_hooks
 from vescale_parallel._tensor_parallel.shard_module import placement_between
@@ -134,7 +135,7 @@ def _prove_blocks(
         first = firsts.setdefault(kind, fqn)
         if not fqn or (not said and _is_whole(how)):
             continue
-        if _numel(module) > MAX_NUMEL:
+        if numel_of(module) > MAX_NUMEL:
             if first == fqn:
                 blocks.too_large.append(fqn)
             continue
@@ -164,7 +165,7 @@ def _check_rest(
     calls = {fqn: call for fqn, call in whole.items() if fqn}
     over = passed_over(model, calls, blocks.kinds)
     skipped = [fqn for fqns in over.values() for fqn in fqns]
-    numel = _numel(model) - sum(_numel(model.get_submodule(fqn)) for fqn in skipped)
+    numel = numel_of(model) - sum(numel_of(model.get_submodule(fqn)) for fqn in skipped)
     if numel > MAX_NUMEL:
         why = f"{type(model).__name__} is too large to be run whole"
         return _not_compared(runs, blocks, sharding, why)
@@ -202,10 +203,6 @@ def _cut(sharding: TensorSharding) -> list[str]:
     shared = [f"{fqn}.weight" for fqn in sharding.spec.shared]
     cut = [fqn for fqn, each in sharding.placements.items() if each != Replicate()]
     return [*cut, *shared]
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _renamed(names: set[str], old: str, new: str) -> set[str]:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import FakeRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._trace.dry_run import ModuleCall, dry_run, equal_blocks, opened
+from vescale_parallel._trace.dry_run import ModuleCall, dry_run, equal_blocks
 from vescale_parallel._trace.fake_run import Listener
-from vescale_parallel._trace.fake_tensors import bind
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
 

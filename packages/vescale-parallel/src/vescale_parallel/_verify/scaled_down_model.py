@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.fqns import generalize
 
 from .equivalence import MAX_NUMEL
@@ -33,9 +33,9 @@ _FEW_LAYERS = 4
 
 def is_large(model: nn.Module) -> bool:
     """Return whether a block, or the model with few of its blocks, is too large to be run."""
-    total = sum(p.numel() for p in model.parameters())
+    total = numel_of(model)
     for stack in block_stacks(model):
-        numels = [sum(p.numel() for p in model.get_submodule(fqn).parameters()) for fqn in stack]
+        numels = [numel_of(model.get_submodule(fqn)) for fqn in stack]
         if max(numels) > MAX_NUMEL:
             return True
         total -= sum(numels[2:-1])

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Placement, Shard
 
+from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
-from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, texts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 
 from .dry_runs import DryRuns
@@ -20,29 +21,29 @@ from .threads import in_fresh_thread
 
 
 def checked_alone(
-    module: nn.Module, plan: Mapping[str, str], num_features: int, size: int
-) -> dict[str, str] | None:
+    module: nn.Module, plan: Mapping[str, Placement], num_features: int, size: int
+) -> dict[str, Placement] | None:
     """Run a module whole and on all ranks, on one activation (batch, sequence, features).
 
     Names are relative to the module, of which a copy is run on random weights. The plan comes back
     with the marks of whole parameters of which ranks hold partial gradients; None if results or
     gradients differ, or if the module is too large or takes something else.
     """
-    if sum(p.numel() for p in module.parameters()) > MAX_NUMEL:
+    if numel_of(module) > MAX_NUMEL:
         return None
     # Its gradient is compared, too: what the module reads belongs to the model around it.
     batch = (torch.zeros(2, 3, num_features, requires_grad=True),)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sharding = shard(plan, module, size)
+            sharding = shard(texts_of(plan), module, size)
             result = in_fresh_thread(lambda: _check(module, batch, sharding))
     # Arbitrary user code: whatever it raises only means that this plan is not proven.
     except Exception:
         return None
     if result is None:
         return None
-    return {**plan, **{f"{fqn}.<grad>": "Partial()" for fqn in sorted(result)}}
+    return {**plan, **{f"{fqn}.<grad>": Partial() for fqn in sorted(result)}}
 
 
 def _check(module: nn.Module, batch: object, sharding: TensorSharding) -> frozenset[str] | None:
@@ -80,7 +81,7 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | Non
         if len(own) < 2 or f"{row}.weight" not in own or not is_row_wise:
             continue
         width = features(last, kind)[1]
-        unmarked = {name: text for name, text in own.items() if not name.endswith("<grad>")}
+        unmarked = {name: each for name, each in own.items() if not name.endswith("<grad>")}
         proven = checked_alone(module, unmarked, width, sharding.size)
         if proven is not None and set(proven) == set(own):
             continue
@@ -89,17 +90,19 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | Non
     return None
 
 
-def _own_plan(spec: ShardingSpec, fqn: str, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+def _own_plan(
+    spec: ShardingSpec, fqn: str, linears: Mapping[str, nn.Module]
+) -> dict[str, Placement]:
     """Return the part of a plan that is about one module, with names relative to it."""
     prefix = f"{fqn}." if fqn else ""
     moved = {*(name for name, _ in spec.inputs), *spec.outputs}
     if any(f"{prefix}{name}" in moved for name in linears):
         return {}
     own = {
-        f"{name}.weight": placement_text(spec.parameters[f"{prefix}{name}.weight"])
+        f"{name}.weight": spec.parameters[f"{prefix}{name}.weight"]
         for name in linears
         if f"{prefix}{name}.weight" in spec.parameters
     }
-    own |= {f"<attr:{name}>": "Shard(0)" for owner, name in spec.attributes if owner == fqn}
+    own |= {f"<attr:{name}>": Shard(0) for owner, name in spec.attributes if owner == fqn}
     grads = [name.removeprefix(prefix) for name in spec.grads if name.startswith(prefix)]
-    return own | {f"{name}.<grad>": "Partial()" for name in grads}
+    return own | {f"{name}.<grad>": Partial() for name in grads}

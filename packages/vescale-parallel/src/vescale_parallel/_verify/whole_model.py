@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.inputs import bind
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import ModuleCall
-from vescale_parallel._trace.fake_tensors import bind
 
 from .region import How, Region, given_input
 

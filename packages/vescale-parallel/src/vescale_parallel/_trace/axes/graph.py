@@ -139,7 +139,7 @@ class Trace:
 
 
 @dataclass(eq=False)
-class Call:
+class OpCall:
     """One operator being run: what a rule reads, and where it says what it found.
 
     Attributes:

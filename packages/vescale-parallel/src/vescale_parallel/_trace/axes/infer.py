@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
-from vescale_parallel._trace.fake_tensors import bind, is_float
+from vescale_parallel._trace.fake_tensors import is_float
 from vescale_parallel._trace.flops import flops_of
 
-from .graph import Call, Linearity, Step, Trace, UnknownOperator, Value
+from .graph import Linearity, OpCall, Step, Trace, UnknownOperator, Value
 from .registry import Rule
 from .rules import (
     attention,
@@ -57,8 +58,7 @@ def infer_axes(model: nn.Module, batch: Any) -> Trace:
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
     """
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # pytree does not open every mapping
+    batch = opened(batch)
     run = FakeRun(model)
     recorder = _Recorder(run)
     args, kwargs = bind(run.model, run.batch(batch))
@@ -127,7 +127,7 @@ class _Recorder(Listener):
             flops=0 if ran.is_integer else _flops(ran),
             into_view=func._schema.is_mutable and _is_part(ran.args[0]),
         )
-        call = Call(trace, name, module, named, inputs, outputs, step)
+        call = OpCall(trace, name, module, named, inputs, outputs, step)
         if not inputs:
             self._constructed(call)
         elif rule is not None:
@@ -137,7 +137,7 @@ class _Recorder(Listener):
         step.outputs = tuple(self._output(call, p) for p in range(len(outputs)))
         trace.steps.append(step)
 
-    def _output(self, call: Call, position: int) -> Value:
+    def _output(self, call: OpCall, position: int) -> Value:
         tensor, step = call.outputs[position], call.step
         old = [self.trace.value(t) for t in call.inputs if t is tensor]
         dims = call.made.get(position) or (old[0].dims if old else None)
@@ -154,7 +154,7 @@ class _Recorder(Listener):
             is_zero=call.name in _ZERO or (call.name in _KEEPS_ZERO and first_zero),
         )
 
-    def _constructed(self, call: Call) -> None:
+    def _constructed(self, call: OpCall) -> None:
         for out in call.outputs:
             dims = [call.fresh(n) for n in out.shape]
             call.give(out, dims)
@@ -162,7 +162,7 @@ class _Recorder(Listener):
                 for dim in dims:
                     call.block(dim, f"is numbered by {call.name}")
 
-    def _unknown(self, call: Call) -> None:
+    def _unknown(self, call: OpCall) -> None:
         call.block_all(call.inputs, f"meets {call.name}, which has no rule")
         if any(value.from_parameter for value in call.step.inputs):
             self.trace.unknown.append(UnknownOperator(call.name, call.module))

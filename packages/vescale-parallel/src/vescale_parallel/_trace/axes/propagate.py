@@ -291,7 +291,7 @@ def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
 
     for index in graph.steps(touched):
         step = graph.trace.steps[index]
-        if any(_is_cut_or_addend(flow, value, step) for value in step.outputs):
+        if any(_is_cut_or_partial(flow, value, step) for value in step.outputs):
             ask(step.inputs)
     partial: set[int] = set()
     while waiting:
@@ -304,7 +304,7 @@ def _gradients(graph: Graph, flow: Flow, unsummed: set[str]) -> None:
                 ask(graph.producer[value.index].inputs)
 
 
-def _is_cut_or_addend(flow: Flow, value: Value, step: Step) -> bool:
+def _is_cut_or_partial(flow: Flow, value: Value, step: Step) -> bool:
     return value.index in flow.cut or _is_partial(flow, value, step)
 
 

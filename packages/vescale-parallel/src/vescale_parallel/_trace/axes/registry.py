@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .graph import Call, Linearity
+from .graph import Linearity, OpCall
 
-Rule = Callable[[Call], None]
+Rule = Callable[[OpCall], None]
 
 
 class Rules(dict[str, tuple[Rule, Linearity]]):

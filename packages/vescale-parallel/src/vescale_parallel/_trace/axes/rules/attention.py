@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
@@ -12,7 +12,7 @@ rule = Rules()
       "scaled_dot_product_efficient_attention", "scaled_dot_product_cudnn_attention",
       "scaled_dot_product_fused_attention_overrideable", "scaled_dot_product_attention",
       "scaled_dot_product_attention_math_for_mps")  # fmt: skip
-def attention(call: Call) -> None:
+def attention(call: OpCall) -> None:
     query, key, value = (call.args[name] for name in ("query", "key", "value"))
     q, k, v = call.dims(query), call.dims(key), call.dims(value)
     for d in range(query.dim() - 3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vescale_parallel._trace.axes.algebra import Dim
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
@@ -14,7 +14,7 @@ _CHOSEN = "is chosen by an index"
 
 
 @rule("embedding", linear="first")
-def embedding(call: Call) -> None:
+def embedding(call: OpCall) -> None:
     weight, index = call.args["weight"], call.args["indices"]
     rows, *columns = call.dims(weight)
     call.step.looked_up = rows
@@ -23,7 +23,7 @@ def embedding(call: Call) -> None:
 
 @rule("index", "unsafe_index", "index_put", "index_put_impl", "unsafe_index_put",
       linear="first")  # fmt: skip
-def index(call: Call) -> None:
+def index(call: OpCall) -> None:
     source = call.args["self"]
     dims, taken, made = _indexed(call, source, call.args["indices"])
     for d in taken:
@@ -54,13 +54,13 @@ def index(call: Call) -> None:
     )
 
 
-def _is_routed(call: Call, indices: list[torch.Tensor | None]) -> bool:
+def _is_routed(call: OpCall, indices: list[torch.Tensor | None]) -> bool:
     """Whether what an index chooses depends on the batch."""
     return any(index is not None and call.trace.value(index).from_batch for index in indices)
 
 
 def _indexed(
-    call: Call, source: torch.Tensor, indices: list[torch.Tensor | None]
+    call: OpCall, source: torch.Tensor, indices: list[torch.Tensor | None]
 ) -> tuple[tuple[Dim, ...], list[int], list[Dim]]:
     """Return the source's dimensions, those that are indexed, and the result's."""
     dims = call.dims(source)
@@ -88,7 +88,7 @@ def _indexed(
     return dims, taken, [*before, *new, *(dim for d, dim in rest if d >= place)]
 
 
-def _masked_length(call: Call, dims: tuple[Dim, ...], taken: list[int]) -> int:
+def _masked_length(call: OpCall, dims: tuple[Dim, ...], taken: list[int]) -> int:
     kept = len(dims) - len(taken)
     if call.name.startswith("index_put"):
         return call.args["values"].shape[0] if call.args["values"].dim() > kept else 1
@@ -96,7 +96,7 @@ def _masked_length(call: Call, dims: tuple[Dim, ...], taken: list[int]) -> int:
     return call.out.shape[place] if call.out.dim() == kept + 1 else 1
 
 
-def _broadcast(call: Call, indices: list[torch.Tensor]) -> list[Dim]:
+def _broadcast(call: OpCall, indices: list[torch.Tensor]) -> list[Dim]:
     width = max((entry.dim() for entry in indices), default=0)
     made: list[Dim] = [()] * width
     for entry in indices:
@@ -107,7 +107,7 @@ def _broadcast(call: Call, indices: list[torch.Tensor]) -> list[Dim]:
 
 
 @rule("index_select", linear="first")
-def index_select(call: Call) -> None:
+def index_select(call: OpCall) -> None:
     source = call.args["self"]
     at = call.args["dim"] % max(source.dim(), 1)
     dims = list(call.dims(source))
@@ -119,7 +119,7 @@ def index_select(call: Call) -> None:
 
 
 @rule("gather", "take_along_dim", linear="first")
-def gather(call: Call) -> None:
+def gather(call: OpCall) -> None:
     source, chosen = call.args["self"], call.args["index"]
     at = call.args["dim"] % max(source.dim(), 1)
     made: list[Dim] = []
@@ -135,7 +135,7 @@ def gather(call: Call) -> None:
 
 
 @rule("scatter", "scatter_add", "scatter_reduce", linear="jointly")
-def scatter(call: Call) -> None:
+def scatter(call: OpCall) -> None:
     target, chosen = call.args["self"], call.args["index"]
     source = call.args.get("src")
     at = call.args["dim"] % max(target.dim(), 1)
@@ -151,7 +151,7 @@ def scatter(call: Call) -> None:
 
 
 @rule("index_add", "index_copy", "index_fill", "index_reduce", linear="jointly")
-def index_add(call: Call) -> None:
+def index_add(call: OpCall) -> None:
     target, source = call.args["self"], call.args.get("source")
     at = call.args["dim"] % max(target.dim(), 1)
     dims = call.dims(target)
@@ -164,13 +164,13 @@ def index_add(call: Call) -> None:
 
 
 @rule("masked_scatter")
-def masked_scatter(call: Call) -> None:
+def masked_scatter(call: OpCall) -> None:
     call.block_all(call.inputs)
     call.give(call.out, call.dims(call.args["self"]))
 
 
 @rule("slice_scatter", linear="jointly")
-def slice_scatter(call: Call) -> None:
+def slice_scatter(call: OpCall) -> None:
     target, source = call.args["self"], call.args["src"]
     at = call.args["dim"] % target.dim()
     dims = call.dims(target)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
 
 
 @rule("native_layer_norm", "fused_rms_norm", "layer_norm", "rms_norm")
-def layer_norm(call: Call) -> None:
+def layer_norm(call: OpCall) -> None:
     x = call.args["input"]
     dims, width = call.dims(x), len(call.args["normalized_shape"])
     for name in ("weight", "bias"):
@@ -25,7 +25,7 @@ def layer_norm(call: Call) -> None:
 
 
 @rule("native_group_norm")
-def group_norm(call: Call) -> None:
+def group_norm(call: OpCall) -> None:
     x = call.args["input"]
     dims = call.dims(x)
     for dim in dims[1:]:
@@ -39,7 +39,7 @@ def group_norm(call: Call) -> None:
 @rule("native_batch_norm", "native_batch_norm_legit", "native_batch_norm_legit_no_training",
       "native_batch_norm_legit_functional", "cudnn_batch_norm", "batch_norm_with_update",
       "batch_norm_no_update", "native_batch_norm_legit.no_stats")  # fmt: skip
-def batch_norm(call: Call) -> None:
+def batch_norm(call: OpCall) -> None:
     x = call.args["input"]
     dims = call.dims(x)
     for name in ("weight", "bias", "running_mean", "running_var"):

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from vescale_parallel._trace.axes.algebra import Dim
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
 
 
-def pointwise(call: Call) -> None:
+def pointwise(call: OpCall) -> None:
     dims = broadcast(call, call.inputs, call.out)
     for out in call.outputs:
         if out.shape == call.out.shape:
             call.give(out, dims)
 
 
-def broadcast(call: Call, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> list[Dim]:
+def broadcast(call: OpCall, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> list[Dim]:
     """Unify dimensions that broadcasting aligns and return the result's."""
     made: list[Dim | None] = [None] * out.dim()
     for tensor in tensors:
@@ -41,22 +41,22 @@ def broadcast(call: Call, tensors: Sequence[torch.Tensor], out: torch.Tensor) ->
       "contiguous", "real", "imag", "conj", "resolve_conj", "conj_physical", "resolve_neg",
       "to", "type_as", "masked_fill", "div", "positive",
       linear="first")  # fmt: skip
-def linear_in_first(call: Call) -> None:
+def linear_in_first(call: OpCall) -> None:
     pointwise(call)
 
 
 @rule("add", "sub", "rsub", "where", "add_scalar", "lerp", linear="jointly")
-def linear_jointly(call: Call) -> None:
+def linear_jointly(call: OpCall) -> None:
     pointwise(call)
 
 
 @rule("copy", linear="last")
-def copy(call: Call) -> None:
+def copy(call: OpCall) -> None:
     pointwise(call)
 
 
 @rule("mul", linear="each")
-def linear_in_each(call: Call) -> None:
+def linear_in_each(call: OpCall) -> None:
     pointwise(call)
 
 
@@ -67,12 +67,12 @@ def linear_in_each(call: Call) -> None:
       "relu", "leaky_relu", "silu", "gelu", "mish", "view_dtype", "squeeze_copy", "rrelu",
       "rrelu_with_noise", "erfinv", "log_sigmoid_forward", "threshold", "floor_divide",
       "efficientzerotensor", "angle", "fake_quantize_per_tensor_affine")  # fmt: skip
-def anything_else(call: Call) -> None:
+def anything_else(call: OpCall) -> None:
     pointwise(call)
 
 
 @rule("glu")
-def glu(call: Call) -> None:
+def glu(call: OpCall) -> None:
     source = call.args["self"]
     at = call.args["dim"] % source.dim()
     dims = list(call.dims(source))
@@ -89,11 +89,11 @@ def glu(call: Call) -> None:
 
 @rule("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
       "randint_like")  # fmt: skip
-def like(call: Call) -> None:
+def like(call: OpCall) -> None:
     call.give(call.out, call.dims(call.args["self"]))
 
 
 @rule("empty", "zeros", "ones", "full", "scalar_tensor", "new_empty", "new_zeros", "new_ones",
       "new_full", "empty_strided", "new_empty_strided", "empty_permuted")  # fmt: skip
-def uniform(call: Call) -> None:
+def uniform(call: OpCall) -> None:
     call.give(call.out, [call.fresh(n) for n in call.out.shape])

@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 
 from vescale_parallel._trace.axes.algebra import Dim
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
 
 
-def contract(call: Call, one: Dim, other: Dim) -> None:
+def contract(call: OpCall, one: Dim, other: Dim) -> None:
     call.unify(one, other)
     call.contract(one)
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot", "vdot", linear="each")
-def matmul(call: Call) -> None:
+def matmul(call: OpCall) -> None:
     left, right = call.inputs[:2]
     call.give(call.out, _matmul(call, left, right))
 
 
 @rule("addmm", "baddbmm", "addmv", "addbmm", linear="each")
-def addmm(call: Call) -> None:
+def addmm(call: OpCall) -> None:
     bias, left, right = call.inputs[:3]
     dims = _matmul(call, left, right)
     for one, other in zip(reversed(dims), reversed(call.dims(bias)), strict=False):
@@ -32,7 +32,7 @@ def addmm(call: Call) -> None:
     call.give(call.out, dims)
 
 
-def _matmul(call: Call, left: torch.Tensor, right: torch.Tensor) -> list[Dim]:
+def _matmul(call: OpCall, left: torch.Tensor, right: torch.Tensor) -> list[Dim]:
     a, b = call.dims(left), call.dims(right)
     contract(call, a[-1], b[0] if right.dim() == 1 else b[-2])
     if right.dim() == 1:
@@ -47,7 +47,7 @@ def _matmul(call: Call, left: torch.Tensor, right: torch.Tensor) -> list[Dim]:
 
 
 @rule("linear", linear="each")
-def linear(call: Call) -> None:
+def linear(call: OpCall) -> None:
     x, weight, bias = call.args["input"], call.args["weight"], call.args["bias"]
     dims, (rows, columns) = call.dims(x), call.dims(weight)
     contract(call, dims[-1], columns)
@@ -57,7 +57,7 @@ def linear(call: Call) -> None:
 
 
 @rule("grouped_mm", linear="each")
-def grouped_mm(call: Call) -> None:
+def grouped_mm(call: OpCall) -> None:
     left, right = call.inputs[:2]
     a, b = call.dims(left), call.dims(right)
     contract(call, a[-1], b[-2])
@@ -70,7 +70,7 @@ def grouped_mm(call: Call) -> None:
 
 
 @rule("convolution", linear="each")
-def convolution(call: Call) -> None:
+def convolution(call: OpCall) -> None:
     x, weight, bias = call.args["input"], call.args["weight"], call.args["bias"]
     groups, transposed = call.args["groups"], call.args["transposed"]
     dims, kernel = call.dims(x), call.dims(weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 from .pointwise import pointwise
@@ -12,7 +12,7 @@ from .pointwise import pointwise
 rule = Rules()
 
 
-def reduced(call: Call, source: torch.Tensor) -> list[int]:
+def reduced(call: OpCall, source: torch.Tensor) -> list[int]:
     """Return the dimensions that a reduction takes, by any of the names they have."""
     dims = call.args.get("dim")
     if dims is None or dims == []:
@@ -21,7 +21,7 @@ def reduced(call: Call, source: torch.Tensor) -> list[int]:
     return [d % source.dim() for d in dims] if source.dim() else []
 
 
-def shrink(call: Call, source: torch.Tensor, taken: list[int]) -> None:
+def shrink(call: OpCall, source: torch.Tensor, taken: list[int]) -> None:
     dims = call.dims(source)
     for out in call.outputs:
         if out.dim() == source.dim():
@@ -31,7 +31,7 @@ def shrink(call: Call, source: torch.Tensor, taken: list[int]) -> None:
 
 
 @rule("sum", "mean", "nansum", linear="first")
-def total(call: Call) -> None:
+def total(call: OpCall) -> None:
     source = call.args["self"]
     taken = reduced(call, source)
     for d in taken:
@@ -42,7 +42,7 @@ def total(call: Call) -> None:
 @rule("amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "argmax", "argmin",
       "any", "all", "prod", "logsumexp", "linalg_vector_norm", "norm", "median", "nanmedian",
       "count_nonzero", "mode", "aminmax")  # fmt: skip
-def reduce(call: Call) -> None:
+def reduce(call: OpCall) -> None:
     source = call.args.get("self", call.inputs[0])
     taken = reduced(call, source)
     if len(call.inputs) > 1 and call.out.shape == torch.broadcast_shapes(
@@ -57,7 +57,7 @@ def reduce(call: Call) -> None:
 
 @rule("softmax", "log_softmax", "safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort",
       "argsort", "cummax", "cummin", "cumulative_trapezoid")  # fmt: skip
-def along(call: Call) -> None:
+def along(call: OpCall) -> None:
     source = call.args["self"]
     dims = call.dims(source)
     if dims:
@@ -67,7 +67,7 @@ def along(call: Call) -> None:
 
 
 @rule("fft_r2c", "fft_c2r", "fft_c2c")
-def transform(call: Call) -> None:
+def transform(call: OpCall) -> None:
     source = call.args["self"]
     dims = list(call.dims(source))
     for d in call.args["dim"]:
@@ -78,7 +78,7 @@ def transform(call: Call) -> None:
 
 
 @rule("topk", "kthvalue")
-def topk(call: Call) -> None:
+def topk(call: OpCall) -> None:
     source = call.args["self"]
     dims = list(call.dims(source))
     at = call.args["dim"] % source.dim()
@@ -94,6 +94,6 @@ def topk(call: Call) -> None:
       "unique_dim", "masked_select", "ctc_loss", "equal", "triu_indices", "cdist_forward",
       "pdist_forward", "linalg_inv_ex", "local_scalar_dense",
       "nonzero_static")  # fmt: skip
-def everything(call: Call) -> None:
+def everything(call: OpCall) -> None:
     """The result depends on every element: all dimensions are needed whole."""
     call.block_all(call.inputs)

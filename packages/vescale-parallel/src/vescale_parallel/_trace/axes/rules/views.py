@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from vescale_parallel._trace.axes.algebra import Dim, Segment
-from vescale_parallel._trace.axes.graph import Call
+from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
 
 rule = Rules()
@@ -19,12 +19,14 @@ rule = Rules()
     "reshape_alias", "view_copy",
     linear="first",
 )  # fmt: skip
-def reshape(call: Call) -> None:
+def reshape(call: OpCall) -> None:
     source = call.args["self"]
     call.give(call.out, regroup(call, call.dims(source), source.shape, call.out.shape))
 
 
-def regroup(call: Call, dims: Sequence[Dim], old: Sequence[int], new: Sequence[int]) -> list[Dim]:
+def regroup(
+    call: OpCall, dims: Sequence[Dim], old: Sequence[int], new: Sequence[int]
+) -> list[Dim]:
     """Return a reshaped tensor's dimensions, group by group of equal numel."""
     made: list[Dim] = []
     if math.prod(old) != math.prod(new) or not math.prod(old):  # another dtype, or empty
@@ -52,12 +54,12 @@ def regroup(call: Call, dims: Sequence[Dim], old: Sequence[int], new: Sequence[i
 
 
 @rule("t", "numpy_T", linear="first")
-def reverse(call: Call) -> None:
+def reverse(call: OpCall) -> None:
     call.give(call.out, call.dims(call.args["self"])[::-1])
 
 
 @rule("transpose", "transpose_copy", linear="first")
-def transpose(call: Call) -> None:
+def transpose(call: OpCall) -> None:
     dims = list(call.dims(call.args["self"]))
     one, other = call.args["dim0"], call.args["dim1"]
     if dims:
@@ -66,13 +68,13 @@ def transpose(call: Call) -> None:
 
 
 @rule("permute", "permute_copy", linear="first")
-def permute(call: Call) -> None:
+def permute(call: OpCall) -> None:
     dims = call.dims(call.args["self"])
     call.give(call.out, [dims[d] for d in call.args["dims"]])
 
 
 @rule("expand", "expand_copy", linear="first")
-def expand(call: Call) -> None:
+def expand(call: OpCall) -> None:
     source, out = call.args["self"], call.out
     new = out.dim() - source.dim()
     dims = call.dims(source)
@@ -86,7 +88,7 @@ def expand(call: Call) -> None:
 
 
 @rule("repeat", "tile", linear="first")
-def repeat(call: Call) -> None:
+def repeat(call: OpCall) -> None:
     source, times = call.args["self"], call.args["repeats"]
     new = len(times) - source.dim()
     dims = [()] * new + list(call.dims(source))
@@ -94,7 +96,7 @@ def repeat(call: Call) -> None:
 
 
 @rule("repeat_interleave", linear="first")
-def repeat_interleave(call: Call) -> None:
+def repeat_interleave(call: OpCall) -> None:
     source, times = call.args.get("self"), call.args.get("repeats")
     if source is None or not isinstance(times, int) or call.args["dim"] is None:
         call.block_all(call.inputs)
@@ -105,7 +107,7 @@ def repeat_interleave(call: Call) -> None:
 
 
 @rule("slice", "narrow", "slice_copy", linear="first")
-def slice_(call: Call) -> None:
+def slice_(call: OpCall) -> None:
     source = call.args["self"]
     dim = call.args["dim"] % source.dim()
     length = call.out.shape[dim]
@@ -119,7 +121,7 @@ def slice_(call: Call) -> None:
     call.give(call.out, replaced(call, source, dim, part))
 
 
-def slice_dim(call: Call, dim: Dim, start: int, length: int) -> Dim:
+def slice_dim(call: OpCall, dim: Dim, start: int, length: int) -> Dim:
     if not length:
         return call.fresh(0)
     part = call.axes.slice(dim, start, length)
@@ -129,7 +131,7 @@ def slice_dim(call: Call, dim: Dim, start: int, length: int) -> Dim:
     return part
 
 
-def strided(call: Call, dim: Dim, total: int, start: int, step: int, length: int) -> Dim:
+def strided(call: OpCall, dim: Dim, total: int, start: int, step: int, length: int) -> Dim:
     """Every ``step``-th element: one of the elements of a minor axis of ``step``."""
     if length * step == total and start < step:
         found = call.axes.regroup([dim], [length, step])
@@ -140,7 +142,7 @@ def strided(call: Call, dim: Dim, total: int, start: int, step: int, length: int
     return call.whole(length)
 
 
-def replaced(call: Call, source: torch.Tensor, dim: int, by: Dim) -> list[Dim]:
+def replaced(call: OpCall, source: torch.Tensor, dim: int, by: Dim) -> list[Dim]:
     dims = list(call.dims(source))
     dims[dim] = by
     return dims
@@ -151,7 +153,7 @@ def replaced(call: Call, source: torch.Tensor, dim: int, by: Dim) -> list[Dim]:
     "unsafe_chunk", "split_copy", "split_with_sizes_copy",
     linear="first",
 )  # fmt: skip
-def split(call: Call) -> None:
+def split(call: OpCall) -> None:
     source = call.args["self"]
     dim = call.args["dim"] % source.dim()
     start = 0
@@ -162,7 +164,7 @@ def split(call: Call) -> None:
 
 
 @rule("select", "unbind", "select_copy", "unbind_copy", linear="first")
-def select(call: Call) -> None:
+def select(call: OpCall) -> None:
     source = call.args["self"]
     dims = list(call.dims(source))
     dim = call.args["dim"] % source.dim()
@@ -173,7 +175,7 @@ def select(call: Call) -> None:
 
 
 @rule("cat", "concat", "concatenate", linear="jointly")
-def cat(call: Call) -> None:
+def cat(call: OpCall) -> None:
     parts = [t for t in call.args["tensors"] if t.dim() == call.out.dim() and t.numel()]
     if not parts:
         return
@@ -191,7 +193,7 @@ def cat(call: Call) -> None:
 
 
 @rule("stack", linear="jointly")
-def stack(call: Call) -> None:
+def stack(call: OpCall) -> None:
     parts: list[torch.Tensor] = call.args["tensors"]
     at = call.args["dim"] % call.out.dim()
     dims = [call.dims(part) for part in parts]
@@ -204,7 +206,7 @@ def stack(call: Call) -> None:
 
 
 @rule("constant_pad_nd", linear="first")
-def pad(call: Call) -> None:
+def pad(call: OpCall) -> None:
     source, amounts = call.args["self"], call.args["pad"]
     dims = list(call.dims(source))
     for k in range(len(amounts) // 2):
@@ -224,7 +226,7 @@ def pad(call: Call) -> None:
 
 
 @rule("unfold", linear="first")
-def unfold(call: Call) -> None:
+def unfold(call: OpCall) -> None:
     source = call.args["self"]
     at = call.args["dimension"] % source.dim()
     dims = list(call.dims(source))
@@ -234,7 +236,7 @@ def unfold(call: Call) -> None:
 
 
 @rule("flip", "roll", linear="first")
-def reorder(call: Call) -> None:
+def reorder(call: OpCall) -> None:
     source = call.args["self"]
     dims = call.dims(source)
     for d in call.args["dims"] or range(source.dim()):
@@ -243,7 +245,7 @@ def reorder(call: Call) -> None:
 
 
 @rule("tril", "triu", linear="first")
-def triangle(call: Call) -> None:
+def triangle(call: OpCall) -> None:
     dims = call.dims(call.args["self"])
     call.block(dims[-1])
     call.block(dims[-2])
@@ -251,21 +253,21 @@ def triangle(call: Call) -> None:
 
 
 @rule("view_as_real", "view_as_real_copy", linear="first")
-def view_as_real(call: Call) -> None:
+def view_as_real(call: OpCall) -> None:
     part = call.fresh(2)
     call.block(part, "is a real and an imaginary part")
     call.give(call.out, [*call.dims(call.args["self"]), part])
 
 
 @rule("view_as_complex", "view_as_complex_copy", linear="first")
-def view_as_complex(call: Call) -> None:
+def view_as_complex(call: OpCall) -> None:
     *dims, part = call.dims(call.args["self"])
     call.block(part, "is a real and an imaginary part")
     call.give(call.out, dims)
 
 
 @rule("diagonal", "diagonal_copy", linear="first")
-def diagonal(call: Call) -> None:
+def diagonal(call: OpCall) -> None:
     source = call.args["self"]
     one, other = call.args["dim1"] % source.dim(), call.args["dim2"] % source.dim()
     dims = call.dims(source)
