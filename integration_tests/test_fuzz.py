@@ -43,6 +43,11 @@ FOUND = [
     '{"norm": "batch", "pp": 2}',
     # A proof within the first call draws from numpy, too.
     '{"numpy": true, "loader": false, "tp": 2}',
+    # A rank without a position of the sequence, which torch draws nothing for.
+    '{"dropout": 0.5, "time": 3, "tp": 4, "sequence": true}',
+    '{"dropout": 0.5, "layout": "time", "rows_of_a_part": 1, "tp": 2, "sequence": true}',
+    # Buffers that change in backward, where the model runs its forward again.
+    '{"reparametrized": "spectral", "checkpoint": true, "pp": 2}',
     # A block under two names.
     '{"blocks": "mlp+mlp+mlp", "tie": "blocks", "tp": 2}',
     # A parameter of the model itself, on all stages, that nothing uses.

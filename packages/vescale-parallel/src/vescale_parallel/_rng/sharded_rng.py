@@ -44,6 +44,7 @@ from vescale_parallel._trace.memory_order import (
 )
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 
+from .empty_dropout import DrawsForNothing, has_empty
 from .known_draws import KnownDraws, Place, Scope, ShardedDraw, mark
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
@@ -155,8 +156,11 @@ class ShardedRng:
             scope = self._now.scopes.get(fqn)
             if scope is None:
                 return forward(*args, **kwargs)
-            with _Drawing(self, fqn, scope):
-                return forward(*args, **kwargs)
+            with _Drawing(self, fqn, scope) as drawing:
+                if not has_empty(args, kwargs):
+                    return forward(*args, **kwargs)
+                with DrawsForNothing(drawing.draw):
+                    return forward(*args, **kwargs)
 
         return run
 
@@ -355,7 +359,8 @@ class _Drawing(DrawMode):
         self._rng, self._fqn, self._scope = rng, fqn, scope
         self._count = 0
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         if self._rng.is_drawing:  # what an enclosing module draws its part with
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
