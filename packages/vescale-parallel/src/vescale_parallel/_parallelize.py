@@ -141,7 +141,7 @@ def _carry_out(
     barrier()  # a data set that failed on one rank; what comes next may take long
     # What is decided on the whole model, before any of it is changed.
     sharding, proofs, left_whole = _shard(plan, model, batch)
-    stages = stage_map(plan, model)
+    stages, blocks = stage_map(plan, model), blocks_of(model)
     mesh = build_mesh(plan)
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
@@ -166,16 +166,16 @@ def _carry_out(
     for param in params:
         param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
-    blocks = stages.blocks if stages is not None else blocks_of(model)
+    run_here = stages.blocks if stages is not None else blocks
     if plan.recompute == "full":
         keep_no_caches(model)
-        rows.prepare(model, blocks)
-        for fqn in blocks:
+        rows.prepare(model, run_here)
+        for fqn in run_here:
             recompute(model.get_submodule(fqn), draws.as_now, fqn)
-    parameters = _zero_state(plan, model, mesh, params, blocks)
+    parameters = _zero_state(plan, model, mesh, params, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, draws, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
-        refuse_parts(model, blocks_of(model), lambda: engine.is_running)
+        refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
     if loader is not None:
