@@ -395,4 +395,5 @@ def _engine(
         losses=ReturnedLosses(),
         pipeline=step,
         accumulation=accumulation,
+        input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )
