@@ -206,6 +206,20 @@ def test_seventy_billion_parameters_fit_on_64_gpus() -> None:
     assert plan.estimate.memory_bytes <= H200.memory_bytes
 
 
+@pytest.mark.slow
+def test_seventy_billion_parameters_train_on_a_large_batch_in_micro_batches() -> None:
+    constraints = {"batch.global_size": 1024, "precision.param": "bfloat16"}
+    plan = generate_plan(_llama_70b(), constraints, world_size=64, cluster="h100")
+    estimate = plan.estimate
+    assert estimate is not None
+    assert estimate.memory_bytes <= Cluster.preset("h100").memory_bytes
+    # 202 GiB without: forward and backward have few rows at once.
+    rows = 1024 // plan.data_parallel.size
+    assert plan.batch.gradient_accumulation > 1
+    assert rows % plan.batch.gradient_accumulation == 0
+    assert any("nothing fits with all rows at once" in reason for reason in plan.reasons)
+
+
 def test_a_batch_that_not_all_ranks_can_share_leaves_other_axes() -> None:
     plan = generate_plan(_llama(), {"batch.global_size": 2}, world_size=4, cluster=CPU)
     assert plan.data_parallel.size <= 2

@@ -140,7 +140,7 @@ def _carry_out(
     barrier()  # a data set that failed on one rank; what comes next may take long
     # What is decided on the whole model, before any of it is changed.
     sharding, proofs, left_whole = _shard(plan, model, batch)
-    stages = stage_map(plan, model)
+    stages, blocks = stage_map(plan, model), blocks_of(model)
     mesh = build_mesh(plan)
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
@@ -165,16 +165,16 @@ def _carry_out(
     for param in params:
         param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
-    blocks = stages.blocks if stages is not None else blocks_of(model)
+    run_here = stages.blocks if stages is not None else blocks
     if plan.recompute == "full":
         keep_no_caches(model)
-        rows.prepare(model, blocks)
-        for fqn in blocks:
+        rows.prepare(model, run_here)
+        for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
-    parameters = _zero_state(plan, model, mesh, params, blocks)
+    parameters = _zero_state(plan, model, mesh, params, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
-        refuse_parts(model, blocks_of(model), lambda: engine.is_running)
+        refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
     if loader is not None:
@@ -394,4 +394,5 @@ def _engine(
         losses=ReturnedLosses(),
         pipeline=step,
         accumulation=accumulation,
+        input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )

@@ -260,10 +260,12 @@ class Precision:
     Attributes:
         param: Parameters in forward and backward. The optimizer keeps the original dtype.
         reduce: Gradients while they are summed over ranks.
+        cast_inputs: Whether floating-point inputs of a call are cast to the dtype of ``param``.
     """
 
     param: Dtype | None = None
     reduce: Dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce"):

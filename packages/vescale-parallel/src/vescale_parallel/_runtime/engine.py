@@ -25,6 +25,7 @@ from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
+from .cast_inputs import with_cast_inputs
 from .outside import KnownModules, read_in, refuse_trainers
 from .same_inputs import SameInputs
 
@@ -57,6 +58,7 @@ class Engine:
         losses: What may be a loss, among what calls return.
         pipeline: Runs a step's schedule; None without stages.
         accumulation: Runs a step's micro-batches without stages; None for one.
+        input_dtype: Of floating-point inputs in forward; None for their own.
         is_at_uneven: Whether ranks now have batches of other numbers of rows.
         is_running: Whether a call runs now.
         has_run: Whether a call has run.
@@ -75,6 +77,7 @@ class Engine:
     losses: ReturnedLosses
     pipeline: PipelineStep | None
     accumulation: AccumulatedStep | None = None
+    input_dtype: torch.dtype | None = None
     is_at_uneven: Callable[[], bool] = lambda: False
     is_running: bool = False
     has_run: bool = False
@@ -115,6 +118,7 @@ class Engine:
         self.parameters.recover()
         self.known.check()
         self.parameters.begin_forward()
+        forward = with_cast_inputs(forward, self.input_dtype)
         forward = self.logits.with_plain_inputs(forward)
         self.is_running = True
         try:

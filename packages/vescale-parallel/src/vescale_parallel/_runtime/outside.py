@@ -80,6 +80,8 @@ def refuse_parts(model: nn.Module, blocks: Iterable[str], is_running: Callable[[
 
 
 _TRAINERS = {"transformers.trainer": "transformers.Trainer", "accelerate": "accelerate"}
+# Not all of Fabric, which may have launched the program.
+_FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 
 
 def refuse_trainers() -> None:
@@ -91,6 +93,13 @@ def refuse_trainers() -> None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
+        if module in _FABRIC:
+            raise ValueError(
+                "Lightning Fabric wraps the model for a parallelism of its own, which does not "
+                "fit a parallelized model: leave out fabric.setup and fabric.setup_dataloaders, "
+                "and use the model, optimizer and loader that parallelize returns; "
+                "fabric.backward, fabric.log and fabric.print work with them"
+            )
         name = _TRAINERS.get(module) or _TRAINERS.get(module.partition(".")[0])
         if name is not None:
             raise ValueError(

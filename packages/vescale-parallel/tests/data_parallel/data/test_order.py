@@ -169,13 +169,29 @@ def loader_of(name: str) -> ParallelLoader:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-# A stream that shuffles by torch's generator is another one in every run of a program.
-@pytest.mark.parametrize("name", [name for name in READY if "shuffled stream" not in name])
+@pytest.mark.parametrize("name", READY)
 def test_a_state_goes_on_under_other_parts_without_a_sample_twice(name: str) -> None:
     both, _ = of_one_device(name, 2)
     first, second = both[: len(both) // 2], both[len(both) // 2 :]
     assert resumed(name, 2, sum(map(len, first[:2])), 0) == first[2:]
     assert resumed(name, 2, sum(map(len, second[:1])), 1) == second[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", READY)
+def test_a_loop_that_was_left_goes_on_with_the_rest_of_the_epoch(name: str) -> None:
+    both, drawn = of_one_device(name, 2)
+    torch.manual_seed(7)
+    loader, found = loader_of(name), list[list[int]]()
+    for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == 2:
+            break
+    found += [batch.tolist() for batch in loader]
+    found += [batch.tolist() for batch in loader]
+    assert found == both
+    assert torch.equal(torch.rand(2), drawn)
 
 
 class Sentences(Dataset[Tensor]):

@@ -139,7 +139,7 @@ class ParallelLoader:
         """Return where in the global order the loader is."""
         position = {"epoch": self._epoch, "samples": self._taken}
         if not isinstance(self._source, MapStyle):
-            return position
+            return {**position, **self._source.state()}
         order = self._source.order
         if isinstance(order, PlannedOrder) and self._taken == order.num_samples:
             position = {"epoch": self._epoch + 1, "samples": 0}
@@ -162,8 +162,8 @@ class ParallelLoader:
                 f"two batches of {size}" + ("" if count is None else f" out of {count} samples")
             )
         self._epoch, self._taken = state_dict["epoch"], samples
-        if isinstance(self._source, MapStyle):
-            self._source.order.load_state(state_dict)
+        source = self._source
+        (source.order if isinstance(source, MapStyle) else source).load_state(state_dict)
 
 
 def _leaves(tree: Any) -> list[Any]:

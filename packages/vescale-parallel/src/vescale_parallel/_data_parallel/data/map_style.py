@@ -47,11 +47,13 @@ class MapStyle:
         self._rows.begin(self.order.begin(epoch, taken, self._seeds))
         batches = iter(self._loader)
         while True:
-            with self._seeds.fetching():
+            with self._seeds.fetching(taken):
                 batch = next(batches, _END)
             if batch is _END:
                 break
-            yield self._rows.sizes.popleft(), batch
+            num_rows = self._rows.sizes.popleft()
+            taken += num_rows
+            yield num_rows, batch
         if self._rows.sizes:  # one that cannot be shared out
             yield self._rows.sizes.popleft(), None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,6 @@ from torch.utils.data import DataLoader, default_collate
 from vescale_parallel._plan.config import Batch
 
 from .share import Share
-
-# So that what ranks draw from one seed are streams of their own.
-_PART_SEEDS = 1_000_033
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,9 @@ class Seeds:
 
     A ``DataLoader`` draws one number at the start of an epoch. It is drawn here instead, so that
     the generators go on as on one device, and a generator of our own gives the inner loader the
-    same number if one rank has all rows; else one that is this part's own, for equal draws for
-    different rows would not be chance.
+    same number if one rank has all rows. Else it is seeded for this part, for equal draws for
+    different rows would not be chance: by the seed of the drawn-from generator, the epoch and the
+    place in it, so that a run resumed there draws the same.
 
     Args:
         options: Of the loader.
@@ -102,36 +101,43 @@ class Seeds:
 
     def __init__(self, options: Options, share: Share, *, alike: bool) -> None:
         self._options, self._share = options, share
-        self._part = 0 if alike else share.part
         self._is_own = share.num_parts > 1 and not alike
         self.generator, self.base = torch.Generator(), 0
-        self._steps = 0
+        self._epoch = (0, 0)
 
-    def draw(self) -> None:
-        """Draw the number of an epoch."""
+    def draw(self, epoch: int) -> None:
+        """Draw the number of an epoch that begins."""
         source = self._options.generator
         state = torch.get_rng_state() if source is None else source.get_state()
         self.base = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
-        if self._is_own:
-            self.generator.manual_seed(part_seed(self.base, self._part))
-        else:
+        self.go_on(epoch, 0)
+        if not self._is_own:
             self.generator.set_state(state)
-        self._steps = 0
+
+    def go_on(self, epoch: int, taken: int) -> None:
+        """Seed for the rest of an epoch, whose number has been drawn before."""
+        source = self._options.generator
+        seed = torch.initial_seed() if source is None else source.initial_seed()
+        self._epoch = (seed, epoch)
+        # Not as at the beginning: workers would draw the same for other samples.
+        self.generator.manual_seed(self._at(taken))
 
     @contextlib.contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Fetch one batch; what is drawn for it in this process are numbers of this part."""
+    def fetching(self, taken: int) -> Iterator[None]:
+        """Fetch the batch at a place; what is drawn for it here are numbers of this part."""
         if not self._is_own or self._options.num_workers > 0:
             yield
             return
-        self._steps += 1
-        with own_draws(part_seed(self.base, self._part) + self._steps):
+        with own_draws(self._at(taken)):
             yield
 
+    def _at(self, taken: int) -> int:
+        return mixed(*self._epoch, self._share.part if self._is_own else 0, taken)
 
-def part_seed(base: int, part: int) -> int:
-    """Return what seeds one of several streams that are made of one number."""
-    return (base + _PART_SEEDS * part) % 2**62
+
+def mixed(*numbers: int) -> int:
+    """Return a seed made of some numbers; others of them make an unrelated one."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest())
 
 
 @contextlib.contextmanager

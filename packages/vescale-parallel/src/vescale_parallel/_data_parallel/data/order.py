@@ -15,11 +15,14 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from vescale_parallel._mesh.agreement import check_agreement
 from vescale_parallel._plan.config import Batch
 
+from .beginning import Beginning
 from .options import Seeds
 
 # So that the epochs of one seed are not those of the next.
@@ -74,7 +77,10 @@ class PlannedOrder:
         return self._count // self.size * self.size if self._batch.drop_last else self._count
 
     def begin(self, epoch: int, taken: int, seeds: Seeds) -> Iterator[Indices]:
-        seeds.draw()
+        if taken > 0:
+            seeds.go_on(epoch, taken)
+        else:
+            seeds.draw(epoch)
         order: Indices = range(self._count)
         if self._batch.shuffle:
             generator = torch.Generator().manual_seed(self._batch.seed + _EPOCH_SEEDS * epoch)
@@ -122,13 +128,8 @@ class SampledOrder:
                 "DistributedSampler; leave it out (shuffle=True instead): every data-parallel "
                 "rank gets its rows of each batch"
             )
-        own = getattr(self._sampler, "generator", None)
-        self._generators: dict[str, torch.Generator | None] = {
-            "loader": loader.generator,
-            "sampler": own if isinstance(own, torch.Generator) else loader.generator,
-        }
-        self._begun = self._states()
-        self._replayed = False
+        self._beginning = Beginning(_drawn_from(loader))
+        self._is_loaded = False
         self._keeps_workers, self._has_begun = loader.persistent_workers, False
         size = getattr(batches, "batch_size", None)
         self.size: int | None = size if isinstance(size, int) else None
@@ -145,33 +146,37 @@ class SampledOrder:
         return count // size * size if self._batches.drop_last else count
 
     def begin(self, epoch: int, taken: int, seeds: Seeds) -> Iterator[Indices]:
-        replayed, self._replayed = self._replayed, False
+        is_loaded, self._is_loaded = self._is_loaded, False
         with contextlib.ExitStack() as stack:
-            if replayed and not self._is_now(self._begun):
-                # Only torch's default generator; those of the loader's own are to go on from here.
-                stack.enter_context(torch.random.fork_rng(devices=[]))
-                self._set(self._begun)
-            elif not replayed:
-                self._begun = self._states()
+            if taken > 0 or (is_loaded and not self._beginning.is_now()):
+                stack.enter_context(self._beginning.again())
+            else:
+                self._beginning.note()
             batches = iter(self._global_batches())
-            if not (self._keeps_workers and self._has_begun):
-                before = self._states()
-                seeds.draw()
-                if self._keeps_workers and epoch > 0:
-                    # Workers that lived on were seeded in the first epoch.
-                    self._set(before)
+            # Workers that live on are seeded once, in the first epoch.
+            if not (self._keeps_workers and self._has_begun and epoch > 0):
+                self._seed(epoch, taken, seeds)
             self._has_begun = True
             return self._after(batches, taken)
 
+    def _seed(self, epoch: int, taken: int, seeds: Seeds) -> None:
+        before = self._beginning.present()
+        seeds.draw(epoch)
+        if taken > 0:
+            seeds.go_on(epoch, taken)
+        if self._keeps_workers and epoch > 0:
+            self._beginning.set(before)
+
     def state(self, taken: int) -> dict[str, Any]:
         # Between epochs the next one will be drawn from the present states.
-        is_begun = taken > 0 or self._replayed
-        return {"generators": dict(self._begun) if is_begun else self._states()}
+        is_begun = taken > 0 or self._is_loaded
+        beginning = self._beginning
+        return {"generators": beginning.states if is_begun else beginning.present()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if "generators" in state:
-            self._begun = {name: value.clone() for name, value in state["generators"].items()}
-            self._replayed = True
+            self._beginning.load(state["generators"])
+            self._is_loaded = True
 
     def _after(self, batches: Iterator[Indices], taken: int) -> Iterator[Indices]:
         seen = 0
@@ -211,22 +216,22 @@ class SampledOrder:
             return iter(batches)
         return _shuffled(sampler, batches.batch_size, drop_last=batches.drop_last)
 
-    def _states(self) -> dict[str, Tensor]:
-        return {name: _state_of(each) for name, each in self._generators.items()}
 
-    def _is_now(self, states: Mapping[str, Tensor]) -> bool:
-        return all(torch.equal(states[name], now) for name, now in self._states().items())
-
-    def _set(self, states: Mapping[str, Tensor]) -> None:
-        for name, generator in self._generators.items():
-            if generator is None:
-                torch.set_rng_state(states[name])
-            else:
-                generator.set_state(states[name])
-
-
-def _state_of(generator: torch.Generator | None) -> Tensor:
-    return torch.get_rng_state() if generator is None else generator.get_state()
+def _drawn_from(loader: DataLoader[Any]) -> dict[str, torch.Generator | None]:
+    """Return the generators that may say what comes; None for torch's default one."""
+    batches: Any = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    own = getattr(sampler, "generator", None)
+    found = {
+        "loader": loader.generator,
+        "sampler": own if isinstance(own, torch.Generator) else loader.generator,
+    }
+    known = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+    has_own = type(sampler) in known and isinstance(own, torch.Generator)
+    if type(batches) is BatchSampler and (type(sampler) is SequentialSampler or has_own):
+        # The default generator says nothing then, and ranks may have seeded theirs differently.
+        return {name: each for name, each in found.items() if each is not None}
+    return found
 
 
 def _shuffled(sampler: RandomSampler, size: int, *, drop_last: bool) -> Iterator[Tensor]:

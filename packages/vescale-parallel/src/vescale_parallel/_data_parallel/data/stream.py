@@ -10,8 +10,9 @@ there again. ``split_dataset_by_node`` of HuggingFace reads less, in another ord
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,10 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from vescale_parallel._mesh.agreement import check_agreement
 
-from .options import Options, Seeds, own_draws, part_seed
+from .beginning import Beginning
+from .options import Options, Seeds, mixed, own_draws
 from .share import Share
-
-_MANY = 2**20  # more than there are ranks
 
 
 class Stream:
@@ -54,22 +54,35 @@ class Stream:
             **options.settings,
         )
         self._has_begun = False
+        self._beginning = Beginning({"loader": options.generator})
 
     def begin(self, epoch: int, taken: int) -> Iterator[tuple[int, Any]]:
         """Yield the rows of every batch that all ranks have, and this rank's batch."""
-        if not (self._options.keeps_workers and self._has_begun):
-            self._seeds.draw()
-            self._check_agreement()
-        self._has_begun = True
-        self._rows.seed = self._seeds.base
-        # Workers take turns. One whose stream ends early has its turns taken by the others.
-        self._rows.num_skipped = taken // self.size
-        left = taken
-        for num_rows, batch in self._loader:
-            if left > 0:
-                left -= num_rows
+        with contextlib.ExitStack() as stack:
+            if taken > 0:
+                stack.enter_context(self._beginning.again())
             else:
-                yield num_rows, batch
+                self._beginning.note()
+            if not (self._options.keeps_workers and self._has_begun):
+                self._seeds.draw(epoch)
+                self._check_agreement()
+            self._has_begun = True
+            self._rows.seed, self._rows.num_made = self._seeds.base, 0
+            # Workers take turns. One whose stream ends early has its turns taken by the others.
+            self._rows.num_skipped = taken // self.size
+            batches = iter(self._loader)
+            while taken > 0:
+                num_rows, _ = next(batches, (taken, None))
+                taken -= num_rows
+        yield from batches
+
+    def state(self) -> dict[str, Any]:
+        """Return what else than the epoch and the samples taken of it says what comes."""
+        return {"generators": self._beginning.states}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Have the epoch that goes on be that of a saved state."""
+        self._beginning.load(state.get("generators", {}))
 
     def _check_agreement(self) -> None:
         try:
@@ -98,16 +111,17 @@ class _RowsOfStream(IterableDataset[_Rows]):
     Attributes:
         num_skipped: Batches, of all workers, that the next iteration need not make.
         seed: Of what making batches draws.
+        num_made: Batches of this seed so far; of a worker that lives on those of all epochs.
     """
 
     def __init__(self, dataset: Any, size: int, share: Share, *, drop_last: bool) -> None:
         self._dataset, self._size, self._share = dataset, size, share
         self._drop_last = drop_last
-        self.num_skipped = self.seed = self._num_made = 0
+        self.num_skipped = self.seed = self.num_made = 0
 
     def __iter__(self) -> Iterator[_Rows]:
         worker = get_worker_info()
-        seed = part_seed(self.seed, self._share.part + (worker.id + 1 if worker else 0) * _MANY)
+        streams = (self.seed, self._share.part, worker.id + 1 if worker else 0)
         skipped, self.num_skipped = self.num_skipped, 0  # once: workers may live on
         if worker is not None:
             skipped = max(0, -(-(skipped - worker.id) // worker.num_workers))
@@ -119,8 +133,8 @@ class _RowsOfStream(IterableDataset[_Rows]):
             mine = None
             if index >= skipped and len(batch) >= self._share.num_parts:
                 mine = batch[self._share.rows(len(batch))]
-            self._num_made += 1
-            yield _Rows(len(batch), mine, seed + self._num_made)
+            self.num_made += 1
+            yield _Rows(len(batch), mine, mixed(*streams, self.num_made))
 
 
 @dataclass(frozen=True)
