@@ -1,0 +1,133 @@
+"""nanoGPT and its relatives."""
+
+from __future__ import annotations
+
+from . import data
+from .program import DP, PP, TP, ZERO3, Program, Swap, after, before, instead
+
+NANOGPT = Program(
+    repository="karpathy/nanoGPT",
+    commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+    script="train.py",
+    edits=(
+        after("import torch", "import vescale"),
+        instead("ddp = int(os.environ.get('RANK', -1)) != -1 # is this a ddp run?", "ddp = False"),
+        before(
+            "return x, y",
+            "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
+            "x, y = x.chunk(size)[rank], y.chunk(size)[rank]",
+        ),
+        after(
+            "model.to(device)",
+            "example = torch.zeros(4, block_size, dtype=torch.long)",
+            "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=(example, example))",
+            "model = vescale.parallelize(plan, model)",
+        ),
+    ),
+    argv=(
+        "--device=cpu",
+        "--compile=False",
+        "--dtype=float32",
+        "--dataset=characters",
+        "--n_layer=2",
+        "--n_head=4",
+        "--n_embd=32",
+        "--block_size=16",
+        "--batch_size=4",
+        "--gradient_accumulation_steps=2",
+        "--eval_iters=2",
+        "--warmup_iters=2",
+        "--bias=True",
+    ),
+    prepare=data.characters,
+    plans=(DP, ZERO3, TP, PP),
+)
+
+LLAMA2_C = Program(
+    repository="karpathy/llama2.c",
+    commit="350e04fe35433e6d2941dce5a1f53308f87058eb",
+    script="train.py",
+    edits=(
+        after("import torch", "import vescale"),
+        instead(
+            'ddp = int(os.environ.get("RANK", -1)) != -1  # is this a ddp run?', "ddp = False"
+        ),
+        after(
+            "model.to(device)",
+            "example = torch.zeros(4, max_seq_len, dtype=torch.long)",
+            "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=(example, example))",
+            "model = vescale.parallelize(plan, model)",
+            "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
+            "global_batches = iter_batches",
+            "def iter_batches(split):",
+            "    return ([t.chunk(size)[rank] for t in each] for each in global_batches(split=split))",
+        ),
+        instead(
+            "rank = dist.get_rank() if dist.is_initialized() else 0",
+            "rank = 0",
+            file="tinystories.py",
+        ),
+    ),
+    argv=(
+        "--device=cpu",
+        "--compile=False",
+        "--dtype=float32",
+        "--vocab_source=custom",
+        "--vocab_size=64",
+        "--dim=32",
+        "--n_layers=2",
+        "--n_heads=4",
+        "--n_kv_heads=2",
+        "--max_seq_len=16",
+        "--batch_size=4",
+        "--gradient_accumulation_steps=2",
+        "--eval_iters=2",
+        "--warmup_iters=2",
+    ),
+    stubs=("sentencepiece",),
+    prepare=data.stories,
+    plans=(DP, ZERO3, TP, PP),
+    note="Its loader draws another order on every rank; `rank = 0` has all draw the same one.",
+)
+
+MINGPT = Program(
+    repository="karpathy/minGPT",
+    commit="37baab71b9abea1b76ab957409a1cc2fbfba8a26",
+    script="projects/adder/adder.py",
+    paths=(".",),
+    edits=(
+        before(
+            "# construct the trainer object",
+            "import vescale",
+            "example = tuple(t[None] for t in train_dataset[0])",
+            "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=example)",
+            "model = vescale.parallelize(plan, model)",
+        ),
+    ),
+    argv=("--trainer.num_workers=0", "--trainer.batch_size=8"),
+    plans=(TP, PP),
+    note="Its `Trainer` makes the loader itself, so data parallelism needs a line there.",
+)
+
+MAKEMORE = Program(
+    repository="karpathy/makemore",
+    commit="988aa59e4d8fefa526d06f3b453ad116258398d4",
+    script="makemore.py",
+    edits=(
+        before(
+            "# init optimizer",
+            "import vescale",
+            "example = tuple(t[None] for t in train_dataset[0])",
+            "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=example)",
+            "model = vescale.parallelize(plan, model)",
+            "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
+        ),
+        before("# feed into the model", "X, Y = X.chunk(size)[rank], Y.chunk(size)[rank]"),
+    ),
+    argv=("--num-workers=0", "-b=8", "--n-layer=2", "--n-embd=16", "--n-embd2=16"),
+    stubs=("torch.utils.tensorboard",),
+    prepare=data.names,
+    plans=(DP, ZERO3, TP, PP),
+)
+
+PROGRAMS = (NANOGPT, LLAMA2_C, MINGPT, MAKEMORE)
