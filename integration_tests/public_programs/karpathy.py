@@ -87,6 +87,7 @@ LLAMA2_C = Program(
     stubs=("sentencepiece",),
     prepare=data.stories,
     plans=(DP, ZERO3, TP, PP),
+    local_losses=True,
     note="Its loader draws another order on every rank; `rank = 0` has all draw the same one.",
 )
 

@@ -47,9 +47,7 @@ class Edit:
         anchor = [line.strip() for line in self.anchor.splitlines()]
         stripped = [line.strip() for line in given]
         starts = [
-            index
-            for index in range(len(given))
-            if stripped[index : index + len(anchor)] == anchor
+            index for index in range(len(given)) if stripped[index : index + len(anchor)] == anchor
         ]
         if len(starts) != 1:
             raise ValueError(f"expected {self.anchor!r} once, found it {len(starts)} times")

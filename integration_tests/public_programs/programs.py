@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from . import karpathy
+from . import karpathy, language_models, pytorch_examples
 from .program import Program
 
-PROGRAMS: tuple[Program, ...] = (*karpathy.PROGRAMS,)
+PROGRAMS: tuple[Program, ...] = (
+    *karpathy.PROGRAMS,
+    *language_models.PROGRAMS,
+    *pytorch_examples.PROGRAMS,
+)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import random
 import sys
@@ -37,8 +38,8 @@ class Record:
 
     Attributes:
         losses: Those that ``backward`` was called on.
-        norms: Of all gradients, whenever an optimizer steps. Optimizers that ``parallelize``
-            made hold shards, and are passed over.
+        norms: Of all gradients, whenever they are clipped and whenever an optimizer steps.
+            Optimizers that ``parallelize`` made hold shards, and are passed over.
         warnings: Texts of veScale's warnings.
     """
 
@@ -58,14 +59,23 @@ class Record:
 
         return noted
 
+    def clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``clip_grad_norm_`` that notes the norm."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            norm = clip(*args, **kwargs)
+            self.norms.append(_whole(norm))
+            return norm
+
+        return noted
+
     def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note the norm of an optimizer's gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if dist.is_initialized() and not any(isinstance(p, DTensor) for p in parameters):
             return
         norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
-        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        self.norms.append(float(torch.linalg.vector_norm(torch.stack(whole))))
+        self.norms.append(math.hypot(*map(_whole, norms)))
 
     def warned(self, message: Warning | str, category: type[Warning], file: str, *_: Any) -> None:
         """Note a warning in the words of veScale."""
@@ -73,6 +83,10 @@ class Record:
         if "data_parallel" in text or "rank" in text or "vescale" in text:
             self.warnings.append(text)
         print(f"{file}: {category.__name__}: {text}", file=sys.stderr)
+
+
+def _whole(norm: torch.Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def program_at(reference: str) -> Program:
@@ -97,6 +111,7 @@ def main(reference: str, directory: str, constraints: str) -> None:
         torch.set_default_dtype(torch.float64)
     record = Record()
     torch.Tensor.backward = record.backward(torch.Tensor.backward)
+    torch.nn.utils.clip_grad_norm_ = record.clip(torch.nn.utils.clip_grad_norm_)
     register_optimizer_step_pre_hook(record.step)
     warnings.showwarning = record.warned  # pyright: ignore[reportAttributeAccessIssue]
     given = {"__name__": "__main__", "__file__": str(script)}
