@@ -4,7 +4,7 @@
     python -m integration_tests.public_programs CLONES
 
 The first prints the commands that clone each repository at the commit that was read; the second
-runs the scripts, writes what came out to ``outcomes.json`` beside this file, and from that the page.
+runs the scripts, writes what came out to ``outcomes.json`` beside this file, and the page of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .measure import measure
-from .page import OUTCOMES, PAGE, page
+from .page import OUTCOMES, PAGE, clone_commands, outcomes_kept, page
 from .program import Program
 from .programs import PROGRAMS
-
-
-def clone_commands(clones: Path) -> list[str]:
-    """Return the commands that make the clones."""
-    commits = {program.repository: program for program in PROGRAMS}
-    return [
-        f"git clone --filter=blob:none https://github.com/{repository} {clones / program.folder} "
-        f"&& git -C {clones / program.folder} checkout --quiet {program.commit}"
-        for repository, program in commits.items()
-    ]
 
 
 def _check_commit(program: Program, clone: Path) -> None:
@@ -49,9 +39,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure programs whose names contain this")
     options = parser.parse_args()
     if options.clone:
-        print("\n".join(clone_commands(options.clones)))
+        print("\n".join(clone_commands(PROGRAMS, options.clones)))
         return
-    outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else {}
+    outcomes = dict(outcomes_kept())
     for program in PROGRAMS:
         if options.only in program.name:
             clone = options.clones / program.folder
@@ -61,7 +51,7 @@ def main() -> None:
             print(program.name, json.dumps(outcomes[program.name], indent=1), file=sys.stderr)
             kept = {each.name: outcomes[each.name] for each in PROGRAMS if each.name in outcomes}
             OUTCOMES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(PROGRAMS, outcomes_kept()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -79,3 +79,54 @@ def enwik8(directory: Path) -> None:
     (directory / "data").mkdir(exist_ok=True)
     with gzip.open(directory / "data" / "enwik8.gz", "wb") as file:
         file.write(tokens(20000, 256).astype(numpy.uint8).tobytes())
+
+
+def images(directory: Path) -> None:
+    """Write a torchvision of random images, in place of the one that downloads."""
+    package = directory / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "transforms.py").write_text(
+        "Compose = ToTensor = Normalize = lambda *args: None\n", encoding="utf-8"
+    )
+    (package / "datasets.py").write_text(
+        "import torch\n"
+        "def CIFAR100(**kwargs):\n"
+        "    made = torch.Generator().manual_seed(0)\n"
+        "    return [(torch.randn(3, 32, 32, generator=made), i % 100) for i in range(96)]\n",
+        encoding="utf-8",
+    )
+
+
+def packed_documents(directory: Path) -> None:
+    """Write nanochat's loaders over random tokens, in place of those that read parquet files."""
+    (directory / "tiny_documents.py").write_text(
+        "import torch\n"
+        "def with_state(tokenizer, rows, length, **kwargs):\n"
+        "    made = torch.Generator().manual_seed(0)\n"
+        "    while True:\n"
+        "        tokens = torch.randint(64, (rows, length + 1), generator=made)\n"
+        "        yield tokens[:, :-1], tokens[:, 1:], {'epoch': 0, 'pq_idx': 0, 'rg_idx': 0}\n"
+        "def without_state(*args, **kwargs):\n"
+        "    return ((x, y) for x, y, _ in with_state(*args, **kwargs))\n",
+        encoding="utf-8",
+    )
+
+
+def sentences(directory: Path) -> None:
+    """Write loaders of sentences of unequal lengths, in place of those that download."""
+    (directory / "tiny_sentences.py").write_text(
+        "import torch\n"
+        "from torch.nn.utils.rnn import pad_sequence\n"
+        "from torch.utils.data import DataLoader\n"
+        "def pad(samples):\n"
+        "    tokens = pad_sequence(samples, batch_first=True)\n"
+        "    labels = pad_sequence(samples, batch_first=True, padding_value=-100)\n"
+        "    return {'input_ids': tokens[:, :-1], 'labels': labels[:, 1:]}\n"
+        "def get_dataloaders(accelerator, batch_size):\n"
+        "    made = torch.Generator().manual_seed(0)\n"
+        "    data = [torch.randint(1, 64, (5 + i % 7,), generator=made) for i in range(48)]\n"
+        "    loader = DataLoader(data, batch_size=batch_size, collate_fn=pad)\n"
+        "    return loader, loader\n",
+        encoding="utf-8",
+    )

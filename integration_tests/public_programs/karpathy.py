@@ -58,9 +58,9 @@ LLAMA2_C = Program(
             "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=(example, example))",
             "model = vescale.parallelize(plan, model)",
             "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
-            "global_batches = iter_batches",
+            "batches_of = iter_batches",
             "def iter_batches(split):",
-            "    return ([t.chunk(size)[rank] for t in each] for each in global_batches(split=split))",
+            "    return ([t.chunk(size)[rank] for t in each] for each in batches_of(split=split))",
         ),
         instead(
             "rank = dist.get_rank() if dist.is_initialized() else 0",
@@ -131,4 +131,63 @@ MAKEMORE = Program(
     plans=(DP, ZERO3, TP, PP),
 )
 
-PROGRAMS = (NANOGPT, LLAMA2_C, MINGPT, MAKEMORE)
+NANOCHAT = Program(
+    repository="karpathy/nanochat",
+    commit="92d63d4e8bb4df75c3b71618f31ddde2378b2bcd",
+    script="scripts/base_train.py",
+    paths=(".",),
+    edits=(
+        after(
+            "ddp, ddp_rank, ddp_local_rank, ddp_world_size, device = compute_init(device_type)",
+            "ddp_world_size = 1",
+        ),
+        instead(
+            "model = torch.compile(model, dynamic=False) # the inputs to model will never change "
+            "shape so dynamic=False is safe",
+            "import vescale",
+            "example = torch.zeros(4, args.max_seq_len, dtype=torch.long)",
+            "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=(example, example))",
+            "model = vescale.parallelize(plan, model)",
+            "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
+        ),
+        before(
+            "x, y, dataloader_state_dict = next(train_loader) "
+            "# kick off load of the very first batch of data",
+            "train_loader = (",
+            "    (x.chunk(size)[rank], y.chunk(size)[rank], at) for x, y, at in train_loader",
+            ")",
+        ),
+    ),
+    argv=(
+        "--device-type=cpu",
+        "--depth=2",
+        "--aspect-ratio=16",
+        "--head-dim=8",
+        "--max-seq-len=16",
+        "--device-batch-size=4",
+        "--total-batch-size=128",
+        "--num-iterations=5",
+        "--eval-every=-1",
+        "--core-metric-every=-1",
+        "--sample-every=-1",
+        "--window-pattern=L",
+    ),
+    smaller=(
+        Swap(
+            "from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit, "
+            "tokenizing_distributed_data_loader_with_state_bos_bestfit",
+            "from tiny_documents import (without_state as "
+            "tokenizing_distributed_data_loader_bos_bestfit, with_state as "
+            "tokenizing_distributed_data_loader_with_state_bos_bestfit)",
+        ),
+        Swap("vocab_size = tokenizer.get_vocab_size()", "vocab_size = 64"),
+    ),
+    stubs=("wandb", "nanochat.tokenizer", "nanochat.engine", "scripts.base_eval"),
+    requires=("filelock",),
+    prepare=data.packed_documents,
+    environment={"TORCHDYNAMO_DISABLE": "1"},
+    plans=(DP, ZERO3, TP, PP),
+    float32=True,
+)
+
+PROGRAMS = (NANOGPT, LLAMA2_C, MINGPT, MAKEMORE, NANOCHAT)

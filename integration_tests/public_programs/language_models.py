@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import data
-from .program import DP, PP, TP, ZERO3, Program, Swap, after, before, instead
+from .program import DP, PP, TP, ZERO3, Program, Swap, before, instead
 
 GPT_FROM_SCRATCH = Program(
     repository="rasbt/LLMs-from-scratch",
@@ -16,7 +16,8 @@ GPT_FROM_SCRATCH = Program(
             "example = torch.zeros(2, gpt_config['context_length'], dtype=torch.long)",
             "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=example)",
             "adamw = lambda model: torch.optim.AdamW(",
-            "    model.parameters(), settings['learning_rate'], weight_decay=settings['weight_decay']",
+            "    model.parameters(), settings['learning_rate'],",
+            "    weight_decay=settings['weight_decay'],",
             ")",
             "model, optimizer, train_loader = vescale.parallelize(",
             "    plan, model, adamw, dataset=train_loader",
@@ -32,6 +33,7 @@ GPT_FROM_SCRATCH = Program(
         Swap('"batch_size": 2', '"batch_size": 4'),
     ),
     stubs=("matplotlib", "matplotlib.pyplot"),
+    requires=("requests",),
     prepare=data.story,
     plans=(DP, ZERO3, TP, PP),
     local_losses=True,
@@ -43,8 +45,9 @@ X_TRANSFORMERS = Program(
     script="train_enwik8.py",
     paths=(".",),
     edits=(
-        before(
-            "optim = torch.optim.Adam(model.parameters(), lr=learning_rate)",
+        instead(
+            "model, optim, train_loader, val_loader = accelerator.prepare(\n"
+            "model, optim, train_loader, val_loader\n)",
             "import vescale",
             "example = torch.zeros(2, seq_len + 1, dtype=torch.long)",
             "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=example)",
@@ -64,20 +67,59 @@ X_TRANSFORMERS = Program(
         Swap("dim = 512", "dim = 32"),
         Swap("depth = 6", "depth = 2"),
         Swap("heads = 8", "heads = 4"),
-        Swap("accelerator = Accelerator(cpu=cpu)", "accelerator = Accelerator()"),
-        Swap("device = accelerator.device", "device = 'cpu'"),
-        Swap("model, optim, train_loader, val_loader = accelerator.prepare(", "_ = ("),
-        Swap(
-            "accelerator.backward(loss / gradient_accumulate_every)",
-            "(loss / gradient_accumulate_every).backward()",
-        ),
-        Swap("accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_("),
         Swap("i % generate_every == 0", "False"),
-        Swap("fire.Fire(train)", "train(seq_len=16)"),
+        Swap("fire.Fire(train)", "train(seq_len=16, cpu=True)"),
     ),
-    stubs=("wandb", "fire", "accelerate", "loguru"),
+    stubs=("wandb", "fire"),
+    requires=("accelerate", "einops", "einx", "loguru", "packaging", "torch-einops-utils", "tqdm"),
     prepare=data.enwik8,
     plans=(DP, ZERO3, TP, PP),
 )
 
-PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS)
+ACCELERATE = Program(
+    repository="huggingface/accelerate",
+    commit="16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+    script="examples/by_feature/gradient_accumulation_for_autoregressive_models.py",
+    edits=(
+        instead(
+            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = "
+            "accelerator.prepare(\n"
+            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler\n)",
+            "import vescale",
+            "plan = vescale.generate_plan(model, CONSTRAINTS)",
+            "model, optimizer, lr_scheduler, train_dataloader = vescale.parallelize(",
+            "    plan, model, lambda model: AdamW(model.parameters(), lr=lr),",
+            "    get_constant_schedule, train_dataloader,",
+            ")",
+        ),
+        instead("model.no_sync", "contextlib.nullcontext"),
+        instead(
+            "outputs = model(**batch, use_cache=False, num_items_in_batch=num_items_in_batch)",
+            "outputs = model(**batch, use_cache=False)",
+        ),
+        instead(
+            "loss = loss * gradient_accumulation_steps * accelerator.num_processes",
+            "loss = loss * gradient_accumulation_steps",
+        ),
+    ),
+    argv=("--cpu", "--per_device_batch_size=4"),
+    smaller=(
+        Swap("set_seed(seed)", "set_seed(seed); from tiny_sentences import get_dataloaders"),
+        Swap(
+            'AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM-360M")',
+            "AutoModelForCausalLM.from_config(__import__('transformers').LlamaConfig("
+            "hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, "
+            "num_key_value_heads=2, vocab_size=64))",
+        ),
+        Swap('"lr": 2e-5', '"lr": 1e-2'),
+    ),
+    stubs=("datasets",),
+    requires=("accelerate", "transformers"),
+    prepare=data.sentences,
+    plans=(DP, ZERO3, TP, PP),
+    float32=True,
+    note="HuggingFace's loop without a `Trainer`. That ranks have other numbers of tokens, for "
+    "which it counts them over all ranks, `parallelize` sees to by itself.",
+)
+
+PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ NUM_RANKS = 2
 _LIMIT_SECONDS = 600
 _RUN = Path(__file__).with_name("run.py")
 _ROOT = Path(__file__).parents[2]
-_LAST_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*Error: .*)$", re.MULTILINE)
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*Error: .*)$", re.MULTILINE)
 
 Records = list[dict[str, Any]]
 
@@ -36,14 +35,14 @@ class Outcome:
     """What one plan gave.
 
     Attributes:
-        loss: Largest relative difference of a loss from one device's.
-        gradient: The same of the norm of an optimizer's gradients.
+        loss: Largest difference of a loss from one device's, relative to the largest of these.
+        gradient: The same of the norms of gradients; None if there are none to compare.
         warnings: What veScale warned of.
         error: The text of the error that ended it.
     """
 
-    loss: float = math.nan
-    gradient: float = math.nan
+    loss: float | None = None
+    gradient: float | None = None
     warnings: tuple[str, ...] = ()
     error: str = ""
 
@@ -94,17 +93,13 @@ def records(
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def _difference(expected: Sequence[float], found: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference over the largest expected value, which may be 0."""
-    scale = max(map(abs, expected), default=0.0) or 1.0
-    return max(
-        (
-            abs(mine - theirs) / scale
-            for rank in found
-            for mine, theirs in zip(rank, expected, strict=True)
-        ),
-        default=math.nan,
-    )
+def _difference(expected: Sequence[float], found: Sequence[Sequence[float]]) -> float | None:
+    """Return the largest difference over the largest expected value, None if there is none."""
+    if not expected or any(len(rank) != len(expected) for rank in found):
+        return None
+    scale = max(map(abs, expected)) or 1.0
+    pairs = [pair for rank in found for pair in zip(rank, expected, strict=True)]
+    return max(abs(mine - theirs) for mine, theirs in pairs) / scale
 
 
 def compared(program: Program, expected: Records, found: Records) -> Outcome:
@@ -113,14 +108,17 @@ def compared(program: Program, expected: Records, found: Records) -> Outcome:
     losses = [rank["losses"] for rank in found]
     if program.local_losses:
         losses = [[sum(each) / len(losses) for each in zip(*losses, strict=True)]]
-    same_optimizer = all(len(rank["norms"]) == len(one["norms"]) for rank in found)
     return Outcome(
         loss=_difference(one["losses"], losses),
-        gradient=_difference(one["norms"], [rank["norms"] for rank in found])
-        if same_optimizer
-        else math.nan,
+        gradient=_difference(one["norms"], [rank["norms"] for rank in found]),
         warnings=tuple(sorted({text for rank in found for text in rank["warnings"]})),
     )
+
+
+def reason_in(printed: str) -> str:
+    """Return the error that ended a rank: the first line of the first one that is printed."""
+    reasons = _ERROR.findall(printed)
+    return reasons[0] if reasons else "no error was printed"
 
 
 def measure(program: Program, clone: Path, *, programs: str) -> dict[str, Outcome]:
@@ -137,6 +135,5 @@ def measure(program: Program, clone: Path, *, programs: str) -> dict[str, Outcom
             outcomes[named(constraints)] = compared(program, expected, found)
         except FailedError as error:
             print(error, file=sys.stderr)
-            reason = _LAST_ERROR.findall(str(error)) or ["no error was printed"]
-            outcomes[named(constraints)] = Outcome(error=reason[0])
+            outcomes[named(constraints)] = Outcome(error=reason_in(str(error)))
     return outcomes

@@ -146,6 +146,7 @@ class Program:
         smaller: What makes it small or lets it run offline where arguments do not.
         paths: Folders of the repository that Python imports from, besides the script's.
         stubs: Modules that are replaced by nothing: loggers, plots.
+        requires: Distributions to install, besides torch and numpy.
         prepare: Writes the data into the folder of the script, in which it is run.
         environment: Variables of the processes.
         plans: Constraints of the plans it is run under.
@@ -163,6 +164,7 @@ class Program:
     smaller: tuple[Swap, ...] = ()
     paths: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
     prepare: Callable[[Path], None] = nothing
     environment: Mapping[str, str] | None = None
     plans: tuple[Constraints, ...]

@@ -144,7 +144,9 @@ FSDP2 = Program(
     ),
     plans=(DP, ZERO3, TP),
     local_losses=True,
-    note="",
+    float32=True,
+    note="FSDP2's own calls go. The loop sums the outputs, which are those of a rank's rows, while "
+    "gradients are averaged: veScale warns, and `* size` mends it.",
 )
 
 PROGRAMS = (WORD_LANGUAGE_MODEL, TIME_SEQUENCES, REGRESSION, SINGLE_GPU, FSDP2)

@@ -5,6 +5,7 @@ torchrun starts this, once a rank; ``measure`` starts that.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -13,6 +14,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -99,7 +101,8 @@ def main(reference: str, directory: str, constraints: str) -> None:
     """Run the script of a program in a checkout, under a plan if there are constraints."""
     program = program_at(reference)
     for stub in program.stubs:
-        sys.modules[stub] = MagicMock()
+        # Others ask for the spec, to know whether it is installed.
+        sys.modules[stub] = MagicMock(__spec__=ModuleSpec(stub, None))
     script = Path(directory, program.script).resolve()
     sys.path[:0] = [str(script.parent), *(str(Path(directory, each)) for each in program.paths)]
     os.chdir(script.parent)
@@ -116,10 +119,8 @@ def main(reference: str, directory: str, constraints: str) -> None:
     warnings.showwarning = record.warned  # pyright: ignore[reportAttributeAccessIssue]
     given = {"__name__": "__main__", "__file__": str(script)}
     given[_GIVEN_TO_SCRIPTS] = json.loads(constraints)
-    try:
+    with contextlib.suppress(EnoughError):
         exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), given)
-    except EnoughError:
-        pass
     rank = os.environ.get("RANK", "0")
     Path(directory, f"record.{rank}.json").write_text(json.dumps(vars(record)), encoding="utf-8")
 
