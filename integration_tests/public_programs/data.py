@@ -106,7 +106,8 @@ def packed_documents(directory: Path) -> None:
         "    made = torch.Generator().manual_seed(0)\n"
         "    while True:\n"
         "        tokens = torch.randint(64, (rows, length + 1), generator=made)\n"
-        "        yield tokens[:, :-1], tokens[:, 1:], {'epoch': 0, 'pq_idx': 0, 'rg_idx': 0}\n"
+        "        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()\n"
+        "        yield x, y, {'epoch': 0, 'pq_idx': 0, 'rg_idx': 0}\n"
         "def without_state(*args, **kwargs):\n"
         "    return ((x, y) for x, y, _ in with_state(*args, **kwargs))\n",
         encoding="utf-8",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import data
-from .program import DP, PP, TP, ZERO3, Program, Swap, before, instead
+from .program import DP, PP, TP, ZERO3, Program, Swap, after, before, instead
 
 GPT_FROM_SCRATCH = Program(
     repository="rasbt/LLMs-from-scratch",
@@ -93,16 +93,16 @@ ACCELERATE = Program(
             ")",
         ),
         instead("model.no_sync", "contextlib.nullcontext"),
-        instead(
-            "outputs = model(**batch, use_cache=False, num_items_in_batch=num_items_in_batch)",
-            "outputs = model(**batch, use_cache=False)",
+        after(
+            "num_items_in_batch = accelerator.gather(local_num_items_in_batch).sum().item()",
+            "num_items_in_batch *= plan.data_parallel.size / accelerator.num_processes",
         ),
         instead(
             "loss = loss * gradient_accumulation_steps * accelerator.num_processes",
             "loss = loss * gradient_accumulation_steps",
         ),
     ),
-    argv=("--cpu", "--per_device_batch_size=4"),
+    argv=("--cpu", "--per_device_batch_size=8"),
     smaller=(
         Swap("set_seed(seed)", "set_seed(seed); from tiny_sentences import get_dataloaders"),
         Swap(
@@ -118,8 +118,8 @@ ACCELERATE = Program(
     prepare=data.sentences,
     plans=(DP, ZERO3, TP, PP),
     float32=True,
-    note="HuggingFace's loop without a `Trainer`. That ranks have other numbers of tokens, for "
-    "which it counts them over all ranks, `parallelize` sees to by itself.",
+    note="HuggingFace's loop without a `Trainer`, which divides by the tokens of all ranks by hand. Its "
+    "factors for gradients that DDP averages go: the loss is that of the global batch.",
 )
 
 PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE)

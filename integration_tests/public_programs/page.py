@@ -22,8 +22,8 @@ _HEAD = """# Public programs
 *How much of a training script that I did not write has to change?*
 
 Each script below is a public one at the commit that its link names. It was made small by its
-own arguments, and where it insists on a GPU, a download or a logger it was freed of that. So it ran
-on one device and, with the *lines* that are printed below, on two ranks under each plan.
+own arguments, and where it insists on a GPU, a download or a logger it was freed of that. So it
+ran on one device and, with the *lines* that are printed below, on two ranks under each plan.
 No model was touched.
 
 Compared are the losses of the first six backward passes and the norms of gradients, relative to
@@ -36,7 +36,14 @@ insists on it.
 | dp 2, ZeRO 3, tp 2, pp 2 | `{plans}` |
 | < 1e-15 | the largest difference from one device |
 | * | with a [warning](#warnings) |
-| refused | by an [error](#refused) before the first step |
+| refused | by an [error](#refused) |
+| empty | not tried: nothing to cut that way, or see the script's note |
+
+"""
+_LINES = """
+## The lines
+
+`CONSTRAINTS` are those of the plan in the table. Without any, `generate_plan` chooses.
 
 """
 _AGAIN = """## Run them again
@@ -79,7 +86,7 @@ def page(programs: Sequence[Program], outcomes: Outcomes) -> str:
     parts = [
         _HEAD.format(plans=plans),
         _table(programs, outcomes),
-        "\n## The lines\n\n",
+        _LINES,
         *(_section(program) for program in programs),
         "## Refused\n\n",
         _said(programs, outcomes, lambda outcome: [outcome["error"]] if outcome["error"] else []),
@@ -123,7 +130,7 @@ def _cell(outcome: Mapping[str, Any] | None) -> str:
 
 
 def _section(program: Program) -> str:
-    edits = "\n".join(
+    edits = "\n@@\n".join(
         (f"# {edit.file}\n" if edit.file else "") + edit.shown() for edit in program.edits
     )
     note = f"\n{program.note}\n" if program.note else ""

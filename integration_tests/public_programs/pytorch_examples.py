@@ -145,7 +145,7 @@ FSDP2 = Program(
     plans=(DP, ZERO3, TP),
     local_losses=True,
     float32=True,
-    note="FSDP2's own calls go. The loop sums the outputs, which are those of a rank's rows, while "
+    note="FSDP2's own calls go. The loop sums outputs, which are those of a rank's rows, while "
     "gradients are averaged: veScale warns, and `* size` mends it.",
 )
 
