@@ -13,10 +13,11 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from .measure import measure
+from .measure import Outcome, measure
 from .page import OUTCOMES, PAGE, clone_commands, outcomes_kept, page
 from .program import Program
 from .programs import PROGRAMS
@@ -31,6 +32,15 @@ def _check_commit(program: Program, clone: Path) -> None:
         raise SystemExit(f"expected {clone} at {program.commit}, it is at {head}")
 
 
+def _keep(program: Program, measured: Mapping[str, Outcome]) -> None:
+    """Write what came out beside what came out of others, in the order of the list."""
+    found = {plan: asdict(each) for plan, each in measured.items()}
+    print(program.name, json.dumps(found, indent=1), file=sys.stderr)
+    outcomes = {**outcomes_kept(), program.name: found}
+    kept = {each.name: outcomes[each.name] for each in PROGRAMS if each.name in outcomes}
+    OUTCOMES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Measure and write, or print the commands that clone."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,16 +51,11 @@ def main() -> None:
     if options.clone:
         print("\n".join(clone_commands(PROGRAMS, options.clones)))
         return
-    outcomes = dict(outcomes_kept())
     for program in PROGRAMS:
         if options.only in program.name:
             clone = options.clones / program.folder
             _check_commit(program, clone)
-            measured = measure(program, clone, programs=f"{__package__}.programs")
-            outcomes[program.name] = {plan: asdict(each) for plan, each in measured.items()}
-            print(program.name, json.dumps(outcomes[program.name], indent=1), file=sys.stderr)
-            kept = {each.name: outcomes[each.name] for each in PROGRAMS if each.name in outcomes}
-            OUTCOMES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            _keep(program, measure(program, clone, programs=f"{__package__}.programs"))
     PAGE.write_text(page(PROGRAMS, outcomes_kept()), encoding="utf-8")
 
 

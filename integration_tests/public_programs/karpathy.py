@@ -157,6 +157,11 @@ NANOCHAT = Program(
             "    (x.chunk(size)[rank], y.chunk(size)[rank], at) for x, y, at in train_loader",
             ")",
         ),
+        instead(
+            "if dist.is_available() and dist.is_initialized():",
+            "if False:",
+            file="nanochat/optim.py",
+        ),
     ),
     argv=(
         "--device-type=cpu",
@@ -188,6 +193,7 @@ NANOCHAT = Program(
     environment={"TORCHDYNAMO_DISABLE": "1"},
     plans=(DP, ZERO3, TP, PP),
     float32=True,
+    note="Its Muon reduces gradients over ranks itself; `if False:` has it not.",
 )
 
 PROGRAMS = (NANOGPT, LLAMA2_C, MINGPT, MAKEMORE, NANOCHAT)

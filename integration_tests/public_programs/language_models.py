@@ -51,7 +51,8 @@ X_TRANSFORMERS = Program(
             "import vescale",
             "example = torch.zeros(2, seq_len + 1, dtype=torch.long)",
             "plan = vescale.generate_plan(model, CONSTRAINTS, example_batch=example)",
-            "model = vescale.parallelize(plan, model)",
+            "adam = lambda model: torch.optim.Adam(model.parameters(), lr=learning_rate)",
+            "model, optim = vescale.parallelize(plan, model, adam)",
             "rank, size = vescale.data_parallel_rank(model), plan.data_parallel.size",
         ),
         instead(
@@ -118,8 +119,8 @@ ACCELERATE = Program(
     prepare=data.sentences,
     plans=(DP, ZERO3, TP, PP),
     float32=True,
-    note="HuggingFace's loop without a `Trainer`, which divides by the tokens of all ranks by hand. Its "
-    "factors for gradients that DDP averages go: the loss is that of the global batch.",
+    note="HuggingFace's loop without a `Trainer`, which counts the tokens of all ranks itself. "
+    "Its factors for gradients that DDP averages go: the loss is the global batch's.",
 )
 
 PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE)

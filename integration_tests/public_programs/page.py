@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _said(programs: Sequence[Program], outcomes: Outcomes, texts: Any) -> str:
     for program in programs:
         for plan, outcome in outcomes.get(program.name, {}).items():
             for text in texts(outcome):
-                who.setdefault(_short(text), []).append(f"{program.script}, {columns[plan]}")
+                who.setdefault(_short(text), []).append(f"{program.name} {columns[plan]}")
     return "".join(
         f"- {'; '.join(sorted(set(names)))}:\n  `{text}`\n" for text, names in who.items()
     )
@@ -153,4 +154,5 @@ def _said(programs: Sequence[Program], outcomes: Outcomes, texts: Any) -> str:
 def _short(text: str) -> str:
     """Return the first sentence of a message, or its beginning."""
     first = text.split(". ")[0].replace("`", "'").replace("\n", " ")
+    first = re.sub(r"'[\w.<>:]*\.\d+\.[\w.<>:]*'", "'...'", first)  # of one layer
     return first if len(first) < 300 else first[:297] + "..."
