@@ -120,7 +120,8 @@ ACCELERATE = Program(
     plans=(DP, ZERO3, TP, PP),
     float32=True,
     note="HuggingFace's loop without a `Trainer`, which counts the tokens of all ranks itself. "
-    "Its factors for gradients that DDP averages go: the loss is the global batch's.",
+    "Its factors for gradients that DDP averages go: the loss is the global batch's. A loss "
+    "divided by hand needs rows of one length on all data-parallel ranks.",
 )
 
 PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE)
