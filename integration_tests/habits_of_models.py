@@ -237,6 +237,33 @@ def recurrent(run: Run) -> None:
     loop(run, model, optimizer)
 
 
+class Paired(nn.Module):
+    """Layers in lists of lists and in dicts, which nothing calls, as vit-pytorch has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]) for _ in range(2)
+        )
+        self.named = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)})
+            for _ in range(2)
+        )
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        for norm, linear in self.layers:  # pyright: ignore[reportGeneralTypeIssues]: a list
+            x = x + linear(norm(x))
+        for pair in self.named:
+            assert isinstance(pair, nn.ModuleDict)
+            x = x + pair["down"](pair["up"](x).tanh())
+        return F.mse_loss(x, batch["y"])
+
+
+def paired(run: Run) -> None:
+    run.train(Paired())
+
+
 class Listed(nn.Module):
     """Keeps parameters where torch does not see them."""
 

@@ -31,7 +31,7 @@ RIGHT: list[Program] = [
     models.applied, models.random_init, models.edited, models.tied_before,
     models.averaged_before, models.average_by_hand, models.average_swapped_in,
 ]  # fmt: skip
-RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent]
+RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent, models.paired]
 COMPILED: list[Program] = [models.compiled, models.compiled_in_place, models.compiled_before]
 REFUSED: dict[str, tuple[Program, str]] = {
     "lbfgs": (loops.lbfgs, "closure|LBFGS.step is not known"),

@@ -130,9 +130,27 @@ def two_models(run: Run) -> None:
     run.finish(second)
 
 
+def loop_draws(run: Run) -> None:
+    """Takes its batches by torch's generator, as nanoGPT does, and evaluates between steps."""
+    model, optimizer = run.start(Plain())
+    data = rows(1)[0]
+    for _ in range(3):
+        picked = torch.randint(8, (8,))
+        loss = model({name: tensor[picked] for name, tensor in data.items()})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+        model.eval()
+        with torch.no_grad():
+            run.keep(model({name: tensor[picked] for name, tensor in data.items()}))
+        model.train()
+    run.keep(torch.default_generator.get_state())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", [closures, flags, reports_by_name, reports_without_gradient, two_models]
+    "program", [closures, flags, loop_draws, reports_by_name, reports_without_gradient, two_models]
 )
 def test_a_pipeline_has_the_numbers_of_one_device(world2: World, program: Program) -> None:
     right(world2, program, PIPELINE)
@@ -189,3 +207,28 @@ def test_a_pipeline_that_draws_random_numbers_says_that_they_are_others(world2: 
     # The stage that draws them is the last one.
     expected = ("forward draws random numbers", "test_pipeline_habits.py")
     assert world2.run(warned_of_dropout) == [[], [expected]]
+
+
+def masks_and_states() -> tuple[list[float], list[int]]:
+    """Losses of one batch, of which each has a mask of its own, and the generator after each."""
+    torch.manual_seed(0)
+    model, _ = Run(PIPELINE).start(Drops())
+    losses: list[float] = []
+    drawn: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for evaluates in (False, True, False):
+            model.train(not evaluates)
+            losses.append(model(rows(1)[0]).item())
+            drawn.append(hash(torch.get_rng_state().numpy().tobytes()))
+    return losses, drawn
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_draws_moves_the_generator_of_all_stages_alike(world2: World) -> None:
+    (losses, drawn), others = world2.run(masks_and_states)
+    assert (losses, drawn) == others
+    assert losses[0] != losses[2]
+    training, evaluation, again = drawn
+    assert training == evaluation, "nothing is drawn in eval mode"
+    assert again != training

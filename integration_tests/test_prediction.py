@@ -57,6 +57,13 @@ class Classifier(nn.Module):
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
+    @torch.no_grad()
+    def generate(self, x: Tensor, num_new: int) -> Tensor:
+        """As hand-written models do, with no option of transformers'."""
+        for _ in range(num_new):
+            x = torch.cat([x, self(x[-2:]).argmax(-1)[:, None].expand(-1, WIDTH) / 4])
+        return x
+
     def forward(self, x: Tensor, targets: Tensor | None = None, how: str = "scores") -> Any:
         x = self.embed(x)
         for block in self.blocks:
@@ -233,6 +240,10 @@ def generation(model: nn.Module, rows: Rows) -> list[Any]:
     return [model.generate(**given, **(options | way)) for way in ways]  # pyright: ignore[reportCallIssue]: transformers'
 
 
+def own_generation(model: nn.Module, rows: Rows) -> list[Any]:
+    return [model.generate(rows(inputs_of("classifier", 4)["x"]), 3)]  # pyright: ignore[reportCallIssue]: its own
+
+
 OUTPUTS = [
     *((kind, plan) for kind in ("classifier", "llama") for plan in PLANS),
     ("gpt2", "pp"), ("bert", "pp"), ("bert", "tp"), ("vit", "pp"), ("vit", "zero3"),
@@ -273,6 +284,12 @@ def test_a_pipeline_predicts_between_steps(world2: World, plan: str) -> None:
 @pytest.mark.parametrize(("kind", "plan"), TOKENS)
 def test_generated_tokens_are_one_devices(world2: World, kind: str, plan: str) -> None:
     right(world2, generation, kind, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_models_own_generate_gets_no_options_of_transformers(world2: World, plan: str) -> None:
+    right(world2, own_generation, "classifier", PLANS[plan])
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from vescale_parallel import (
     split_blocks,
     with_constraints,
 )
+from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._pipeline.stage_assignment import stage_map
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
@@ -55,6 +56,20 @@ def test_lists_of_mixed_or_single_modules_are_no_blocks() -> None:
     assert block_stacks(nn.ModuleList([nn.Linear(2, 2)])) == []
     with pytest.raises(ValueError, match="Sequential has none of two or more blocks"):
         pipeline_blocks(mixed)
+
+
+def test_of_lists_that_nothing_calls_what_is_called_is_a_block() -> None:
+    pairs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]) for _ in range(2))
+    named = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(2, 2)}) for _ in range(2))
+    model = nn.ModuleDict({"pairs": pairs, "named": named, "plain": nn.Sequential(*_linears())})
+    called = ["pairs.0.0", "pairs.1.0", "named.0.a", "named.1.a", "plain.0", "plain.1"]
+    assert blocks_of(model) == tuple(called)
+    with pytest.raises(ValueError, match="'0' is a ModuleList, which nothing calls"):
+        pipeline_blocks(pairs)
+
+
+def _linears() -> list[nn.Linear]:
+    return [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
 def test_two_lists_of_blocks_are_refused_unless_one_is_small() -> None:

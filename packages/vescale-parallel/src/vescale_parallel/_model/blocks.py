@@ -37,7 +37,8 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the FQNs of the blocks that a pipeline is split between, in order.
 
     Raises:
-        ValueError: If there is no list of blocks, or more than one that matters.
+        ValueError: If there is no list of blocks, or more than one that matters, or blocks that
+            nothing calls.
     """
     stacks = block_stacks(model)
     if not stacks:
@@ -53,9 +54,35 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
             f"pipeline parallelism supports one list of blocks, {type(model).__name__} has "
             f"{len(large)}: {names}; use another parallelism"
         )
+    if not _is_called(model.get_submodule(large[0][0])):
+        raise ValueError(
+            f"pipeline parallelism splits between calls of blocks, and {large[0][0]!r} is a "
+            f"{type(model.get_submodule(large[0][0])).__name__}, which nothing calls; make it a "
+            "module with a forward, or use another parallelism"
+        )
     return large[0]
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the FQNs of the blocks of all stacks, in order."""
-    return tuple(fqn for stack in block_stacks(model) for fqn in stack)
+    """Return the FQNs of the blocks of all stacks, in order.
+
+    Of a block that is a list or dict of modules, which nothing calls, what is in it is a block.
+    """
+    stacks = block_stacks(model)
+    return tuple(called for stack in stacks for fqn in stack for called in _called(model, fqn))
+
+
+def _called(model: nn.Module, fqn: str) -> list[str]:
+    module = model.get_submodule(fqn)
+    if _is_called(module):
+        return [fqn]
+    return [
+        called
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+        for called in _called(model, f"{fqn}.{name}")
+    ]
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

@@ -46,7 +46,7 @@ class PipelineStep:
         self._with_loss: dict[object, bool] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish = buffers, finish
-        self._streams = OwnStreams(pipeline.mesh)
+        self._streams = OwnStreams(pipeline.mesh, pipeline.group_of("F"))
 
     def run(
         self,
@@ -74,8 +74,9 @@ class PipelineStep:
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
             runs = self._buffers.call(forward)
-        with self._streams.of_call(), runs as forward:
-            train = torch.is_grad_enabled() and self._trains(forward, args, kwargs, rows)
+        form = (self._forms.form(args, kwargs), self._model.training)
+        with self._streams.of_call(form), runs as forward:
+            train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
                 output = pipeline.run(forward, args, kwargs, rows)
             else:
@@ -91,13 +92,13 @@ class PipelineStep:
 
     def _trains(
         self,
+        form: object,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rows: Sequence[Rows | None] | None,
     ) -> bool:
         """Whether this form of call returns a loss; all stages ask the last one, once."""
-        form = (self._forms.form(args, kwargs), self._model.training)
         if form not in self._with_loss:
             self._with_loss[form] = self._pipeline.returns_loss(forward, args, kwargs, rows)
         return self._with_loss[form]

@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor import named_failures
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._trace.generators import forked_generators
@@ -16,30 +18,53 @@ from .sharded_rng import generator_state
 
 
 class OwnStreams:
-    """Seeds what forward draws by the position of this rank, all ranks having one generator."""
+    """Seeds what forward draws by the position of this rank, all ranks having one generator.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        mesh: Of the pipeline.
+        group: The ranks of the pipeline.
+    """
+
+    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         self._position = 0
         for axis in ("pp", "dp_replicate", "dp_shard"):
             self._position = self._position * axis_size(mesh, axis) + axis_rank(mesh, axis)
         self._is_cuda = mesh.device_type == "cuda"
-        self._has_drawn = False
+        self._group = group
+        self._draws: dict[object, bool] = {}
+        self._has_warned = False
 
     @contextlib.contextmanager
-    def of_call(self) -> Iterator[None]:
+    def of_call(self, form: object) -> Iterator[None]:
         """Draw for one call of the model; warn, once, if it draws.
 
         One number is drawn from the default generator, the same on every rank. It and the
-        position of this rank on the data and pipeline axes seed what forward draws.
+        position of this rank on the data and pipeline axes seed what forward draws. Where a form
+        of call draws nothing on any stage, which stages tell each other once, the default
+        generator stays as it was: the loop draws from it, too.
         """
+        held = torch.default_generator.get_state()
         seed = int(torch.randint(2**62, ()))
+        is_new = form not in self._draws
         with forked_generators(seed + self._position, cuda=self._is_cuda):
-            before = None if self._has_drawn else generator_state()
+            before = generator_state() if is_new or not self._has_warned else None
             yield
-            if before is not None and generator_state() != before:
-                self._has_drawn = True
-                warn_at_user_line(
-                    "forward draws random numbers, for dropout for example. Stages and "
-                    "data-parallel ranks of a pipeline draw from streams of their own: right in "
-                    "distribution, but not the numbers that one device draws"
-                )
+            draws = before is not None and generator_state() != before
+        if draws and not self._has_warned:
+            self._has_warned = True
+            warn_at_user_line(
+                "forward draws random numbers, for dropout for example. Stages and "
+                "data-parallel ranks of a pipeline draw from streams of their own: right in "
+                "distribution, but not the numbers that one device draws"
+            )
+        if is_new:
+            self._draws[form] = self._is_said_by_any(draws)
+        if not self._draws[form]:
+            torch.default_generator.set_state(held)
+
+    def _is_said_by_any(self, says: bool) -> bool:
+        """Whether any stage says yes. Every rank of the pipeline must call this."""
+        told = torch.tensor(says, dtype=torch.uint8, device="cuda" if self._is_cuda else "cpu")
+        with named_failures():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return bool(told)

@@ -24,7 +24,7 @@ from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
-from vescale_parallel._model.blocks import blocks_of
+from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.count_targets import run_counting, summed_counts
 from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
@@ -41,7 +41,7 @@ def let_count(model: nn.Module, staging: Staging, param_dtype: torch.dtype | Non
 
     Not larger modules, whose forward may compute the loss.
     """
-    blocks = blocks_of(model)
+    blocks = tuple(fqn for stack in block_stacks(model) for fqn in stack)
     inside = tuple(f"{fqn}." for fqn in blocks)
     chosen = [
         fqn

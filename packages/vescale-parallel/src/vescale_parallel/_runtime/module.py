@@ -75,8 +75,10 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
         @functools.wraps(generate)
         def generate_on_ranks(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
             engine = self._vescale_engine
+            if hasattr(self, "generation_config"):  # transformers', also below an adapter
+                kwargs = engine.generation_options(kwargs)
             with engine.logits.gathered():
-                return generate(self, *args, **engine.generation_options(kwargs))
+                return generate(self, *args, **kwargs)
 
         namespace["generate"] = generate_on_ranks
     return namespace

@@ -68,6 +68,7 @@ class ParallelLoader:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._epoch = 0
         self._taken = self._last_end = 0
+        self._begins_anew, self._is_loaded = isinstance(dataset, DataLoader), False
         self.is_at_uneven = False
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
@@ -87,10 +88,14 @@ class ParallelLoader:
         return number
 
     def __iter__(self) -> Iterator[Any]:
-        """Go on where the last batch or the loaded state left off, to the end of the epoch.
+        """Go on where the loaded state left off, to the end of the epoch; then the next begins.
 
-        Every rank must call this. At the end of an epoch the next one begins.
+        Every rank must call this. After a ``break`` a ready ``DataLoader`` begins anew, as on one
+        device; the plan's order goes on behind the last batch.
         """
+        if self._begins_anew and not self._is_loaded:
+            self._taken = 0
+        self._is_loaded = False
         taken = self._taken
         yield from self._rest_of_epoch()
         if taken and taken == self._last_end:
@@ -162,6 +167,7 @@ class ParallelLoader:
                 f"two batches of {size}" + ("" if count is None else f" out of {count} samples")
             )
         self._epoch, self._taken = state_dict["epoch"], samples
+        self._is_loaded = True
         source = self._source
         (source.order if isinstance(source, MapStyle) else source).load_state(state_dict)
 

@@ -1,0 +1,1 @@
+"""Training scripts of public repositories under plans, next to themselves on one device."""

@@ -1,0 +1,13 @@
+"""The scripts, and the lines that each one needs."""
+
+from __future__ import annotations
+
+from . import karpathy, language_models, pytorch_examples, vision
+from .program import Program
+
+PROGRAMS: tuple[Program, ...] = (
+    *karpathy.PROGRAMS,
+    *language_models.PROGRAMS,
+    *pytorch_examples.PROGRAMS,
+    *vision.PROGRAMS,
+)
