@@ -153,8 +153,9 @@ class SampledOrder:
             else:
                 self._beginning.note()
             batches = iter(self._global_batches())
-            # Workers that live on are seeded once, in the first epoch.
-            if not (self._keeps_workers and self._has_begun and epoch > 0):
+            # Workers that live on are seeded once, when the first epoch begins.
+            live_on = self._keeps_workers and self._has_begun
+            if not (live_on and (epoch > 0 or not is_loaded)):
                 self._seed(epoch, taken, seeds)
             self._has_begun = True
             return self._after(batches, taken)
