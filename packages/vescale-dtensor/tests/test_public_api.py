@@ -43,6 +43,7 @@ def test_public_names_are_these() -> None:
         "name_group",
         "named_failures",
         "ones",
+        "ordered_sum",
         "package_logger",
         "profiler_range",
         "rand",

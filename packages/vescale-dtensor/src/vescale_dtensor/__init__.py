@@ -28,6 +28,7 @@ from ._comm.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
     all_to_all as all_to_all,
+    ordered_sum as ordered_sum,
     reduce_scatter as reduce_scatter,
 )
 from ._comm.emulation import (
@@ -121,6 +122,7 @@ __all__ = [
     "name_group",
     "named_failures",
     "ones",
+    "ordered_sum",
     "package_logger",
     "profiler_range",
     "rand",

@@ -46,6 +46,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as foreach_suppo
 # Leaves fake and tracing modes: process groups are made of real tensors even when compiling.
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
+# Adds lists of tensors, in one operator; optimizers are written with it. In torch 2.11 to 2.15.
+foreach_add_: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+
 # Runs operators on a wrapper itself, which has a shape but no elements.
 no_dispatch: Any = torch._C._DisableTorchDispatch
 
@@ -125,6 +128,7 @@ __all__ = [
     "default_mesh",
     "default_store",
     "disable_current_modes",
+    "foreach_add_",
     "foreach_supported_types",
     "is_profiler_enabled",
     "make_wrapper",

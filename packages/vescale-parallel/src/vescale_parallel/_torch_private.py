@@ -26,6 +26,9 @@ from torch.utils import _pytree as pytree
 # Documented, though its module has an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Copies lists of tensors, in one operator; FSDP2 packs its parameters with it.
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -33,6 +36,7 @@ __all__ = [
     "call_after_backward",
     "current_function_mode",
     "fake_like",
+    "foreach_copy_",
     "group_timeout",
     "is_in_backward",
     "pytree",

@@ -1,10 +1,9 @@
-"""How the parameters of a group are packed for one collective, and unpacked."""
+"""Which parameters travel together, and what becomes of their gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -12,20 +11,12 @@ from torch.distributed.tensor import Replicate
 from vescale_dtensor import DTensor
 from vescale_parallel._data_parallel.param_group import (
     _by_dtype,
-    _join,
-    _padded,
-    _rows,
-    _unflatten,
     accumulate,
     group_parameters,
 )
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
-
-CASES = st.tuples(
-    st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(0, 1), st.booleans()
-)
 
 
 def _mesh() -> DeviceMesh:
@@ -44,67 +35,6 @@ def _param(
     )
     unsharded = nn.Parameter(local, requires_grad=requires_grad)
     return ShardedParameter(fqns, (), sharded, unsharded, True, None, False, stages)
-
-
-def _whole(rows: int, columns: int) -> Tensor:
-    return torch.arange(1.0, rows * columns + 1).view(rows, columns)
-
-
-def _chunks(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """Return the parts of torch.chunk, and empty ones for the ranks it leaves without."""
-    chunks = list(whole.chunk(ranks, dim))
-    return chunks + [whole.narrow(dim, 0, 0)] * (ranks - len(chunks))
-
-
-def _shape_of_chunk(whole: Tensor, ranks: int, dim: int) -> torch.Size:
-    shape = list(whole.shape)
-    shape[dim] = -(-shape[dim] // ranks)
-    return torch.Size(shape)
-
-
-@settings(deadline=None)
-@given(CASES)
-def test_padded_parts_of_all_ranks_are_joined_to_the_whole(
-    case: tuple[int, int, int, int, bool],
-) -> None:
-    rows, columns, ranks, dim, is_transposed = case
-    whole = _whole(columns, rows).t() if is_transposed else _whole(rows, columns)
-    chunk = _shape_of_chunk(whole, ranks, dim)
-    parts = torch.stack([_padded(part, chunk).view(chunk) for part in _chunks(whole, ranks, dim)])
-    target = torch.full_like(whole, -1)
-    _join(parts, target, dim)
-    assert torch.equal(target, whole)
-
-
-@settings(deadline=None)
-@given(CASES)
-def test_row_r_of_a_gradient_is_the_part_of_rank_r(case: tuple[int, int, int, int, bool]) -> None:
-    rows, columns, ranks, dim, is_transposed = case
-    whole = _whole(columns, rows).t() if is_transposed else _whole(rows, columns)
-    chunk = _shape_of_chunk(whole, ranks, dim)
-    packed = _rows(whole, dim, chunk, ranks)
-    assert packed.shape == (ranks, chunk.numel())
-    for row, part in zip(packed, _chunks(whole, ranks, dim), strict=True):
-        inside = row.view(chunk)[tuple(slice(size) for size in part.shape)]
-        assert torch.equal(inside, part)
-        # What is padded must not count in the sum over ranks.
-        assert row.sum() == part.sum()
-
-
-def test_a_part_that_fills_its_chunk_is_not_copied() -> None:
-    part = _whole(2, 3)
-    assert _padded(part, part.shape).data_ptr() == part.data_ptr()
-    assert _padded(part, torch.Size([3, 3])).tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0]
-
-
-def test_a_flat_sum_is_cut_back_into_the_shapes_it_was_put_together_from() -> None:
-    params = [_param("a"), _param("b"), _param("c")]
-    shapes = [(2, 3), (), (4,)]
-    grads = {param: torch.zeros(shape) for param, shape in zip(params, shapes, strict=True)}
-    _unflatten(torch.arange(11.0), params, grads)
-    assert grads[params[0]].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert grads[params[1]].tolist() == 6
-    assert grads[params[2]].tolist() == [7, 8, 9, 10]
 
 
 def test_parameters_of_one_dtype_travel_together() -> None:

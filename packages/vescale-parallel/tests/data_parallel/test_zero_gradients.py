@@ -193,7 +193,11 @@ def test_ranks_that_run_other_blocks_are_told(in_threads: InThreads, stage: int)
         if rank == 1:
             blocks = model.blocks._modules
             blocks["0"], blocks["1"] = blocks["1"], blocks["0"]
-        with pytest.raises(ValueError, match="ranks ran different blocks of the model"):
+        told = (
+            "ranks ran different blocks of the model at the same time "
+            rf"\(rank {rank} another one than rank {1 - rank}\)"
+        )
+        with pytest.raises(ValueError, match=told):
             model(rows_of(rank)).backward()
 
     in_threads(WORLD, step)

@@ -107,6 +107,10 @@ def test_parallelize_itself_takes_no_memory_for_gathered_parameters(
 GATHERED = {1: 3, 2: 3, 3: 3 + 2}
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
     models = [net() for _ in range(WORLD)]
@@ -124,8 +128,9 @@ def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
         nbytes = sum(event.nbytes for event in gathers)
         return Counter(event.kind for event in sent), nbytes, at
 
-    # Of a gather one rank sends its part, padded to three rows, and a tag; the loss besides.
-    root, block = 8 * (3 * WIDTH + 1), 8 * (3 * WIDTH + 3 + 1)
+    # Of a gather one rank sends its part, padded to three rows, and a tag, together a multiple of
+    # 128 bytes; the loss besides.
+    root, block = _aligned(8 * (3 * WIDTH + 1)), _aligned(8 * (3 * WIDTH + 3 + 1))
     gathered = root + 2 * block * (2 if stage == 3 else 1)
     for kinds, nbytes, _ in in_threads(WORLD, step):
         assert kinds["all_to_all"] == 3

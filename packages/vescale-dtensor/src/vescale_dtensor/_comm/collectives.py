@@ -25,10 +25,12 @@ from .ordered_reduce import (
     ReduceOrder,
     Reduction,
     all_reduce_parts,
+    reduce_rows,
     reduce_scatter_parts,
 )
 from .primitives import (
     Splits,
+    all_gather_into,
     all_gather_parts,
     all_gather_uneven_parts,
     all_to_all_parts,
@@ -126,6 +128,7 @@ def all_gather(
     axes: Axes = None,
     order: ReduceOrder = "rank",
     sizes: Sequence[int] | Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Give every rank the tensors of all, in rank order. Every rank of ``where`` must call this.
 
@@ -136,6 +139,8 @@ def all_gather(
         axes: As for :func:`all_reduce`.
         order: In which the backward pass sums gradients.
         sizes: The length along dim 0 of every rank's tensor; the same on every rank.
+        out: Contiguous, (ranks, *shape): is written, without gradients, and returned. Not with
+            ``sizes``.
 
     Returns:
         Stacked, (ranks, *shape); with ``sizes`` concatenated, (sum of sizes, *rest of shape).
@@ -145,6 +150,10 @@ def all_gather(
     """
     how = _reduction("sum", order, None)
     peers = peers_of(where, axes)
+    if out is not None:
+        _check_out(out, tensor, peers, is_uneven=sizes is not None)
+        all_gather_into(out, tensor, peers)
+        return out
     if sizes is None:
         _check_equal_shapes(tensor, peers)
         return _all_gather(tensor, None, peers, how)
@@ -194,6 +203,29 @@ def all_to_all(
     return _all_to_all(tensor, sent, received, peers)
 
 
+def ordered_sum(rows: Tensor, *, accumulate: torch.dtype | None = None) -> Tensor:
+    """Sum what ranks sent, in rank order, as :func:`all_reduce` does. Nobody communicates.
+
+    Args:
+        rows: (ranks, *shape), what :func:`all_gather` or :func:`all_to_all` returned.
+        accumulate: As for :func:`all_reduce`.
+
+    Returns:
+        The sum, (*shape).
+
+    Example:
+        >>> ordered_sum(torch.ones(3, 2))
+        tensor([3., 3.])
+    """
+    how = _reduction("sum", "rank", accumulate)
+    how.check(rows)
+    return _recorded(
+        rows,
+        lambda t: reduce_rows(t.unbind(), how),
+        lambda grad: grad.unsqueeze(0).expand(rows.shape),
+    )
+
+
 @cache
 def _reduction(op: ReduceOp, order: ReduceOrder, accumulate: torch.dtype | None) -> Reduction:
     return Reduction(op=op, order=order, accumulate=accumulate)
@@ -240,6 +272,21 @@ def _check_own_size(tensor: Tensor, splits: Splits, peers: Peers) -> None:
                 f"expected dim 0 of this rank to be {own} (sizes: {sizes}), "
                 f"got shape {tuple(shape)}"
             )
+
+
+def _check_out(out: Tensor, tensor: Tensor, peers: Peers, *, is_uneven: bool) -> None:
+    if is_uneven:
+        raise ValueError("expected out or sizes, got both; out is for tensors of one shape")
+    shape = (peers.num_ranks, *tensor.shape)
+    if out.shape != shape or out.dtype != tensor.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"expected out to be contiguous, of shape {shape} and {tensor.dtype}, "
+            f"got shape {tuple(out.shape)} with strides {out.stride()} and {out.dtype}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor with out, got strides {tensor.stride()}")
+    if torch.is_grad_enabled() and (tensor.requires_grad or out.requires_grad):
+        raise ValueError("out has no gradients; detach it and the tensor, or leave out away")
 
 
 def _check_divisible(tensor: Tensor, peers: Peers) -> None:

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor._layout.placements import ReduceOp
+from vescale_dtensor._torch_private import foreach_add_
 
+from . import functional
 from .groups import Peers
 from .primitives import (
     Parts,
@@ -51,6 +53,7 @@ _LIBRARY_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+_ADDS = ("sum", "avg")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -108,8 +111,13 @@ def reduce_rows(rows: Sequence[Tensor], how: Reduction) -> Tensor:
         total: Tensor = combine(first, second)
     else:
         total = first.to(wide, copy=True)
-    for row in rest:
-        combine(total, row, out=total)
+    if rest and how.op in _ADDS and total.device.type == "cpu" and not functional.is_traced(total):
+        # One operator for any number of rows. On a CPU it adds one after the other, as the loop
+        # below; on a GPU it would add all at once.
+        foreach_add_([total] * len(rest), rest)
+    else:
+        for row in rest:
+            combine(total, row, out=total)
     if how.op == "avg":
         total.div_(len(rows))
     return total if wide == dtype else total.to(dtype)

@@ -87,6 +87,17 @@ def all_gather_parts(parts: Parts, peers: Peers, *, ordered: bool = True) -> Par
     return [torch.stack([rows[rank] for rank in peers.order])]
 
 
+def all_gather_into(gathered: Tensor, part: Tensor, peers: Peers) -> None:
+    """Write the tensors of all peers, (ranks, *shape), where they are wanted."""
+    in_place = peers.num_ranks > 1 and peers.emulated is None and peers.order is None
+    if not in_place or functional.is_traced(part):
+        gathered.copy_(joined(all_gather_parts(parts_of(part, peers), peers), peers))
+        return
+    tell_peers("all_gather", (peers.num_ranks - 1) * part.numel(), part.dtype, peers)
+    with collective_range("all_gather", peers), named_failures():
+        _all_gather_single(gathered, part.unsqueeze(0), group=peers.group)
+
+
 def all_gather_uneven_parts(parts: Parts, sizes: Splits, peers: Peers) -> Parts:
     """Return, for each rank, the parts of its peers one after the other along dim 0.
 

@@ -6,27 +6,44 @@ together: one all-gather in, one reduce-scatter out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather, all_reduce, reduce_scatter
+from vescale_dtensor import DTensor, all_gather, all_reduce, all_to_all, ordered_sum
 from vescale_parallel._mesh.mesh import axis_group, axis_size
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
+from .shard_rows import GatheredRows, RowLayout, Shape, allocate, tag_of
 
-def mixed_up_error() -> ValueError:
-    """Return what to raise where ranks exchanged parameters of different groups."""
+
+def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueError:
+    """Return what to raise where ranks exchanged parameters of different groups.
+
+    Args:
+        group: The ranks that did.
+        tags: What the ranks said their group of parameters is, in the order of the group.
+    """
+    ranks, own = dist.get_process_group_ranks(group), tags[dist.get_rank(group)]
+    other = [rank for rank, tag in zip(ranks, tags, strict=True) if tag != own]
     return ValueError(
-        "data-parallel ranks ran different blocks of the model at the same time, so "
+        f"data-parallel ranks ran different blocks of the model at the same time (rank "
+        f"{dist.get_rank()} another one than {_ranks(other)}), so "
         "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
         "depend on this rank's data: every rank runs the same blocks, as often. Use "
         "data_parallel.zero_stage 1"
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {few}"
 
 
 @dataclass(eq=False)
@@ -38,7 +55,7 @@ class ParamGroup:
         mesh: The plan's mesh.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
-        number: Tells groups apart; ranks that mix them up are found by :attr:`mixed_up`.
+        number: Tells groups apart; ranks that mix them up are found by :meth:`check_mixed_up`.
     """
 
     params: Sequence[ShardedParameter]
@@ -46,11 +63,28 @@ class ParamGroup:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     number: int
-    _mixed_up: Tensor | None = None
-    _pending: dict[ShardedParameter, Tensor] = field(
-        default_factory=dict["ShardedParameter", Tensor]
-    )
+    _pending: dict[_Packed, Tensor] = field(default_factory=dict["_Packed", Tensor])
     _used: set[ShardedParameter] = field(default_factory=set["ShardedParameter"])
+    _packed: dict[tuple[ShardedParameter, ...], list[_Packed]] = field(
+        default_factory=dict[tuple[ShardedParameter, ...], list["_Packed"]]
+    )
+    # On a GPU: the tags that ranks sent since the last look.
+    _unseen: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __post_init__(self) -> None:
+        apart = [param for param in self.params if not param.shares_storage]
+        self._copied = [param for param in apart if param.shard_dim is None]
+        ranks = axis_size(self.mesh, "dp_shard")
+        self._gathered = [
+            GatheredRows(
+                [_shape(param) for param in same],
+                [param.local.detach() for param in same],
+                [_unsharded_data(param) for param in same],
+                ranks,
+                self.number,
+            )
+            for same in _by_dtype([param for param in apart if param.shard_dim is not None])
+        ]
 
     @property
     def is_freed(self) -> bool:
@@ -79,20 +113,30 @@ class ParamGroup:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def take_mixed_up(self) -> Tensor | None:
-        """Return whether a collective was paired with another group's since the last call."""
-        mixed_up, self._mixed_up = self._mixed_up, None
-        return mixed_up
+    def check_mixed_up(self) -> None:
+        """Raise if a collective since the last call was paired with another group's."""
+        unseen, self._unseen = self._unseen, []
+        if unseen:
+            for tags in torch.stack(unseen).tolist():
+                self._check_tags(tags)
 
     def gather(self) -> None:
         """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
-        apart = [param for param in self.params if not param.shares_storage]
-        for param in apart:
-            _allocate(param)
-            if param.shard_dim is None and param.local.numel():
+        for param in self._copied:
+            allocate(_unsharded_data(param))
+            if param.local.numel():
                 _unsharded_data(param).copy_(param.local)
-        for sharded in _by_dtype([param for param in apart if param.shard_dim is not None]):
-            self._all_gather(sharded)
+        group = axis_group(self.mesh, "dp_shard")
+        if group is None:
+            return
+        for rows in self._gathered:
+            rows.pack()
+            all_gather(rows.sent, group, out=rows.rows)
+            rows.unpack()
+            try:
+                self._look(rows.tags, rows.expected_tags)
+            finally:
+                rows.release()
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
@@ -116,54 +160,71 @@ class ParamGroup:
 
     def reduce_over_data(self, grads: dict[ShardedParameter, Tensor]) -> None:
         """Average gradients over data-parallel ranks; keep this rank's shard."""
-        for sharded in _by_dtype([param for param in grads if param.shard_dim is not None]):
-            self._reduce_scatter(sharded, grads)
-        whole = [param for param in grads if param.shard_dim is None]
-        self.sum_copies(whole, grads, "dp_shard")
-        self.sum_copies(list(grads), grads, "dp_replicate")
-        ranks = axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
-        for param, grad in grads.items():
-            mean = grad.to(param.local.dtype)
+        params = tuple(grads)
+        shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
+        if params not in self._packed:  # others than before if some were frozen since
+            self._packed[params] = _pack(params, shards, copies)
+        ranks = shards * copies
+        for packed in self._packed[params]:
+            # Popped, so that a whole gradient is let go of as soon as its shard is known.
+            own = self._sum(packed, [grads.pop(param) for param in packed.params])
+            mean = own.to(packed.params[0].local.dtype)
             if ranks > 1:
                 mean = mean / ranks
-            held = self._pending.get(param)
-            self._pending[param] = mean if held is None else held + mean
+            held = self._pending.get(packed)
+            self._pending[packed] = mean if held is None else held + mean
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
-        reduced, self._pending = self._pending, {}
-        return reduced
+        taken: dict[ShardedParameter, Tensor] = {}
+        for packed, flat in self._pending.items():
+            shards = packed.layout.unpack(flat, [param.local.shape for param in packed.params])
+            for param, shard in zip(packed.params, shards, strict=True):
+                taken[param] = taken[param] + shard if param in taken else shard
+        self._pending = {}
+        return taken
 
-    def put(self, reduced: dict[ShardedParameter, Tensor], used: set[ShardedParameter]) -> None:
-        """Put back what :meth:`take` and :meth:`take_used` returned."""
-        self._pending, self._used = reduced, used
+    def set_aside(self) -> Callable[[], None]:
+        """Forget what was reduced and used so far; return what puts it back."""
+        pending, self._pending = self._pending, {}
+        used = self.take_used()
+
+        def put_back() -> None:
+            self._pending, self._used = pending, used
+
+        return put_back
 
     def take_used(self) -> set[ShardedParameter]:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()
         return used
 
-    def _tag(self, like: Tensor) -> Tensor:
-        # Small enough to be exact in any dtype, and so is its sum over ranks.
-        return torch.tensor([self.number % 16 + 1], dtype=like.dtype, device=like.device)
+    def _look(self, tags: Tensor, expected: Tensor) -> None:
+        if tags.device.type == "cpu" and not torch.compiler.is_compiling():
+            # At once where that is free: what ranks exchange next may not even be of one size.
+            if not torch.equal(tags, expected):
+                self._check_tags(tags.tolist())
+        else:
+            # On a GPU once a step: a look here would wait for the device.
+            self._unseen.append(tags.clone())
 
-    def _check_tags(self, differ: Tensor) -> None:
-        seen = differ.any()
-        # At once where that is free: what ranks exchange next may not even be of one size.
-        if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen):
-            raise mixed_up_error()
-        # On a GPU once a step, with other flags: a look here would wait for the device.
-        self._mixed_up = seen if self._mixed_up is None else self._mixed_up | seen
+    def _check_tags(self, tags: Sequence[float]) -> None:
+        group = axis_group(self.mesh, "dp_shard")
+        if group is not None and len(set(tags)) > 1:
+            raise mixed_up_error(group, tags)
 
     def _take_grad(self, param: ShardedParameter) -> Tensor:
         assert param.unsharded is not None
         grad, param.unsharded.grad = param.unsharded.grad, None
         if grad is not None:
             self._used.add(param)
-        dtype = self.reduce_dtype or param.unsharded.dtype
-        if grad is None:
-            return torch.zeros(param.unsharded.shape, dtype=dtype, device=param.unsharded.device)
-        return grad.to(dtype)
+            # Cast as it is packed, one group after the other, but for what is summed before.
+            return grad.to(self._reduced_in(param)) if param.partial_over_tp else grad
+        return torch.zeros_like(param.unsharded, dtype=self._reduced_in(param))
+
+    def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
+        assert param.unsharded is not None
+        return self.reduce_dtype or param.unsharded.dtype
 
     def sum_copies(
         self, params: list[ShardedParameter], grads: dict[ShardedParameter, Tensor], axis: str
@@ -176,48 +237,54 @@ class ParamGroup:
             flat = torch.cat([grads[param].reshape(-1) for param in same])
             _unflatten(all_reduce(flat, group), same, grads)
 
-    def _all_gather(self, params: list[ShardedParameter]) -> None:
+    def _sum(self, packed: _Packed, grads: list[Tensor]) -> Tensor:
+        """Sum gradients over data-parallel ranks; return this rank's row."""
+        dtype = self._reduced_in(packed.params[0])
+        if packed.tag is None or packed.tag.dtype != dtype:
+            packed.tag = tag_of(self.number, torch.empty(0, dtype=dtype, device=grads[0].device))
+        rows = packed.layout.pack(grads, packed.tag, dtype)
+        grads.clear()
         group = axis_group(self.mesh, "dp_shard")
-        if group is None:
-            return
-        ranks = axis_size(self.mesh, "dp_shard")
-        dtype = _unsharded_data(params[0]).dtype
-        # Shards are of torch.chunk, so the last ones may be short: each is padded to the largest,
-        # which makes the offset of a parameter the same in the row of every rank.
-        parts = [_padded(param.local.to(dtype), _chunk(param, ranks)) for param in params]
-        rows = all_gather(torch.cat([self._tag(parts[0]), *parts]), group)  # (ranks, numel)
-        self._check_tags(rows[:, 0] != rows[0, 0])
-        start = 1
-        for param in params:
-            chunk = _chunk(param, ranks)
-            parts = rows[:, start : start + chunk.numel()].unflatten(1, chunk)
-            _join(parts, _unsharded_data(param), param.shard_dim or 0)
-            start += chunk.numel()
+        if packed.layout.ranks > 1:
+            assert group is not None
+            rows = all_to_all(rows, group)
+            self._look(rows[:, -1].detach(), packed.tag.expand(len(rows)))
+            own = ordered_sum(rows)
+        else:
+            own = rows[0] if group is None else all_reduce(rows[0], group)
+        copies = axis_group(self.mesh, "dp_replicate")
+        return own if copies is None else all_reduce(own, copies)
 
-    def _reduce_scatter(
-        self, params: list[ShardedParameter], grads: dict[ShardedParameter, Tensor]
-    ) -> None:
-        group = axis_group(self.mesh, "dp_shard")
-        if group is None:
-            return
-        ranks = axis_size(self.mesh, "dp_shard")
-        rows = torch.cat(
-            [
-                _rows(grads[param], param.shard_dim or 0, _chunk(param, ranks), ranks)
-                for param in params
-            ],
-            dim=1,
-        )
-        # Summed, the tags of ranks that reduce the same group are `ranks` times this one.
-        tag = self._tag(rows)
-        own = reduce_scatter(torch.cat([tag.expand(ranks, 1), rows], dim=1), group)
-        self._check_tags(own[:1] != tag * ranks)
-        start = 1
-        for param in params:
-            chunk = _chunk(param, ranks)
-            part = own[start : start + chunk.numel()].view(chunk)
-            grads[param] = part[tuple(slice(size) for size in param.local.shape)]
-            start += chunk.numel()
+
+@dataclass(eq=False)
+class _Packed:
+    """Gradients that are summed together: those of the same dtypes, cut or of copies.
+
+    Attributes:
+        params: Whose they are.
+        layout: Where they are in a row; there is one row if all ranks have copies.
+        tag: Of the group of parameters, in the dtype of the sum.
+    """
+
+    params: list[ShardedParameter]
+    layout: RowLayout
+    tag: Tensor | None = None
+
+
+def _pack(params: Sequence[ShardedParameter], shards: int, copies: int) -> list[_Packed]:
+    packed: list[_Packed] = []
+    for is_cut in (True, False):
+        members = [param for param in params if (param.shard_dim is not None) == is_cut]
+        for same in _by_dtype(members):
+            shapes = tuple(_shape(param) for param in same)
+            itemsize = _unsharded_data(same[0]).element_size()
+            ranks, multiple = (shards, copies) if is_cut else (1, math.lcm(shards, copies))
+            packed.append(_Packed(same, RowLayout(shapes, ranks, itemsize, multiple)))
+    return packed
+
+
+def _shape(param: ShardedParameter) -> Shape:
+    return Shape(_unsharded_data(param).shape, param.shard_dim)
 
 
 def group_parameters(
@@ -269,15 +336,15 @@ def reduce_together(param_groups: Sequence[ParamGroup]) -> None:
     if partial:
         param_groups[0].sum_copies(partial, grads, "tp")
     for param_group, params in params_of:
-        # Popped, so that a whole gradient is let go of as soon as its shard is known.
         param_group.reduce_over_data({param: grads.pop(param) for param in params})
 
 
 def _by_dtype(params: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
-    groups: dict[torch.dtype, list[ShardedParameter]] = {}
+    """Return parameters of one dtype together: in compute, and as they are kept."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
     for param in params:
-        assert param.unsharded is not None
-        groups.setdefault(param.unsharded.dtype, []).append(param)
+        key = _unsharded_data(param).dtype, param.local.dtype
+        groups.setdefault(key, []).append(param)
     return list(groups.values())
 
 
@@ -285,57 +352,6 @@ def _unsharded_data(param: ShardedParameter) -> Tensor:
     assert param.unsharded is not None
     # Not detach(): writing must not count as a change of a tensor that backward saved.
     return param.unsharded.data
-
-
-def _allocate(param: ShardedParameter) -> None:
-    data = _unsharded_data(param)
-    storage = data.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(data.numel() * data.element_size())
-
-
-def _chunk(param: ShardedParameter, ranks: int) -> torch.Size:
-    """Return the shape of the largest shard, to which all are padded."""
-    assert param.unsharded is not None
-    assert param.shard_dim is not None
-    shape = list(param.unsharded.shape)
-    shape[param.shard_dim] = -(-shape[param.shard_dim] // ranks)
-    return torch.Size(shape)
-
-
-def _padded(local: Tensor, chunk: torch.Size) -> Tensor:
-    if local.shape == chunk:
-        return local.reshape(-1)
-    whole = local.new_zeros(chunk)
-    whole[tuple(slice(size) for size in local.shape)] = local
-    return whole.view(-1)
-
-
-def _join(parts: Tensor, target: Tensor, dim: int) -> None:
-    """Copy the shards of all ranks, (ranks, *chunk), into the whole tensor.
-
-    Not one view or cat: shards of a dim other than the first are strided in the whole, and the
-    padding of the last ranks, which may be all of a shard, must be left out.
-    """
-    step = parts.shape[dim + 1]
-    for rank, part in enumerate(parts.unbind()):
-        size = min(step, target.shape[dim] - rank * step)
-        if size > 0:
-            target.narrow(dim, rank * step, size).copy_(part.narrow(dim, 0, size))
-
-
-def _rows(grad: Tensor, dim: int, chunk: torch.Size, ranks: int) -> Tensor:
-    """Split a whole gradient into one padded row per rank: (ranks, chunk numel).
-
-    The inverse of :func:`_join`. Padding is summed along, and left out afterwards.
-    """
-    step = chunk[dim]
-    rows = grad.new_zeros(ranks, *chunk)
-    for rank in range(ranks):
-        size = min(step, grad.shape[dim] - rank * step)
-        if size > 0:
-            rows[rank].narrow(dim, 0, size).copy_(grad.narrow(dim, rank * step, size))
-    return rows.view(ranks, -1)
 
 
 def _unflatten(

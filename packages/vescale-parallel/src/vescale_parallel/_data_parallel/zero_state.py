@@ -22,7 +22,7 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
-from .param_group import ParamGroup, accumulate, mixed_up_error, reduce_together, settle
+from .param_group import ParamGroup, accumulate, reduce_together, settle
 from .stray_gradients import refuse_stray_gradients
 
 
@@ -132,11 +132,11 @@ class ZeroState:
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
         param_groups = (self._root, *self._param_groups)
-        taken = [(each, each.take(), each.take_used()) for each in param_groups]
+        aside = [each.set_aside() for each in param_groups]
 
         def put_back() -> None:
-            for param_group, reduced, used in taken:
-                param_group.put(reduced, used)
+            for put in aside:
+                put()
 
         return put_back
 
@@ -245,6 +245,5 @@ class ZeroState:
 
     def _check_mixed_up(self) -> None:
         """Raise if ranks ran different blocks while they exchanged parameters."""
-        flags = [param_group.take_mixed_up() for param_group in (self._root, *self._param_groups)]
-        if any(bool(flag) for flag in flags if flag is not None):
-            raise mixed_up_error()
+        for param_group in (self._root, *self._param_groups):
+            param_group.check_mixed_up()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather
+from vescale_dtensor import all_gather, ordered_sum
 
 from .mesh import axis_rank, axis_size, data_groups
 
@@ -22,10 +22,7 @@ class DataRanks:
     def total(self, value: Tensor) -> Tensor:
         """Sum over ranks, in rank order. Every rank must call this."""
         for group in self._groups:
-            rows = all_gather(value, group)
-            value = rows[0]
-            for row in rows[1:]:
-                value = value + row
+            value = ordered_sum(all_gather(value, group), accumulate=value.dtype)
         return value
 
     def mean(self, value: Tensor) -> Tensor:
