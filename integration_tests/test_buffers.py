@@ -205,3 +205,34 @@ def count_warnings() -> int:
 
 def test_every_line_that_computes_a_loss_is_warned_of_once(world2: World) -> None:
     assert world2.run(count_warnings) == [2, 2]
+
+
+class WithPenalty(nn.Module):
+    """Returns a scalar that is no loss, or a loss, beside the logits that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self.inner.logits(batch)
+        return logits, logits.square().mean()
+
+
+def texts_of_a_loss_beside_logits(*, outside: bool) -> int:
+    model = vescale.parallelize(make_plan({DP: 2}), WithPenalty().double())
+    batch = {n: x.chunk(2)[torch.distributed.get_rank()] for n, x in rows()[0].items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits, loss = model(batch)
+            (logits.sum() + loss if outside else loss).backward()
+    return sum("beside a scalar. A loss" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_loss_made_of_what_lies_beside_a_scalar_is_warned_of(
+    world2: World, outside: bool
+) -> None:
+    made = functools.partial(texts_of_a_loss_beside_logits, outside=outside)
+    assert world2.run(made) == [int(outside)] * 2

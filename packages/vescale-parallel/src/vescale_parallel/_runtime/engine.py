@@ -177,7 +177,7 @@ class Engine:
             return output  # of the whole batch already
         if self.is_at_uneven():
             _check_counted(output, means)
-        self.losses.check(output, means, knows_rows=self.rows.is_checked)
+        output = self.losses.checked(output, means, knows_rows=self.rows.is_checked)
         return pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
         )
