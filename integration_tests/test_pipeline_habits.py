@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import vescale
 from vescale_testing import World
 
 from .programs import PIPELINE, WIDTH, Plain, Program, Run, right, rows
@@ -116,6 +118,39 @@ def reports_without_gradient(run: Run) -> None:
     reports("detached", 1, run)
 
 
+class Backwards(nn.Module):
+    """Defines its modules in the opposite order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.norm(x), batch["y"])
+
+
+def defined_backwards(run: Run) -> None:
+    """The planner sees from an example batch what is called when."""
+    model, example = Backwards(), rows(1)[0]
+    if run.constraints is not None:
+        plan = vescale.generate_plan(
+            model.double(), {**run.constraints, "batch.global_size": 8}, example_batch=(example,)
+        )
+        found = plan.pipeline_parallel
+        assert (found.head_modules, found.tail_modules) == (("embed",), ("norm",))
+        names = {"head_modules": ("embed",), "tail_modules": ("norm",)}
+        named = {f"pipeline_parallel.{key}": value for key, value in names.items()}
+        run = replace(run, constraints={**run.constraints, **named})
+    run.train(model)
+
+
 def two_models(run: Run) -> None:
     first, of_first = run.start(Plain())
     second, of_second = run.start(Plain())
@@ -150,7 +185,16 @@ def loop_draws(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", [closures, flags, loop_draws, reports_by_name, reports_without_gradient, two_models]
+    "program",
+    [
+        closures,
+        defined_backwards,
+        flags,
+        loop_draws,
+        reports_by_name,
+        reports_without_gradient,
+        two_models,
+    ],
 )
 def test_a_pipeline_has_the_numbers_of_one_device(world2: World, program: Program) -> None:
     right(world2, program, PIPELINE)

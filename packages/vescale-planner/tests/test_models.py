@@ -37,6 +37,7 @@ def _workload() -> Workload:
         output_bytes=0.0,
         tokens=16,
         observed=True,
+        head_modules=(),
         tail_modules=(),
         assumptions=(),
     )

@@ -121,6 +121,12 @@ def test_a_module_that_is_called_last_is_put_there_by_name() -> None:
         staged(tail_modules=("wrong",))
 
 
+def test_a_module_that_is_called_first_is_put_there_by_name() -> None:
+    assert staged(head_modules=("head",)).outside["head"] == 0
+    with pytest.raises(ValueError, match=r"head_modules: 'wrong' is no module with parameters"):
+        staged(head_modules=("wrong",))
+
+
 def test_without_a_pipeline_there_are_no_stages() -> None:
     assert stage_map(ParallelPlan(), nn.Linear(2, 2)) is None
 

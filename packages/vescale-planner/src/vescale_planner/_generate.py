@@ -187,6 +187,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         chosen["pipeline_parallel.split_points"] = tuple(
             names[start] for start in search.starts(candidate.stages)[1:]
         )
+        chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules
     if "tensor_parallel.sharding_plan" in search.constraints:
         chosen["tensor_parallel.sharding_policy"] = "manual"

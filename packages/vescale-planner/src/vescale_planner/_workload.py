@@ -77,6 +77,7 @@ class Workload:
         output_bytes: What the model returns for one row.
         tokens: Of one row; 1 without a sequence.
         observed: Whether flops and bytes were observed or follow from parameters.
+        head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
         assumptions: Sentences that say what was assumed.
     """
@@ -92,6 +93,7 @@ class Workload:
     output_bytes: float
     tokens: int
     observed: bool
+    head_modules: tuple[str, ...]
     tail_modules: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -143,7 +145,8 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         output_bytes=observation.output_bytes / rows if observation.ran else after.output_bytes,
         tokens=observation.tokens // rows if observation.ran else ASSUMED_TOKENS,
         observed=observation.ran,
-        tail_modules=_tail_modules(model, blocks, observation),
+        head_modules=_moved(model, blocks, observation, "after", "before"),
+        tail_modules=_moved(model, blocks, observation, "before", "after"),
         assumptions=tuple(note for note in notes if note),
     )
 
@@ -167,10 +170,10 @@ def _behind(model: nn.Module, blocks: tuple[str, ...], observation: Observation)
     return {name for name in registered_later if not _is_inside(name, blocks)}
 
 
-def _tail_modules(
-    model: nn.Module, blocks: tuple[str, ...], observation: Observation
+def _moved(
+    model: nn.Module, blocks: tuple[str, ...], observation: Observation, defined: str, runs: str
 ) -> tuple[str, ...]:
-    """Return the modules that run behind the blocks although they are defined before them."""
+    """Return the modules that are defined on one side of the blocks and run on the other."""
     if not blocks:
         return ()
     positions = {
@@ -180,9 +183,9 @@ def _tail_modules(
             if each.fqn == name or each.fqn.startswith(f"{name}.")
         }
         for name, where in modules_outside_blocks(model).items()
-        if where == "before"
+        if where == defined
     }
-    return tuple(name for name, seen in positions.items() if seen == {"after"})
+    return tuple(name for name, seen in positions.items() if seen == {runs})
 
 
 def _is_inside(name: str, blocks: Iterable[str]) -> bool:

@@ -14,6 +14,8 @@ from vescale_parallel._plan.plan import ParallelPlan
 
 from .partition import stage_starts
 
+_Where = Literal["before", "after"]
+
 
 @dataclass(frozen=True)
 class StageMap:
@@ -23,7 +25,7 @@ class StageMap:
         blocks: FQNs of the blocks, in order.
         starts: Index of the first block of every stage.
         outside: FQN of every outermost module with parameters outside the blocks, to its
-            stage: the first if it is defined before the blocks, else the last.
+            stage: the first if it is called before the blocks, else the last.
     """
 
     blocks: Sequence[str]
@@ -67,31 +69,37 @@ def stage_map(plan: ParallelPlan, model: nn.Module) -> StageMap | None:
         return None
     blocks = pipeline_blocks(model)
     starts = stage_starts(plan, model, blocks)
-    tail = plan.pipeline_parallel.tail_modules
-    defined = modules_outside_blocks(model)
-    unknown = [fqn for fqn in tail if fqn not in defined]
-    if unknown:
-        raise ValueError(
-            f"pipeline_parallel.tail_modules: {unknown[0]!r} is no module with parameters "
-            f"outside the blocks; those are {sorted(defined)}"
-        )
-    outside = {
-        fqn: len(starts) - 1 if where == "after" or fqn in tail else 0
-        for fqn, where in defined.items()
-    }
+    called = dict(modules_outside_blocks(model))
+    pipeline = plan.pipeline_parallel
+    _move(called, pipeline.head_modules, "before", "pipeline_parallel.head_modules")
+    _move(called, pipeline.tail_modules, "after", "pipeline_parallel.tail_modules")
+    last = len(starts) - 1
+    outside = {fqn: last if where == "after" else 0 for fqn, where in called.items()}
     return StageMap(blocks, starts, outside)
 
 
-def modules_outside_blocks(model: nn.Module) -> dict[str, Literal["before", "after"]]:
+def _move(called: dict[str, _Where], fqns: Sequence[str], where: _Where, key: str) -> None:
+    """Have modules outside the blocks be called before or after them, as a plan's key says."""
+    unknown = [fqn for fqn in fqns if fqn not in called]
+    if unknown:
+        raise ValueError(
+            f"{key}: {unknown[0]!r} is no module with parameters "
+            f"outside the blocks; those are {sorted(called)}"
+        )
+    called |= dict.fromkeys(fqns, where)
+
+
+def modules_outside_blocks(model: nn.Module) -> dict[str, _Where]:
     """Return every outermost module with parameters outside the pipeline's blocks.
 
     Returns:
         Its FQN, to whether it is defined before or after the blocks. Most models call their
-        modules in the order of definition; ``pipeline_parallel.tail_modules`` is for others.
+        modules in the order of definition; ``pipeline_parallel.head_modules`` and
+        ``tail_modules`` are for others.
     """
     blocks = pipeline_blocks(model)
-    found: dict[str, Literal["before", "after"]] = {}
-    where: Literal["before", "after"] = "before"
+    found: dict[str, _Where] = {}
+    where: _Where = "before"
 
     def visit(module: nn.Module, prefix: str) -> None:
         nonlocal where

@@ -130,11 +130,13 @@ class StagedModule(nn.Module):
         if run.stage in role.stages:
             return super().__call__(*args, **kwargs)
         if run.blocks_called >= run.end_block or run.stage == 0:
-            when = "after" if run.stage else "before"
+            when, key, other = (
+                ("after", "tail", "head") if run.stage else ("before", "head", "tail")
+            )
             raise ValueError(
                 f"{role.fqn!r} is called {when} the blocks of the model, but its parameters "
-                f"are on stage {min(role.stages)}; list it in (or remove it from) "
-                "pipeline_parallel.tail_modules, or give generate_plan an example_batch"
+                f"are on stage {min(role.stages)}; list it in pipeline_parallel.{key}_modules "
+                f"(and not in {other}_modules), or give generate_plan an example_batch"
             )
         return _placeholder(role, args, kwargs)
 

@@ -103,6 +103,7 @@ class PipelineParallel:
         virtual_stages: Stages per rank, more than one only with an interleaved schedule.
         tail_modules: FQNs of modules outside the blocks, defined before them but called after
             them, so that they belong on the last stage.
+        head_modules: FQNs of those defined after the blocks but called before them: on the first.
     """
 
     size: int = 1
@@ -112,6 +113,7 @@ class PipelineParallel:
     microbatches: int = 1
     virtual_stages: int = 1
     tail_modules: tuple[str, ...] = ()
+    head_modules: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -125,6 +127,7 @@ class PipelineParallel:
         _check_size("pipeline_parallel.virtual_stages", self.virtual_stages)
         object.__setattr__(self, "split_points", tuple(self.split_points))
         object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
+        object.__setattr__(self, "head_modules", tuple(self.head_modules))
         if (self.virtual_stages > 1) != (self.schedule == "interleaved_1f1b"):
             raise ValueError(
                 "expected pipeline_parallel.virtual_stages > 1 exactly with schedule "
