@@ -64,6 +64,10 @@ class ParamGroup:
     reduce_dtype: torch.dtype | None
     number: int
     _pending: dict[_Packed, Tensor] = field(default_factory=dict["_Packed", Tensor])
+    # What no other rank adds to.
+    _alone: dict[ShardedParameter, Tensor] = field(
+        default_factory=dict["ShardedParameter", Tensor]
+    )
     _used: set[ShardedParameter] = field(default_factory=set["ShardedParameter"])
     _packed: dict[tuple[ShardedParameter, ...], list[_Packed]] = field(
         default_factory=dict[tuple[ShardedParameter, ...], list["_Packed"]]
@@ -108,7 +112,7 @@ class ParamGroup:
 
     def forget(self) -> None:
         """Drop gradients that a failed backward pass left."""
-        self._pending, self._used = {}, set()
+        self._pending, self._alone, self._used = {}, {}, set()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -162,21 +166,24 @@ class ParamGroup:
         """Average gradients over data-parallel ranks; keep this rank's shard."""
         params = tuple(grads)
         shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
+        if shards * copies == 1:
+            for param, grad in grads.items():
+                own = grad.to(self._reduced_in(param)).to(param.local.dtype)
+                self._alone[param] = self._alone[param] + own if param in self._alone else own
+            return
         if params not in self._packed:  # others than before if some were frozen since
             self._packed[params] = _pack(params, shards, copies)
         ranks = shards * copies
         for packed in self._packed[params]:
             # Popped, so that a whole gradient is let go of as soon as its shard is known.
             own = self._sum(packed, [grads.pop(param) for param in packed.params])
-            mean = own.to(packed.params[0].local.dtype)
-            if ranks > 1:
-                mean = mean / ranks
+            mean = own.to(packed.params[0].local.dtype) / ranks
             held = self._pending.get(packed)
             self._pending[packed] = mean if held is None else held + mean
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
-        taken: dict[ShardedParameter, Tensor] = {}
+        taken, self._alone = self._alone, {}
         for packed, flat in self._pending.items():
             shards = packed.layout.unpack(flat, [param.local.shape for param in packed.params])
             for param, shard in zip(packed.params, shards, strict=True):
@@ -187,10 +194,11 @@ class ParamGroup:
     def set_aside(self) -> Callable[[], None]:
         """Forget what was reduced and used so far; return what puts it back."""
         pending, self._pending = self._pending, {}
+        alone, self._alone = self._alone, {}
         used = self.take_used()
 
         def put_back() -> None:
-            self._pending, self._used = pending, used
+            self._pending, self._alone, self._used = pending, alone, used
 
         return put_back
 
