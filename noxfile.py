@@ -112,7 +112,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Type-check everything against the real torch."""
-    install_everything(session, "pyright[nodejs]", "rich", "matplotlib", "peft", "griffelib")
+    install_everything(session, "pyright[nodejs]", "rich", "matplotlib", "griffelib")
     session.run("pyright")
 
 
@@ -187,7 +187,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def nightly(session: nox.Session) -> None:
     """Run the tests that take minutes, of all packages."""
-    install_everything(session, "rich", "matplotlib", "peft")
+    install_everything(session, "rich", "matplotlib")
     pytest = ("pytest", *ON_ALL_PROCESSORS)
     # Random cases that no earlier night has seen; a failure prints its seed and its case.
     first = str(2000 * (int(time.time()) // 86400 % 100000))

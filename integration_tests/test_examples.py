@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,6 @@ def test_finetuning_reads_safetensors_into_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_adapters_are_trained_and_saved_alone(tmp_path: Path) -> None:
     check_that_losses_fall(launched(["lora.py"], tmp_path, num_ranks=2))
     saved = weights_of(tmp_path / "adapters")
