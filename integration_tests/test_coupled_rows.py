@@ -93,4 +93,6 @@ def test_a_layer_over_the_batch_is_one_devices(
     judgement = judge(worlds, of_model(name, rows), ranks, constraints)
     refusable = MODELS[name].meet or plan == "pp"
     allowed = {"equal", "refused"} if refusable else {"equal"}
+    if plan == "pp" and "dropout" in name:
+        allowed = {"refused", "warned"}  # stages draw from streams of their own, and say so
     assert judgement.verdict in allowed, judgement.detail

@@ -73,6 +73,12 @@ def divided_by_rows(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(targets)
 
 
+def added_in_place(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    loss = logits.logsumexp(-1).mean()
+    loss += (logits[..., 0] * mask).mean() / mask.double().mean()
+    return loss
+
+
 def largest(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return logits.max()
 
@@ -84,7 +90,7 @@ def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [total, chosen, quotient_of_means, product_of_means, largest],
+    [total, chosen, quotient_of_means, product_of_means, added_in_place, largest],
     ids=lambda loss: loss.__name__,
 )
 def test_rows_meet_in_other_losses_and_nowhere_else(loss: Any) -> None:
@@ -97,6 +103,50 @@ def test_rows_meet_in_batch_norm_while_training_only() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     assert [*meetings(model, torch.randn(6, 4)).regions] == ["1"]
     assert not meetings(model.eval(), torch.randn(6, 4)).regions
+
+
+class Weighted(nn.Module):
+    """Weighs a mean by a parameter and adds decay; ``of_data`` weighs by something of the rows."""
+
+    def __init__(self, of_data: bool) -> None:
+        super().__init__()
+        self.inner, self.of_data = nn.Linear(4, 4), of_data
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.log_scale.exp()
+        if self.of_data:
+            scale = scale.clone()
+            scale += self.inner(x).square().mean()
+        decay = 0.1 * sum(p.square().sum() for p in self.inner.parameters())
+        return self.inner(x).square().mean() / scale + decay - self.log_scale
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+def test_means_may_be_weighted_by_parameters(of_data: bool) -> None:
+    found = meetings(Weighted(of_data), torch.randn(6, 4))
+    assert [*found.regions] == ([""] if of_data else [])
+
+
+class Triplets(nn.Module):
+    """A loss that is 0 beyond a margin, and for groups of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, group: Tensor) -> Tensor:
+        distances = torch.cdist(self.inner(x), self.inner(x))
+        same = group[:, None] == group[None]
+        farthest = distances.masked_fill(~same, -1e9).amax(1)
+        nearest = distances.masked_fill(same, 1e9).amin(1)
+        return F.relu(farthest - nearest + 0.3).mean()
+
+
+@pytest.mark.parametrize("groups", [[0] * 8, [0, 0, 0, 0, 1, 0, 0, 1], [0, 1] * 4])
+def test_rows_meet_in_a_hinge_though_it_is_beyond_its_margin(groups: list[int]) -> None:
+    found = meetings(Triplets(), torch.randn(8, 4), torch.tensor(groups))
+    assert [*found.regions] == [""]
 
 
 class Router(nn.Module):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._model.random_copies import InDouble, scaled_copy
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import (
@@ -57,6 +57,9 @@ class UnclearRowsError(RowCheckError):
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
+# What weights are multiplied with where a loss is one number for any rows: within a margin then.
+_SMALLER = (0.1, 0.01)
+
 
 def row_meetings(
     model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
@@ -73,7 +76,13 @@ def row_meetings(
     found = _Found(losses_only)
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
-        _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
+        calls = Call(*whole), [Call(*half) for half in halves]
+        _examine(model, "", *calls, found, is_model=True)
+        for factor in _SMALLER:
+            if not found.is_flat or found.regions:
+                break
+            found.is_flat = False
+            _examine(scaled_copy(model, factor), "", *calls, found, is_model=True)
     given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
     return RowMeetings(
         regions=found.regions,
@@ -95,6 +104,8 @@ class _Found:
         mixed: Likewise in what they return: both dims of (batch x batch), for example.
         callers: Modules whose own code calls a module.
         names: Of what the model returns.
+        is_flat: Whether a loss of the model was one and the same number for all rows and for
+            parts of them, a hinge beyond its margin for example, which shows nothing.
     """
 
     losses_only: bool
@@ -106,6 +117,7 @@ class _Found:
     mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     names: list[str] = field(default_factory=list[str])
+    is_flat: bool = False
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
@@ -164,6 +176,7 @@ def _examine(
     if why is None:
         if is_model:
             _compare_gradients(whole, parts)
+            found.is_flat = _is_flat(whole, parts)
         return
     known = len(found.regions)
     own = _examine_inside(module, fqn, whole, halves, found)
@@ -274,6 +287,16 @@ def _is_number(output: Any) -> bool:
 def _is_loss(output: Tensor) -> bool:
     # Equal for these rows, if it is (nan, an accuracy of 0), does not mean equal for others.
     return output.dim() == 0 and output.is_floating_point()
+
+
+def _is_flat(whole: Run, parts: Sequence[Run]) -> bool:
+    """Whether a loss is one number, whatever the rows."""
+    return any(
+        _has_gradient(expected)
+        and expected.dim() == 0
+        and all(torch.equal(run.call.outputs[index], expected) for run in parts)
+        for index, expected in enumerate(whole.call.outputs)
+    )
 
 
 def _description(output: Tensor) -> str:

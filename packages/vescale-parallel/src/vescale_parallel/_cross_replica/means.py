@@ -2,17 +2,20 @@
 
 The mean of what parts of a batch give is what the whole gives if each part divides by the same
 number of items, or if the count is that of all parts (:class:`TokenMeans`), and only additions
-and multiplications by plain numbers come after. A sum, a mean over chosen items, a product or
-quotient of two means is that only for some data, so it does not count.
+and multiplications by numbers come after: plain ones, and what parameters alone give, as weight
+decay or the learned weight of a task. A sum, a mean over chosen items, a product or quotient of
+two means is that only for some data, so it does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from vescale_parallel._torch_private import pytree
 
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 _SCALE = {
@@ -21,8 +24,9 @@ _SCALE = {
 }
 _KEEP = {
     *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
-    *("view", "reshape", "squeeze", "contiguous"),
+    *("view", "reshape", "squeeze", "contiguous", "requires_grad_"),
 }
+_PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 
 # Backward nodes of means over all elements, and of losses with such a reduction.
 _MEANS = ("Mean",)
@@ -42,6 +46,9 @@ class MeanTracker(TorchFunctionMode):
         super().__init__()
         self._token_means = token_means
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
+        # Made of parameters alone; and what was, until something else was written to it.
+        self._fixed: dict[int, Tensor] = {}
+        self._written: dict[int, Tensor] = {}
 
     def note(self, mean: Tensor) -> Tensor:
         """Take a scalar for such a one."""
@@ -53,12 +60,26 @@ class MeanTracker(TorchFunctionMode):
         return id(value) in self._known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, tensors = getattr(func, "__name__", ""), _tensors_in((args, kwargs or {}))
+        is_fixed = bool(tensors) and all(map(self._is_fixed, tensors))
+        is_linear = bool(tensors) and self._is_linear(name, args, tensors)
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dim() == 0 and result.is_floating_point():
-            name = getattr(func, "__name__", "")
-            if self._is_new_mean(result) or self._is_linear(name, args, kwargs or {}):
+        if not isinstance(result, Tensor):
+            return result
+        if any(result is tensor for tensor in tensors):
+            self._known.pop(id(result), None)
+            if not is_fixed:
+                self._written[id(result)] = result
+        if is_fixed:
+            self._fixed[id(result)] = result
+        elif result.dim() == 0 and result.is_floating_point():
+            if is_linear or self._is_new_mean(result):
                 self.note(result)
         return result
+
+    def _is_fixed(self, value: Tensor) -> bool:
+        is_made = isinstance(value, nn.Parameter) or id(value) in self._fixed
+        return is_made and id(value) not in self._written
 
     def _is_new_mean(self, result: Tensor) -> bool:
         if any(result is mean for mean in self._token_means[-1:]):
@@ -66,13 +87,17 @@ class MeanTracker(TorchFunctionMode):
         node = result.grad_fn
         return node is not None and _is_static_mean(node, node.name())
 
-    def _is_linear(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-        if not tensors or not all(map(self.is_mean, tensors)):
+    def _is_linear(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+        means = [tensor for tensor in tensors if self.is_mean(tensor)]
+        if not means or not all(self.is_mean(x) or self._is_fixed(x) for x in tensors):
             return False
         if name in _SCALE:
-            return len(tensors) == 1 and tensors[0] is args[0]
+            return len(means) == 1 and (means[0] is args[0] or name in _PRODUCTS)
         return name in _ADD or name in _KEEP
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_static_mean(node: Any, name: str) -> bool:

@@ -63,8 +63,10 @@ class Extremes:
         if rows.is_floating_point() or rows.is_complex() or not rows.numel():
             return
         least, largest = rows.amin(), rows.amax()
-        if least == largest and not _is_mask(rows):
-            # 0 is an index of everything that has any. A mask that keeps all stays one.
+        # A mask that keeps all stays one. One number a row is a label, and no mask.
+        is_label = rows.dim() == 1 and rows.dtype != torch.bool
+        if least == largest and (is_label or not _is_mask(rows)):
+            # 0 is an index of everything that has any.
             least = least.clamp(max=0)
             largest = self.larger(largest)
         rows[: NUM_ROWS // 2] = least
@@ -105,7 +107,8 @@ def _some_rows(
         if type(value) not in (list, tuple):
             return value
         if is_one_a_row(value, num_rows):
-            chosen = [_plain_tree(value[i % num_rows]) for i in range(NUM_ROWS)]
+            every = max(num_rows // NUM_ROWS, 1)
+            chosen = [_plain_tree(value[i * every % num_rows]) for i in range(NUM_ROWS)]
             return type(value)(chosen[rows])
         return type(value)(map(some, value))
 
@@ -118,10 +121,14 @@ def _plain_tree(tree: Any) -> Any:
 
 
 def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
-    """Return as many rows as a check takes, made different where there were fewer."""
+    """Return as many rows as a check takes, of all of them: the first ones may be of one kind.
+
+    Where there were fewer they are made different.
+    """
     if length is not None and x.dim() == 2:
         x = x[:, :length]
-    rows = [x[i % len(x)] for i in range(NUM_ROWS)]
+    every = max(len(x) // NUM_ROWS, 1)
+    rows = [x[i * every % len(x)] for i in range(NUM_ROWS)]
     for i in range(len(x), NUM_ROWS):
         if x.is_floating_point() and not _is_mask(x):
             noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)

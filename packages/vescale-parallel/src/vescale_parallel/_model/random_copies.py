@@ -48,6 +48,14 @@ def sharing_copy(module: nn.Module) -> nn.Module:
     return deep_copied(module, memo)
 
 
+def scaled_copy(module: nn.Module, factor: float) -> nn.Module:
+    """Copy a module with parameters multiplied by a number."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach() * factor, p.requires_grad) for p in module.parameters()
+    }
+    return deep_copied(module, memo)
+
+
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -33,8 +33,8 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
             "accumulate in the loop, where every batch is normalized by itself"
         )
     synced = [fqn for fqn, bases in names.items() if "SyncBatchNorm" in bases]
-    if plan.data_parallel.size > 1 and synced:
+    if plan.world_size > 1 and synced:
         raise ValueError(
-            f"{synced[0]!r} is a SyncBatchNorm, which exchanges statistics itself; use "
-            "nn.BatchNorm1d, 2d or 3d: under data parallelism they normalize over the global batch"
+            f"{synced[0]!r} is a SyncBatchNorm, which exchanges statistics with all ranks itself; "
+            "use nn.BatchNorm1d, 2d or 3d: they normalize over the global batch under every plan"
         )
