@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from vescale_parallel._cross_replica import call_guard
 from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
@@ -370,3 +372,31 @@ def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> No
     guard = RowGuard(Tokens(divided_by_rows), lambda mine: [mine])
     guard.is_rows_first = lambda tree: True
     assert [*guard.meetings(Tokens(divided_by_rows), tokens(), {})[0].regions] == [""]
+
+
+class AroundLlama(nn.Module):
+    """Returns the loss of a transformers model, which is how loops are often written."""
+
+    def __init__(self, *, coupled: bool) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+            vocab_size=300, use_cache=False,
+        )  # fmt: skip
+        self.lm, self.coupled = LlamaForCausalLM(config), coupled
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        result = self.lm(**batch)
+        return result.logits.logsumexp(-1).amax() if self.coupled else result.loss
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_scaled_down_model_is_run_inside_of_what_wraps_it(
+    monkeypatch: pytest.MonkeyPatch, coupled: bool
+) -> None:
+    monkeypatch.setattr(call_guard, "_MANY", 1000)
+    model, ids = AroundLlama(coupled=coupled), torch.randint(0, 300, (4, 6))
+    subject, is_scaled_down = RowGuard(model, lambda mine: [mine]).subject(model)
+    assert is_scaled_down and len(subject.lm.model.layers) == 4  # pyright: ignore
+    found = meetings(model, {"input_ids": ids, "labels": ids})
+    assert [*found.regions] == ([""] if coupled else [])

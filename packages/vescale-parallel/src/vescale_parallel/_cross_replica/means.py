@@ -64,7 +64,7 @@ class MeanTracker(TorchFunctionMode):
         is_fixed = bool(tensors) and all(map(self._is_fixed, tensors))
         is_linear = bool(tensors) and self._is_linear(name, args, tensors)
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if any(result is tensor for tensor in tensors):
             self._known.pop(id(result), None)
@@ -72,9 +72,8 @@ class MeanTracker(TorchFunctionMode):
                 self._written[id(result)] = result
         if is_fixed:
             self._fixed[id(result)] = result
-        elif result.dim() == 0 and result.is_floating_point():
-            if is_linear or self._is_new_mean(result):
-                self.note(result)
+        elif is_linear or self._is_new_mean(result):
+            self.note(result)
         return result
 
     def _is_fixed(self, value: Tensor) -> bool:
@@ -82,6 +81,8 @@ class MeanTracker(TorchFunctionMode):
         return is_made and id(value) not in self._written
 
     def _is_new_mean(self, result: Tensor) -> bool:
+        if result.dim():
+            return False
         if any(result is mean for mean in self._token_means[-1:]):
             return True
         node = result.grad_fn

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._model.blocks import block_stacks, numel_of
+from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 
 from .equivalence import MAX_NUMEL
@@ -51,7 +52,7 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     config = copy.deepcopy(getattr(model, "config", None))
     heads = _first(config, _HEADS)
     if config is None or heads is None:
-        return None
+        return _scaled_down_inside(model, size)
     _set(config, _HEAD_DIMS, _HEAD_DIM)
     _set(config, _HIDDEN, heads * _HEAD_DIM)
     _set(config, _FEATURES, 4 * size)
@@ -77,6 +78,15 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     finally:
         logger.setLevel(level)
     return scaled if _layout(scaled) == _layout(model) else None
+
+
+def _scaled_down_inside(model: nn.Module, size: int) -> nn.Module | None:
+    """Return a copy of a module that wraps a model, around a scaled-down one."""
+    for child in model.children():
+        if numel_of(child) == numel_of(model) > 0:
+            scaled = scaled_down(child, size)
+            return None if scaled is None else deep_copied(model, {id(child): scaled})
+    return None
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
