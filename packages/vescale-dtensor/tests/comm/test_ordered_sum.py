@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_dtensor import all_gather, emulate
+from vescale_dtensor import all_gather, all_to_all, emulate, ordered_sum
 from vescale_dtensor._comm.ordered_reduce import Reduction, reduce_rows
 from vescale_testing import World
 
@@ -98,3 +98,32 @@ def test_a_tensor_to_gather_into_has_to_fit() -> None:
             all_gather(part, mesh, sizes=(3, 3), out=out)
         with pytest.raises(ValueError, match="out has no gradients"):
             all_gather(part.requires_grad_(), mesh, out=out)
+
+
+def exchanged_in_place() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sent = torch.arange(6.0).view(2, 3) + 10 * dist.get_rank()
+    received = torch.empty(2, 3)
+    assert all_to_all(sent, mesh, out=received) is received
+    assert torch.equal(received, all_to_all(sent, mesh))
+    expected = ordered_sum(received)
+    assert ordered_sum(received, out=received[0]).data_ptr() == received.data_ptr()
+    assert torch.equal(received[0], expected)
+    with pytest.raises(ValueError, match="out is for tensors of one shape"):
+        all_to_all(sent, mesh, input_splits=(1, 1), output_splits=(1, 1), out=received)
+    with pytest.raises(ValueError, match=r"expected out to be contiguous, of shape \(2, 3\)"):
+        all_to_all(sent, mesh, out=torch.empty(3, 2))
+
+
+def test_what_arrives_is_written_and_summed_where_it_is_wanted(world2: World) -> None:
+    world2.run(exchanged_in_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_sum_into_its_first_row_has_the_same_bits(dtype: torch.dtype, ranks: int) -> None:
+    rows = (100 * torch.randn(ranks, 33)).to(dtype)
+    expected = ordered_sum(rows)
+    found = ordered_sum(rows, out=rows[0])
+    assert found.data_ptr() == rows.data_ptr()
+    assert torch.equal(found, expected)

@@ -29,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Copies lists of tensors, in one operator; FSDP2 packs its parameters with it.
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
+# Fills a list of tensors with zeros, in one operator.
+foreach_zero_: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -37,8 +40,10 @@ __all__ = [
     "current_function_mode",
     "fake_like",
     "foreach_copy_",
+    "foreach_zero_",
     "group_timeout",
     "is_in_backward",
+    "num_views",
     "pytree",
     "set_timeout",
 ]
@@ -53,6 +58,14 @@ if torch.__version__ < "2.12":
     # that ends with the thread, and the next one crashes. Let that be the thread that imports.
     with FakeTensorMode():
         pass
+
+
+def num_views(tensor: torch.Tensor) -> int:
+    """Return how many tensors share this one's memory, itself and one more included.
+
+    CUDA graphs of torch's compiler tell by the same number whether memory is still in use.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

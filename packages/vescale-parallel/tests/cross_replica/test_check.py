@@ -397,6 +397,7 @@ def test_a_scaled_down_model_is_run_inside_of_what_wraps_it(
     monkeypatch.setattr(call_guard, "_MANY", 1000)
     model, ids = AroundLlama(coupled=coupled), torch.randint(0, 300, (4, 6))
     subject, is_scaled_down = RowGuard(model, lambda mine: [mine]).subject(model)
-    assert is_scaled_down and len(subject.lm.model.layers) == 4  # pyright: ignore
+    assert is_scaled_down
+    assert len(subject.lm.model.layers) == 4  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportOptionalMemberAccess]
     found = meetings(model, {"input_ids": ids, "labels": ids})
     assert [*found.regions] == ([""] if coupled else [])

@@ -130,10 +130,15 @@ def test_only_parameters_that_train_are_reduced(requires_grad: bool) -> None:
     root, _ = group_parameters(
         model, _mesh(), [param], (), param_dtype=None, reduce_dtype=torch.float64
     )
+    assert param.unsharded is not None
+    if requires_grad:
+        param.unsharded.grad = torch.ones(2, 3)
     root.reduce()
     taken = root.take()
     assert list(taken) == ([param] if requires_grad else [])
     assert root.take() == {}
+    assert root.take_used() == ({param} if requires_grad else set())
+    root.reduce()
     assert root.take_used() == set()
 
 

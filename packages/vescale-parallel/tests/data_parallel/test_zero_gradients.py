@@ -241,3 +241,96 @@ def test_compute_in_half_precision_reduces_in_the_dtype_that_was_said(
             assert grad is not None
             assert grad.dtype == torch.float32
             assert torch.equal(grad, total / 2), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_a_loop_keeps_stay_what_they_are(in_threads: InThreads, stage: int) -> None:
+    models = [net() for _ in range(WORLD)]
+
+    def steps(rank: int) -> None:
+        model = parallel(models[rank], stage)
+        kept: list[tuple[Tensor, Tensor]] = []
+        for scale in (1.0, 2.0, 3.0):
+            model.zero_grad()
+            model(rows_of(rank) * scale).backward()
+            local = model.first.weight.grad.to_local()
+            kept.append((local, local.clone()))
+        assert all(torch.equal(local, copied) for local, copied in kept)
+        assert len({local.data_ptr() for local, _ in kept}) == len(kept)
+
+    in_threads(WORLD, steps)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_of_gradients_is_used_again(in_threads: InThreads, stage: int) -> None:
+    models = [net() for _ in range(WORLD)]
+
+    def steps(rank: int) -> None:
+        model = parallel(models[rank], stage)
+        places: set[tuple[int, ...]] = set()
+        for _ in range(3):
+            model.zero_grad()
+            model(rows_of(rank)).backward()
+            places.add(tuple(p.grad.to_local().data_ptr() for p in model.parameters()))
+        assert len(places) == 1
+
+    in_threads(WORLD, steps)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_are_frozen_and_thawed_have_their_gradients(
+    in_threads: InThreads, stage: int
+) -> None:
+    expected, models = net(), [net() for _ in range(WORLD)]
+
+    def steps(rank: int) -> list[dict[str, Tensor | None]]:
+        models[rank].blocks[0].requires_grad_(False)
+        model = parallel(models[rank], stage)
+        found: list[dict[str, Tensor | None]] = []
+        for trains in (False, True, False):
+            model.blocks[0].requires_grad_(trains)
+            model.zero_grad()
+            model(rows_of(rank)).backward()
+            found.append(wholes(model))
+        return found
+
+    of_ranks = in_threads(WORLD, steps)
+    for step, trains in enumerate((False, True, False)):
+        expected.blocks[0].requires_grad_(trains)
+        expected.zero_grad()
+        expected(ROWS).backward()
+        for found in of_ranks:
+            assert_close(found[step], expected)
+
+
+# Under ZeRO 2 and 3 all ranks run the same blocks.
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_without_gradient_on_one_rank_counts_as_zero(
+    in_threads: InThreads, stage: int
+) -> None:
+    expected, models = net(), [net() for _ in range(WORLD)]
+    (expected.skipping(rows_of(0), 1) / WORLD + expected(rows_of(1)) / WORLD).backward()
+
+    def steps(rank: int) -> dict[str, Tensor | None]:
+        model = parallel(models[rank], stage)
+        model(rows_of(rank)).backward()  # what buffers held before must not come back
+        model.zero_grad()
+        model.skips = 1 if rank == 0 else None
+        model(rows_of(rank)).backward()
+        return wholes(model)
+
+    for got in in_threads(WORLD, steps):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_with_a_graph_are_refused(in_threads: InThreads, stage: int) -> None:
+    models = [net() for _ in range(WORLD)]
+
+    def step(rank: int) -> None:
+        model = parallel(models[rank], stage)
+        with pytest.raises(ValueError, match=r"has a graph, as backward\(create_graph=True\)"):
+            model(rows_of(rank)).backward(create_graph=True)
+        model(rows_of(rank)).backward()
+
+    in_threads(WORLD, step)

@@ -33,6 +33,7 @@ from .primitives import (
     all_gather_into,
     all_gather_parts,
     all_gather_uneven_parts,
+    all_to_all_into,
     all_to_all_parts,
     joined,
     parts_of,
@@ -151,7 +152,8 @@ def all_gather(
     how = _reduction("sum", order, None)
     peers = peers_of(where, axes)
     if out is not None:
-        _check_out(out, tensor, peers, is_uneven=sizes is not None)
+        shape = torch.Size((peers.num_ranks, *tensor.shape))
+        _check_out(out, tensor, shape, is_uneven=sizes is not None)
         all_gather_into(out, tensor, peers)
         return out
     if sizes is None:
@@ -169,6 +171,7 @@ def all_to_all(
     axes: Axes = None,
     input_splits: Sequence[int] | Tensor | None = None,
     output_splits: Sequence[int] | Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Send every rank its split of dim 0. Every rank of ``where`` must call this.
 
@@ -181,6 +184,8 @@ def all_to_all(
             ranks. A tensor of integers is read, which waits for its device; emulated ranks,
             whose splits differ, need one.
         output_splits: How many come from each rank; given exactly if ``input_splits`` are.
+        out: Contiguous, of the shape of ``tensor``: is written, without gradients, and returned.
+            Not with splits.
 
     Returns:
         What the ranks sent here, concatenated in rank order.
@@ -194,6 +199,11 @@ def all_to_all(
             "expected input_splits and output_splits, or neither, "
             f"got {input_splits!r} and {output_splits!r}"
         )
+    if out is not None:
+        _check_out(out, tensor, tensor.shape, is_uneven=input_splits is not None)
+        _check_divisible(tensor, peers)
+        all_to_all_into(out, tensor, peers)
+        return out
     if input_splits is None:
         _check_divisible(tensor, peers)
         return _all_to_all(tensor, None, None, peers)
@@ -203,15 +213,22 @@ def all_to_all(
     return _all_to_all(tensor, sent, received, peers)
 
 
-def ordered_sum(rows: Tensor, *, accumulate: torch.dtype | None = None) -> Tensor:
+def ordered_sum(
+    rows: Tensor, *, accumulate: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """Sum what ranks sent, in rank order, as :func:`all_reduce` does. Nobody communicates.
 
     Args:
         rows: (ranks, *shape), what :func:`all_gather` or :func:`all_to_all` returned.
         accumulate: As for :func:`all_reduce`.
+        out: (*shape), the first row itself if that is no longer needed: is written, without
+            gradients, and returned.
 
     Returns:
         The sum, (*shape).
+
+    Raises:
+        ValueError: If an argument does not fit ``rows``.
 
     Example:
         >>> ordered_sum(torch.ones(3, 2))
@@ -219,6 +236,9 @@ def ordered_sum(rows: Tensor, *, accumulate: torch.dtype | None = None) -> Tenso
     """
     how = _reduction("sum", "rank", accumulate)
     how.check(rows)
+    if out is not None:
+        _check_out(out, rows, rows.shape[1:], is_uneven=False)
+        return reduce_rows(rows.unbind(), how, out)
     return _recorded(
         rows,
         lambda t: reduce_rows(t.unbind(), how),
@@ -274,13 +294,12 @@ def _check_own_size(tensor: Tensor, splits: Splits, peers: Peers) -> None:
             )
 
 
-def _check_out(out: Tensor, tensor: Tensor, peers: Peers, *, is_uneven: bool) -> None:
+def _check_out(out: Tensor, tensor: Tensor, shape: torch.Size, *, is_uneven: bool) -> None:
     if is_uneven:
         raise ValueError("expected out or sizes, got both; out is for tensors of one shape")
-    shape = (peers.num_ranks, *tensor.shape)
     if out.shape != shape or out.dtype != tensor.dtype or not out.is_contiguous():
         raise ValueError(
-            f"expected out to be contiguous, of shape {shape} and {tensor.dtype}, "
+            f"expected out to be contiguous, of shape {tuple(shape)} and {tensor.dtype}, "
             f"got shape {tuple(out.shape)} with strides {out.stride()} and {out.dtype}"
         )
     if not tensor.is_contiguous():

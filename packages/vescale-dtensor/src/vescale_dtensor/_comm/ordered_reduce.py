@@ -100,15 +100,17 @@ class Reduction:
             )
 
 
-def reduce_rows(rows: Sequence[Tensor], how: Reduction) -> Tensor:
-    """Reduce tensors of one shape and dtype, first to last, into a new one."""
+def reduce_rows(rows: Sequence[Tensor], how: Reduction, out: Tensor | None = None) -> Tensor:
+    """Reduce tensors of one shape and dtype, first to last, into a new one or ``out``."""
     first, *rest = rows
     dtype = first.dtype
     wide = how.accumulate or (torch.float32 if dtype in _HALF else dtype)
     combine = _COMBINE[how.op]
     if wide == dtype and rest:
         second, *rest = rest
-        total: Tensor = combine(first, second)
+        total: Tensor = combine(first, second, out=out)
+    elif out is not None and wide == dtype:
+        total = out.copy_(first)
     else:
         total = first.to(wide, copy=True)
     if rest and how.op in _ADDS and total.device.type == "cpu" and not functional.is_traced(total):
@@ -120,7 +122,9 @@ def reduce_rows(rows: Sequence[Tensor], how: Reduction) -> Tensor:
             combine(total, row, out=total)
     if how.op == "avg":
         total.div_(len(rows))
-    return total if wide == dtype else total.to(dtype)
+    if wide == dtype:
+        return total
+    return total.to(dtype) if out is None else out.copy_(total)
 
 
 def all_reduce_parts(parts: Parts, peers: Peers, how: Reduction) -> Parts:

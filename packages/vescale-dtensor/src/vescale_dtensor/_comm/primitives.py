@@ -224,6 +224,18 @@ def _all_to_all(
     return arrived
 
 
+def all_to_all_into(arrived: Tensor, part: Tensor, peers: Peers) -> None:
+    """Write what the peers sent in equal splits of dim 0 where it is wanted."""
+    in_place = peers.num_ranks > 1 and peers.emulated is None and peers.order is None
+    if not in_place or functional.is_traced(part):
+        arrived.copy_(joined(all_to_all_parts(parts_of(part, peers), peers), peers))
+        return
+    away = part.numel() // peers.num_ranks * (peers.num_ranks - 1)
+    tell_peers("all_to_all", away, part.dtype, peers)
+    with collective_range("all_to_all", peers), named_failures():
+        dist.all_to_all_single(arrived, part, group=peers.group)
+
+
 def _emulated_all_to_all(
     chunks: Sequence[Sequence[Tensor]], emulated: tuple[tuple[int, ...], ...]
 ) -> list[list[Tensor]]:

@@ -6,44 +6,24 @@ together: one all-gather in, one reduce-scatter out.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather, all_reduce, all_to_all, ordered_sum
+from vescale_dtensor import DTensor, all_gather, all_reduce
 from vescale_parallel._mesh.mesh import axis_group, axis_size
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
-from .shard_rows import GatheredRows, RowLayout, Shape, allocate, tag_of
-
-
-def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueError:
-    """Return what to raise where ranks exchanged parameters of different groups.
-
-    Args:
-        group: The ranks that did.
-        tags: What the ranks said their group of parameters is, in the order of the group.
-    """
-    ranks, own = dist.get_process_group_ranks(group), tags[dist.get_rank(group)]
-    other = [rank for rank, tag in zip(ranks, tags, strict=True) if tag != own]
-    return ValueError(
-        f"data-parallel ranks ran different blocks of the model at the same time (rank "
-        f"{dist.get_rank()} another one than {_ranks(other)}), so "
-        "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
-        "depend on this rank's data: every rank runs the same blocks, as often. Use "
-        "data_parallel.zero_stage 1"
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {few}"
+from .gradient_rows import GradientBuffers, GradientRows
+from .mix_up import mixed_up_error
+from .shard_rows import GatheredRows, RowLayout, Shape, allocate
+from .stray_gradients import refuse_graphs
 
 
 @dataclass(eq=False)
@@ -56,6 +36,7 @@ class ParamGroup:
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
         number: Tells groups apart; ranks that mix them up are found by :meth:`check_mixed_up`.
+        buffers: Those of the model's gradients.
     """
 
     params: Sequence[ShardedParameter]
@@ -63,14 +44,19 @@ class ParamGroup:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     number: int
-    _pending: dict[_Packed, Tensor] = field(default_factory=dict["_Packed", Tensor])
+    buffers: GradientBuffers = field(default_factory=GradientBuffers)
+    _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
         default_factory=dict["ShardedParameter", Tensor]
     )
     _used: set[ShardedParameter] = field(default_factory=set["ShardedParameter"])
-    _packed: dict[tuple[ShardedParameter, ...], list[_Packed]] = field(
-        default_factory=dict[tuple[ShardedParameter, ...], list["_Packed"]]
+    _rows: dict[tuple[ShardedParameter, ...], dict[ShardedParameter, GradientRows]] = field(
+        default_factory=dict[tuple[ShardedParameter, ...], dict[ShardedParameter, GradientRows]]
+    )
+    # Where gradients are written as autograd has them, while a backward pass runs.
+    _written_to: dict[ShardedParameter, GradientRows] = field(
+        default_factory=dict[ShardedParameter, GradientRows]
     )
     # On a GPU: the tags that ranks sent since the last look.
     _unseen: list[Tensor] = field(default_factory=list[Tensor])
@@ -112,7 +98,9 @@ class ParamGroup:
 
     def forget(self) -> None:
         """Drop gradients that a failed backward pass left."""
-        self._pending, self._alone, self._used = {}, {}, set()
+        self._pending, self._alone, self._used, self._written_to = {}, {}, set(), {}
+        for rows in {rows for of_params in self._rows.values() for rows in of_params.values()}:
+            rows.forget()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -156,37 +144,75 @@ class ParamGroup:
         """
         reduce_together([self])
 
+    def write_as_they_come(self) -> None:
+        """Have :meth:`begin_writing` take gradients from autograd, one after the other."""
+        if self._num_ranks == 1:
+            return
+        for param in self.params:
+            plain = param.unsharded
+            if plain is None or param.partial_over_tp or not plain.is_floating_point():
+                continue
+            with_gradient = plain.requires_grad
+            plain.requires_grad_()  # or torch takes no hook
+            plain.register_post_accumulate_grad_hook(functools.partial(self._write, param))
+            plain.requires_grad_(with_gradient)
+
+    def begin_writing(self) -> None:
+        """Take gradients that autograd computes from now on; :meth:`reduce` ends it."""
+        if self._num_ranks > 1:
+            self._written_to = self._rows_of(self._trained())
+
+    def _write(self, param: ShardedParameter, plain: Tensor) -> None:
+        rows, grad = self._written_to.get(param), plain.grad
+        if rows is None or grad is None or grad.dtype != rows.dtype or grad.is_sparse:
+            return
+        refuse_graphs(param, grad)
+        rows.add(param, grad)
+        plain.grad = None
+        self._used.add(param)
+
     def take_grads(self) -> dict[ShardedParameter, Tensor]:
-        """Take the gradients of the unsharded parameters, zero where there is none."""
-        return {
-            param: self._take_grad(param) for param in self.params if param.sharded.requires_grad
-        }
+        """Take the gradients of the unsharded parameters.
+
+        Zeros for one that has none, if ranks of another axis may have one.
+        """
+        taken: dict[ShardedParameter, Tensor] = {}
+        for param in self._trained():
+            assert param.unsharded is not None
+            grad, param.unsharded.grad = param.unsharded.grad, None
+            if grad is not None:
+                self._used.add(param)
+                refuse_graphs(param, grad)
+                # Cast as it is packed, but for what is summed before.
+                taken[param] = grad.to(self._reduced_in(param)) if param.partial_over_tp else grad
+            elif param.partial_over_tp:
+                taken[param] = torch.zeros_like(param.unsharded, dtype=self._reduced_in(param))
+        return taken
 
     def reduce_over_data(self, grads: dict[ShardedParameter, Tensor]) -> None:
-        """Average gradients over data-parallel ranks; keep this rank's shard."""
-        params = tuple(grads)
-        shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
-        if shards * copies == 1:
+        """Average gradients over data-parallel ranks, with those written; keep this rank's shard.
+
+        ``grads`` are let go of.
+        """
+        self._written_to = {}
+        if self._num_ranks == 1:
             for param, grad in grads.items():
                 own = grad.to(self._reduced_in(param)).to(param.local.dtype)
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
             return
-        if params not in self._packed:  # others than before if some were frozen since
-            self._packed[params] = _pack(params, shards, copies)
-        ranks = shards * copies
-        for packed in self._packed[params]:
-            # Popped, so that a whole gradient is let go of as soon as its shard is known.
-            own = self._sum(packed, [grads.pop(param) for param in packed.params])
-            mean = own.to(packed.params[0].local.dtype) / ranks
-            held = self._pending.get(packed)
-            self._pending[packed] = mean if held is None else held + mean
+        shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
+        for rows in dict.fromkeys(self._rows_of(self._trained()).values()):
+            # Popped, so that whole gradients are let go of as soon as the shard is known.
+            rows.write({param: grads.pop(param) for param in rows.params if param in grads})
+            mean, held = rows.mean(shards, copies, self._look), self._pending.get(rows)
+            self._pending[rows] = mean if held is None else held.add_(mean)
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
         taken, self._alone = self._alone, {}
-        for packed, flat in self._pending.items():
-            shards = packed.layout.unpack(flat, [param.local.shape for param in packed.params])
-            for param, shard in zip(packed.params, shards, strict=True):
+        for rows, flat in self._pending.items():
+            shards = rows.layout.unpack(flat, [param.local.shape for param in rows.params])
+            for param, shard in zip(rows.params, shards, strict=True):
                 taken[param] = taken[param] + shard if param in taken else shard
         self._pending = {}
         return taken
@@ -221,14 +247,34 @@ class ParamGroup:
         if group is not None and len(set(tags)) > 1:
             raise mixed_up_error(group, tags)
 
-    def _take_grad(self, param: ShardedParameter) -> Tensor:
-        assert param.unsharded is not None
-        grad, param.unsharded.grad = param.unsharded.grad, None
-        if grad is not None:
-            self._used.add(param)
-            # Cast as it is packed, one group after the other, but for what is summed before.
-            return grad.to(self._reduced_in(param)) if param.partial_over_tp else grad
-        return torch.zeros_like(param.unsharded, dtype=self._reduced_in(param))
+    @property
+    def _num_ranks(self) -> int:
+        return axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
+
+    def _trained(self) -> tuple[ShardedParameter, ...]:
+        return tuple(param for param in self.params if param.sharded.requires_grad)
+
+    def _rows_of(
+        self, params: tuple[ShardedParameter, ...]
+    ) -> dict[ShardedParameter, GradientRows]:
+        if params not in self._rows:  # others than before if some were frozen since
+            self._rows[params] = {
+                param: rows for rows in self._grouped(params) for param in rows.params
+            }
+        return self._rows[params]
+
+    def _grouped(self, params: Sequence[ShardedParameter]) -> list[GradientRows]:
+        shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
+        grouped: list[GradientRows] = []
+        for is_cut in (True, False):
+            members = [param for param in params if (param.shard_dim is not None) == is_cut]
+            for same in _by_dtype(members):
+                dtype = self._reduced_in(same[0])
+                ranks, multiple = (shards, copies) if is_cut else (1, math.lcm(shards, copies))
+                shapes = tuple(_shape(param) for param in same)
+                layout = RowLayout(shapes, ranks, dtype.itemsize, multiple)
+                grouped.append(GradientRows(same, layout, dtype, self.number, self.buffers))
+        return grouped
 
     def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
         assert param.unsharded is not None
@@ -244,51 +290,6 @@ class ParamGroup:
         for same in _by_dtype(params):
             flat = torch.cat([grads[param].reshape(-1) for param in same])
             _unflatten(all_reduce(flat, group), same, grads)
-
-    def _sum(self, packed: _Packed, grads: list[Tensor]) -> Tensor:
-        """Sum gradients over data-parallel ranks; return this rank's row."""
-        dtype = self._reduced_in(packed.params[0])
-        if packed.tag is None or packed.tag.dtype != dtype:
-            packed.tag = tag_of(self.number, torch.empty(0, dtype=dtype, device=grads[0].device))
-        rows = packed.layout.pack(grads, packed.tag, dtype)
-        grads.clear()
-        group = axis_group(self.mesh, "dp_shard")
-        if packed.layout.ranks > 1:
-            assert group is not None
-            rows = all_to_all(rows, group)
-            self._look(rows[:, -1].detach(), packed.tag.expand(len(rows)))
-            own = ordered_sum(rows)
-        else:
-            own = rows[0] if group is None else all_reduce(rows[0], group)
-        copies = axis_group(self.mesh, "dp_replicate")
-        return own if copies is None else all_reduce(own, copies)
-
-
-@dataclass(eq=False)
-class _Packed:
-    """Gradients that are summed together: those of the same dtypes, cut or of copies.
-
-    Attributes:
-        params: Whose they are.
-        layout: Where they are in a row; there is one row if all ranks have copies.
-        tag: Of the group of parameters, in the dtype of the sum.
-    """
-
-    params: list[ShardedParameter]
-    layout: RowLayout
-    tag: Tensor | None = None
-
-
-def _pack(params: Sequence[ShardedParameter], shards: int, copies: int) -> list[_Packed]:
-    packed: list[_Packed] = []
-    for is_cut in (True, False):
-        members = [param for param in params if (param.shard_dim is not None) == is_cut]
-        for same in _by_dtype(members):
-            shapes = tuple(_shape(param) for param in same)
-            itemsize = _unsharded_data(same[0]).element_size()
-            ranks, multiple = (shards, copies) if is_cut else (1, math.lcm(shards, copies))
-            packed.append(_Packed(same, RowLayout(shapes, ranks, itemsize, multiple)))
-    return packed
 
 
 def _shape(param: ShardedParameter) -> Shape:
@@ -318,9 +319,11 @@ def group_parameters(
         where = {block_of.get(fqn) for fqn in param.fqns}
         members.setdefault(where.pop() if len(where) == 1 else None, []).append(param)
 
+    buffers = GradientBuffers()
+
     def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
-        return ParamGroup(members[index], mesh, param_dtype, reduce_dtype, number)
+        return ParamGroup(members[index], mesh, param_dtype, reduce_dtype, number, buffers)
 
     owned = [index for index in range(len(blocks)) if index in members]
     return param_group(None), [

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_parallel._torch_private import foreach_copy_
@@ -92,15 +91,50 @@ class RowLayout:
         """The elements of a row."""
         return sum(self.numels)
 
-    def pack(self, wholes: Sequence[Tensor], tag: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return whole tensors as rows, (ranks, row), in another dtype; ``tag`` is one element."""
-        parts = [*map(self._rows_of, self.shapes, wholes), tag.expand(self.ranks, self.numels[-1])]
-        if all(part.dtype == dtype for part in parts):
-            return torch.cat(parts, 1)
-        if any(part.requires_grad for part in parts):
-            return torch.cat([part.to(dtype) for part in parts], 1)
-        out = wholes[0].new_empty(self.ranks, self.row, dtype=dtype)
-        return torch.cat(parts, 1, out=out)
+    def pieces_of_rows(self, rows: Tensor) -> list[list[Tensor]]:
+        """Return views of what every parameter has in (ranks, row): full shards, and the rest.
+
+        They have the shapes that :meth:`pieces_of_whole` gives a parameter.
+        """
+        return [
+            self._pieces_of_rows(shape, start, rows)
+            for shape, start in zip(self.shapes, self.starts, strict=False)
+        ]
+
+    def pieces_of_whole(self, index: int, whole: Tensor) -> list[Tensor]:
+        """Return views of a whole parameter: what is in full shards, and the rest."""
+        shape = self.shapes[index]
+        if shape.shard_dim is None:
+            return [whole]
+        whole, (full, left) = shape.moved(whole), self._shards(shape)
+        step, pieces = shape.step(self.ranks), list[Tensor]()
+        if full:
+            shards = whole[: full * step] if left else whole
+            pieces.append(shards.unflatten(0, (full, step)))
+        if left:
+            pieces.append(whole[full * step :])
+        return pieces
+
+    def _pieces_of_rows(self, shape: Shape, start: int, rows: Tensor) -> list[Tensor]:
+        if shape.shard_dim is None:
+            return [rows[0, start : start + _numel(shape.whole)].view(shape.whole)]
+        stride, step = _numel(shape.rest), shape.step(self.ranks)
+        full, left = self._shards(shape)
+        pieces: list[Tensor] = []
+        if full:
+            shards = rows[:full, start : start + step * stride]
+            pieces.append(shards.unflatten(1, (step, *shape.rest)))
+        if left:
+            row = rows[full, start : start + left * stride]
+            pieces.append(row.view(left, *shape.rest))
+        return pieces
+
+    def _shards(self, shape: Shape) -> tuple[int, int]:
+        """Return how many ranks have a shard of full length, and the length of the next one."""
+        if not shape.length:
+            return 0, 0
+        full = min(shape.length // shape.step(self.ranks), self.ranks)
+        return full, shape.length - full * shape.step(self.ranks)
 
     def unpack(self, row: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return views of the shards in one row, given the shapes they have on its rank."""
@@ -116,21 +150,14 @@ class RowLayout:
                 views.append(used.view(wanted))
         return views
 
-    def _rows_of(self, shape: Shape, whole: Tensor) -> Tensor:
-        moved, step = shape.moved(whole), shape.step(self.ranks)
-        missing = self.ranks * step - shape.length
-        if missing:
-            moved = F.pad(moved, (0, 0) * (moved.ndim - 1) + (0, missing))
-        return moved.reshape(self.ranks, step * _numel(shape.rest))
-
 
 def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def tag_of(number: int, like: Tensor) -> Tensor:
+def tag_of(number: int) -> int:
     """Return what tells the rows of a group of parameters from those of others."""
-    return torch.full((1,), number % _NUM_TAGS + 1, dtype=like.dtype, device=like.device)
+    return number % _NUM_TAGS + 1
 
 
 class GatheredRows:
@@ -161,32 +188,23 @@ class GatheredRows:
         freed = [whole for whole in wholes if whole.untyped_storage().size() == 0]
         for whole in freed:  # torch makes no views of tensors without memory
             allocate(whole)
-        tag = tag_of(number, like)
+        tag = like.new_full((1,), tag_of(number))
         self._into: list[tuple[Tensor, Tensor]] = [
             (self.sent[layout.starts[-1] :], tag.expand(layout.numels[-1]))
         ]
         self._out: list[tuple[Tensor, Tensor]] = []
-        for shape, start, local, whole in zip(shapes, layout.starts, locals, wholes, strict=False):
-            self._add_views(shape, start, shape.moved(local), shape.moved(whole))
+        pieces = layout.pieces_of_rows(self.rows)
+        for index, (shape, start, local, whole) in enumerate(
+            zip(shapes, layout.starts, locals, wholes, strict=False)
+        ):
+            local = shape.moved(local)
+            own = self.sent[start : start + local.numel()]
+            self._into.append((own.view(local.shape), local))
+            whole_pieces = layout.pieces_of_whole(index, whole)
+            self._out += zip(whole_pieces, pieces[index], strict=True)
         self.tags, self.expected_tags = self.rows[:, -1], tag.expand(ranks).contiguous()
         for tensor in (*freed, self.sent, self.rows):
             release(tensor)
-
-    def _add_views(self, shape: Shape, start: int, local: Tensor, whole: Tensor) -> None:
-        """Say what is copied where: this rank's shard to send, and those of all into the whole."""
-        ranks, rest, length = len(self.rows), shape.rest, shape.length
-        stride, step = _numel(rest), shape.step(len(self.rows))
-        own = self.sent[start : start + local.numel()]
-        self._into.append((own.view(local.shape), local))
-        if not length:
-            return
-        full = min(length // step, ranks)  # ranks after that have a part of a shard, or nothing
-        rows = self.rows[:full, start : start + step * stride]
-        self._out.append((whole[: full * step].unflatten(0, (full, step)), _as(rows, step, rest)))
-        left = length - full * step
-        if left:
-            row = self.rows[full, start : start + left * stride]
-            self._out.append((whole[full * step :], row.view(left, *rest)))
 
     def pack(self) -> None:
         """Take memory, and write this rank's row into ``sent``."""
@@ -203,10 +221,6 @@ class GatheredRows:
         """Give back the memory of the buffers."""
         release(self.sent)
         release(self.rows)
-
-
-def _as(rows: Tensor, step: int, rest: Sequence[int]) -> Tensor:
-    return rows.unflatten(1, (step, *rest))
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -1,8 +1,10 @@
-"""Gradients that no backward pass of a call of the model has summed."""
+"""Gradients that are not summed over ranks: of other backward passes, or with graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from torch import Tensor
 
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
@@ -18,3 +20,14 @@ def refuse_stray_gradients(params: Iterable[ShardedParameter]) -> None:
                 "create_graph=True) alone; it was not summed over ranks. Add it to the loss, "
                 "(loss + penalty).backward()"
             )
+
+
+def refuse_graphs(param: ShardedParameter, grad: Tensor) -> None:
+    """Raise if the gradient of a parameter can itself be differentiated."""
+    if grad.requires_grad:
+        raise ValueError(
+            f"the gradient of {param.fqns[0]!r} has a graph, as backward(create_graph=True) makes "
+            "it, which ends where gradients are summed over ranks. Differentiate with "
+            "torch.autograd.grad(..., create_graph=True) and add what you make of it to the loss, "
+            "(loss + penalty).backward()"
+        )

@@ -72,6 +72,11 @@ class ZeroState:
         if self._guarded:
             for module, param_group in blocks:
                 self._add_hooks(module, param_group)
+        # Otherwise a block's gradients are reduced, and their memory freed, soon after.
+        self._writes = not pipelined and not self._reduces_early
+        if self._writes:
+            for param_group in (root, *self._param_groups):
+                param_group.write_as_they_come()
 
     @property
     def params_of_blocks(self) -> list[ShardedParameter]:
@@ -155,6 +160,7 @@ class ZeroState:
             reduced |= param_group.take()
             if self._frees:
                 param_group.free()
+        self._root.buffers.trim()
         for param, used in zip(self.params, self._used_anywhere(), strict=True):
             settle(param)
             if used:
@@ -169,6 +175,9 @@ class ZeroState:
             self._show_unsharded()
             if self._root.is_freed:
                 self._root.gather()
+            if self._writes:
+                for param_group in (self._root, *self._param_groups):
+                    param_group.begin_writing()
             call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -143,6 +143,10 @@ def _read_local(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shape = parameter.shape
+    if read is read_real and all(placement == Replicate() for placement in placements):
+        own = parameter.detach()
+        if own.device == this_device() and own.is_contiguous() and _has_own_memory(own):
+            return own  # not held twice, and in its place
     local = torch.empty(
         local_shape(shape, mesh.shape, coordinate, placements),
         dtype=parameter.dtype,
@@ -151,6 +155,10 @@ def _read_local(
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
         local[held.local_slices] = read(parameter, held.box).to(local.device)
     return local
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _site(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
