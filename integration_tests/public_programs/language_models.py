@@ -163,8 +163,9 @@ RUN_CLM = Program(
     environment={"HF_HOME": "cache", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
     plans=(DP, ZERO3, TP, PP),
     float32=True,
-    note="HuggingFace's own loop without a `Trainer`. `accelerator.prepare` goes; "
-    "`accelerator.accumulate`, `accelerator.backward` and the trackers stay.",
+    note="HuggingFace's own loop without a `Trainer`, in a copy of transformers 4.57.3. "
+    "`accelerator.prepare` goes; `accelerator.accumulate`, `accelerator.backward` and the "
+    "trackers stay.",
 )
 
 PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE, RUN_CLM)

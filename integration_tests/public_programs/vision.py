@@ -66,6 +66,7 @@ TIMM = Program(
         "--batch-size=8",
         "--workers=1",
         "--no-prefetcher",
+        "--no-aug",
         "--device=cpu",
         "--opt=adamw",
         "--lr=1e-3",
@@ -79,8 +80,9 @@ TIMM = Program(
     prepare=data.pictures,
     plans=(DP, ZERO3, TP, PP),
     local_losses=True,
-    note="Its random seed, its loader and its task stay; the prefetcher, which makes batches on a "
-    "GPU, has to be off.",
+    note="Its task, its optimizer and its loader stay; the prefetcher, which makes batches on a "
+    "GPU, is off. Compared without augmentation (`--no-aug`): ranks fetch their own rows only, so "
+    "they draw other crops than one device.",
 )
 
 PROGRAMS = (VIT, TIMM)
