@@ -212,6 +212,15 @@ def other_torch(session: nox.Session, version: str) -> None:
     )
 
 
+@nox.session(python=["3.12", "3.13"])
+def other_python(session: nox.Session) -> None:
+    """Run the tests of all packages on another version of Python than the one of development."""
+    install_everything(session, "rich", "matplotlib")
+    session.run(
+        "pytest", *ON_ALL_PROCESSORS, "packages", "testing", "integration_tests", *session.posargs
+    )
+
+
 @nox.session(venv_backend=HOST_BACKEND)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, in the environment nox was started from if it has torch.

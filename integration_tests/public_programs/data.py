@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import pickle
 import random
 from pathlib import Path
@@ -131,3 +132,68 @@ def sentences(directory: Path) -> None:
         "    return loader, loader\n",
         encoding="utf-8",
     )
+
+
+def token_modules(directory: Path) -> None:
+    """Write a data module of litgpt over random tokens."""
+    (directory / "tiny_tokens.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "from litgpt.data import DataModule\n"
+        "class Tokens(DataModule):\n"
+        "    def connect(self, tokenizer=None, batch_size=1, max_seq_length=None):\n"
+        "        self.rows, self.length = batch_size, max_seq_length + 1\n"
+        "    def train_dataloader(self):\n"
+        "        made = torch.Generator().manual_seed(0)\n"
+        "        tokens = torch.randint(64, (48, self.length), generator=made)\n"
+        "        return DataLoader([*tokens], batch_size=self.rows, shuffle=True)\n"
+        "    val_dataloader = train_dataloader\n",
+        encoding="utf-8",
+    )
+
+
+def tiny_llama(directory: Path) -> None:
+    """Write fifty words, a tokenizer of them and the configuration of a small Llama."""
+    draw = random.Random(0)
+    vocabulary = {f"w{index}": index for index in range(63)} | {"[UNK]": 63}
+    lines = (" ".join(draw.choices([*vocabulary][:50], k=40)) for _ in range(60))
+    (directory / "words.txt").write_text("\n".join(lines), encoding="utf-8")
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 64,
+    }
+    files = {"tokenizer": tokenizer, "tokenizer_config": names, "config": llama}
+    for name, content in files.items():
+        path = directory / "tiny" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def pictures(directory: Path) -> None:
+    """Write folders of pictures of noise, one a class."""
+    from PIL import Image  # of torchvision, which only scripts need
+
+    made = numpy.random.default_rng(0)
+    for split, count in (("train", 16), ("validation", 4)):
+        for label in "abcd":
+            folder = directory / "pictures" / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                noise = made.integers(0, 256, (32, 32, 3)).astype(numpy.uint8)
+                Image.fromarray(noise).save(folder / f"{number}.png")

@@ -124,4 +124,48 @@ ACCELERATE = Program(
     "divided by hand needs rows of one length on all data-parallel ranks.",
 )
 
-PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE)
+RUN_CLM = Program(
+    # A copy of transformers 4.57.3 that renamed its packages; the original is a clone of 2 GB.
+    repository="feisenyu/transformers_4573",
+    commit="e9d73c31189a2235385bbaf4be9224d9d5c8a1fc",
+    script="examples/pytorch/language-modeling/run_clm_no_trainer.py",
+    edits=(
+        before(
+            "# Optimizer",
+            "import vescale",
+            "plan = vescale.generate_plan(model, CONSTRAINTS)",
+            "model, train_dataloader = vescale.parallelize(plan, model, dataset=train_dataloader)",
+        ),
+        instead(
+            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = "
+            "accelerator.prepare(\n"
+            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler\n)",
+            "",
+        ),
+    ),
+    argv=(
+        "--train_file=words.txt",
+        "--validation_file=words.txt",
+        "--config_name=tiny",
+        "--tokenizer_name=tiny",
+        "--block_size=16",
+        "--per_device_train_batch_size=8",
+        "--learning_rate=1e-2",
+        "--seed=0",
+    ),
+    smaller=(
+        Swap("transformers_4573", "transformers"),
+        Swap("huggingface_hub_4573", "huggingface_hub"),
+        Swap("DistributedType.TPU", "DistributedType.XLA"),
+    ),
+    requires=("accelerate", "datasets", "transformers"),
+    prepare=data.tiny_llama,
+    environment={"HF_HOME": "cache", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+    plans=(DP, ZERO3, TP, PP),
+    float32=True,
+    note="HuggingFace's own loop without a `Trainer`, in a copy of transformers 4.57.3. "
+    "`accelerator.prepare` goes; `accelerator.accumulate`, `accelerator.backward` and the "
+    "trackers stay.",
+)
+
+PROGRAMS = (GPT_FROM_SCRATCH, X_TRANSFORMERS, ACCELERATE, RUN_CLM)

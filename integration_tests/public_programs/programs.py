@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import karpathy, language_models, pytorch_examples, vision
+from . import fabric, karpathy, language_models, pytorch_examples, vision
 from .program import Program
 
 PROGRAMS: tuple[Program, ...] = (
     *karpathy.PROGRAMS,
     *language_models.PROGRAMS,
+    *fabric.PROGRAMS,
     *pytorch_examples.PROGRAMS,
     *vision.PROGRAMS,
 )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -182,6 +183,23 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting(number: signal.Signal
     assert other.missing(timedelta(seconds=0.1)) is None
     server.kill()
     server.join()
+
+
+def test_a_rank_that_can_start_no_thread_notes_its_arrival_and_asks_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one, other = Arrivals(store, 0, 3), Arrivals(store, 2, 3)
+    one.begin()
+    other.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", cannot)
+        other.note()
+        assert other.missing(timedelta(seconds=2)) is None
+    assert one.missing(timedelta(seconds=2)) == [1]
 
 
 LENDING = """

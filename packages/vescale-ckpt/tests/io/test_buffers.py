@@ -156,22 +156,44 @@ def test_an_interrupted_save_ends(tmp_path: Path) -> None:
     assert not (tmp_path / "step-1").exists()
 
 
-def test_threads_that_cannot_all_start_do_not_stay(
-    allocated: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("startable", [0, 1])
+def test_a_save_needs_no_threads_of_its_own_and_keeps_none(
+    allocated: list[int], monkeypatch: pytest.MonkeyPatch, startable: int, tmp_path: Path
 ) -> None:
     start, started = threading.Thread.start, list[threading.Thread]()
+    state = {"w": torch.randn(9 << 20)}
 
-    def start_one(thread: threading.Thread) -> None:
-        if started:
-            raise RuntimeError("can't start new thread")
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == startable:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
         start(thread)
         started.append(thread)
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_one)
-        with pytest.raises(RuntimeError, match="can't start"):
-            stream.Buffers()
-    assert not started[0].is_alive()
+        patch.setattr(threading.Thread, "start", start_some)
+        save(tmp_path / "step", state)
+    assert not any(thread.is_alive() for thread in started)
+    assert torch.equal(load(tmp_path / "step", {"w": torch.zeros(9 << 20)})["w"], state["w"])
+
+
+def test_without_threads_the_first_failure_is_told(
+    allocated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    with stream.Buffers() as buffers:
+        first, second = buffers.take(), buffers.take()
+        buffers.give(first, fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            buffers.wait()
+        buffers.stop()
+        with pytest.raises(RuntimeError, match="have been stopped"):
+            buffers.give(second, fail)
 
 
 def test_buffers_that_went_missing_are_not_waited_for(allocated: list[int]) -> None:

@@ -84,6 +84,9 @@ UNFINISHED = """
 import sys, threading, time, torch, vescale_ckpt
 from vescale_ckpt._save import save as save_module
 
+if "://" in sys.argv[1]:  # something to replace
+    vescale_ckpt.save(sys.argv[1], {"w": torch.ones(1 << 20)})
+
 def agree_late(*args, plan_save=save_module.plan_save):
     while threading.main_thread().is_alive():
         time.sleep(0.01)
@@ -103,6 +106,18 @@ def test_a_save_is_finished_that_the_program_does_not_wait_for(
     path = tmp_path / "ckpt"
     subprocess.run([sys.executable, "-c", UNFINISHED, path, layout], check=True, timeout=120)
     assert bool((vescale_ckpt.load(path, {"w": torch.zeros(3 << 20)})["w"] == 1).all())
+
+
+def test_a_save_that_the_program_does_not_wait_for_replaces_one_in_a_store() -> None:
+    url = "memory://checkpoint"
+    ended = subprocess.run(
+        [sys.executable, "-c", UNFINISHED, url, "per_rank"],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stderr == ""
 
 
 def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +35,7 @@ def _one_after_the_other(rows: Tensor) -> Tensor:
 
 
 @settings(deadline=None, max_examples=30)
+@example(47, (33000,), torch.float16)
 @given(
     st.integers(1, 70),
     st.sampled_from([(), (1,), (3,), (5, 7), (33000,)]),
@@ -47,7 +48,9 @@ def test_a_sum_has_the_bits_of_adding_row_after_row(
 ) -> None:
     rows = _rows(ranks, shape, dtype)
     before = rows.clone()
-    assert torch.equal(reduce_rows(rows.unbind(), Reduction()), _one_after_the_other(rows))
+    found, expected = reduce_rows(rows.unbind(), Reduction()), _one_after_the_other(rows)
+    # Large draws are infinite in float16, and one minus another is NaN on one device, too.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rows, before)
 
 

@@ -35,6 +35,7 @@ def test_without_a_profiler_nothing_is_made_or_named() -> None:
     assert profiler_range(Unprintable()) is profiler_range(Unprintable())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops such ranges")
 def test_a_range_may_end_on_another_thread() -> None:
     with torch.profiler.profile() as profile:
         span = profiler_range("backward")

@@ -40,10 +40,18 @@ def test_ckpt_is_the_command_line_of_checkpoints(
     assert capsys.readouterr().err.startswith("vescale: error: ")
 
 
-BASH = shutil.which("bash")
+_COMPLETE = (
+    "COMP_WORDS=({words}); COMP_CWORD={position}; COMPREPLY=(); _vescale; echo ${{COMPREPLY[@]}}"
+)
+# zsh runs completions of bash with bash's indices, and takes what begins as the word does.
+COMPLETE = {
+    "bash": ("", _COMPLETE),
+    "zsh": ("", "try() {{ emulate -L ksh; " + _COMPLETE + "; }}; try"),
+    "fish": ("--no-config", "complete -C '{line}'"),
+}
 
 
-@pytest.mark.skipif(BASH is None, reason="needs bash")
+@pytest.mark.parametrize("shell", [*COMPLETE])
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
@@ -56,15 +64,19 @@ BASH = shutil.which("bash")
         (["completion", "f"], ["fish"]),
     ],
 )
-def test_bash_completes(typed: list[str], offered: list[str]) -> None:
+def test_a_shell_completes(shell: str, typed: list[str], offered: list[str]) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"needs {shell}")
+    option, complete = COMPLETE[shell]
     words = " ".join(["vescale", *typed])
-    program = (
-        completion.script("bash", make_parser())
-        + f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _vescale; echo ${{COMPREPLY[@]}}"
-    )
-    assert BASH is not None
-    done = subprocess.run([BASH, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == offered
+    asked = complete.format(words=words, line=words, position=len(typed))
+    command = [program, *option.split(), "-c", completion.script(shell, make_parser()) + asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    # fish says what each word does behind a tab, bash has all words in one line.
+    found = " ".join(line.split("\t")[0] for line in done.stdout.splitlines()).split()
+    assert [word for word in found if word.startswith(typed[-1])] == offered
 
 
 def test_every_shell_gets_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,8 @@ class Arrivals:
                 answers.append(ask())
 
         asking = threading.Thread(target=run, daemon=True)
-        asking.start()
-        asking.join(2 * patience.total_seconds() + 1)
+        if _is_started(asking):
+            asking.join(2 * patience.total_seconds() + 1)
         return answers[0] if answers else None
 
     def missing(self, patience: timedelta) -> list[int] | None:
@@ -98,7 +98,8 @@ class Arrivals:
     def _note(self, count: int) -> None:
         if self._noted < count:
             self._noted = count
-            threading.Thread(target=self._write, args=(count,), daemon=True).start()
+            if not _is_started(threading.Thread(target=self._write, args=(count,), daemon=True)):
+                self._write(count)  # a store answers only to who reads
 
     def _write(self, count: int) -> None:
         # Without a store nobody can be told; what is wrong with it ``missing`` finds out.
@@ -108,3 +109,12 @@ class Arrivals:
     def _has_come(self, rank: int) -> bool:
         key = str(rank)
         return self._store.check([key]) and int(self._store.get(key)) >= self._count
+
+
+def _is_started(thread: threading.Thread) -> bool:
+    """Start a thread; Python 3.12 and later start none while a program ends."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -34,7 +34,11 @@ _NUM_THREADS = 2
 
 
 class Buffers(AbstractContextManager["Buffers"]):
-    """Aligned buffers and the threads that empty them; shared by the files of a save."""
+    """Aligned buffers and the threads that empty them; shared by the files of a save.
+
+    Python 3.12 and later start no thread while a program ends, which a save in the background
+    may outlive: then whoever fills the buffers empties them, too.
+    """
 
     def __init__(self) -> None:
         self._failures: list[BaseException] = []
@@ -43,11 +47,13 @@ class Buffers(AbstractContextManager["Buffers"]):
         for _ in range(_NUM_BUFFERS):
             self._empty.put(take_buffer())
         self._threads: list[threading.Thread] = []
+        self._is_stopped = False
         try:
-            for _ in range(_NUM_THREADS):
-                thread = threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
-                thread.start()
-                self._threads.append(thread)
+            with suppress(RuntimeError):
+                for _ in range(_NUM_THREADS):
+                    thread = threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
+                    thread.start()
+                    self._threads.append(thread)
         except BaseException:
             self.stop()  # a thread that waits would keep the process from ending
             raise
@@ -62,9 +68,12 @@ class Buffers(AbstractContextManager["Buffers"]):
 
     def give(self, buffer: Bytes, write: Callable[[], None]) -> None:
         """Take a buffer back after a thread has called ``write``, unless one has failed before."""
-        if not self._threads:
+        if self._is_stopped:
             raise RuntimeError("the threads that write have been stopped")
-        self._full.put((buffer, write))
+        if self._threads:
+            self._full.put((buffer, write))
+        else:
+            self._empty_one(buffer, write)
 
     def wait(self) -> None:
         """Wait until everything is written and all buffers are back; raise what went wrong."""
@@ -85,16 +94,19 @@ class Buffers(AbstractContextManager["Buffers"]):
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        self._is_stopped = True
 
     def _empty_them(self) -> None:
         while (full := self._full.get()) is not None:
-            buffer, write = full
-            try:
-                if not self._failures:
-                    write()
-            except BaseException as error:
-                self._failures.append(error)
-            self._empty.put(buffer)
+            self._empty_one(*full)
+
+    def _empty_one(self, buffer: Bytes, write: Callable[[], None]) -> None:
+        try:
+            if not self._failures:
+                write()
+        except BaseException as error:
+            self._failures.append(error)
+        self._empty.put(buffer)
 
     def __exit__(self, *problem: object) -> None:
         self.stop()

@@ -130,9 +130,16 @@ class ObjectStore:
 
     def remove_all(self, names: Iterable[str]) -> None:
         """Delete files, several at a time."""
+        all_names = list(names)
         with ThreadPoolExecutor(_NUM_REMOVERS) as pool:
-            for _ in pool.map(self.remove, names):
-                pass
+            try:
+                jobs = [pool.submit(self.remove, name) for name in all_names]
+            except RuntimeError:
+                jobs = []  # of a save that outlives its program: no thread is started any more
+                for name in all_names:
+                    self.remove(name)
+        for job in jobs:
+            job.result()
 
     def remove_directory(self) -> None:
         """Delete the empty directory that this is, where there are directories."""

@@ -61,7 +61,8 @@ def _takes_nvtx() -> bool:
 def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """Return a range that profilers show by a name; it does nothing while none runs.
 
-    It is a ``torch.profiler.record_function``, and under Nsight Systems an NVTX range.
+    It is a ``torch.profiler.record_function``, and under Nsight Systems an NVTX range. One that
+    ends on another thread than it began on is missing in profiles of torch 2.11.
 
     Args:
         *words: The name; joined only if a profiler runs.

@@ -70,6 +70,23 @@ def test_a_loader_goes_on_where_another_was(world2: World) -> None:
     assert found[0][1] == {"epoch": 0, "samples": 8}
 
 
+def _known_of_loaders() -> tuple[list[Any], list[Any]]:
+    ready = DataLoader(dataset(), batch_size=6, shuffle=True)
+    given = ParallelLoader(ParallelPlan(), ready, build_mesh(ParallelPlan()))
+    planned = loader_of({})
+    same = given.sampler is ready.sampler and given.batch_sampler is ready.batch_sampler
+    return (
+        [len(given.dataset), given.batch_size, same],
+        [len(planned.dataset), planned.batch_size, planned.sampler, planned.batch_sampler],
+    )
+
+
+def test_a_loader_has_what_scripts_ask_one_of_torch_for(world1: World) -> None:
+    [(given, planned)] = world1.run(_known_of_loaders)
+    assert given == [COUNT, 6, True]
+    assert planned == [COUNT, 4, None, None]
+
+
 def _after_an_epoch() -> dict[str, int]:
     loader = loader_of({})
     batches = iter(loader)

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 from .command import Command
 
+# Not called ``path``, which is PATH in zsh.
+# zsh reads it, too, where ``path`` is the search path.
 _BASH = """\
 _vescale() {{
-    local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" path="" words=""
+    local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" typed="" words=""
     local i
     for ((i = 1; i < COMP_CWORD; i++)); do
-        case "$path ${{COMP_WORDS[i]}}" in
-            {paths}) path="$path ${{COMP_WORDS[i]}}" ;;
+        case "$typed ${{COMP_WORDS[i]}}" in
+            {paths}) typed="$typed ${{COMP_WORDS[i]}}" ;;
         esac
     done
-    case "$path $prev" in
+    case "$typed $prev" in
 {values}
-        *) case "$path" in
+        *) case "$typed" in
 {words}
         esac ;;
     esac

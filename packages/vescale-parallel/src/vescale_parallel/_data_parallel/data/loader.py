@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class ParallelLoader:
         mesh: The plan's mesh.
 
     Attributes:
+        dataset: The whole data set, as a ``DataLoader`` has it.
+        sampler, batch_sampler: Those of a ready ``DataLoader``, whose order this one has; None
+            where the plan orders the samples.
+        batch_size: Number of rows of a global batch.
         is_at_uneven: Whether ranks have other numbers of rows of the latest batch.
 
     Raises:
@@ -68,7 +72,12 @@ class ParallelLoader:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._epoch = 0
         self._taken = self._last_end = 0
-        self._begins_anew, self._is_loaded = isinstance(dataset, DataLoader), False
+        ready = cast("DataLoader[Any]", dataset) if isinstance(dataset, DataLoader) else None
+        self._begins_anew, self._is_loaded = ready is not None, False
+        self.dataset: Any = dataset if ready is None else ready.dataset
+        self.sampler: Any = None if ready is None else ready.sampler
+        self.batch_sampler: Any = None if ready is None else ready.batch_sampler
+        self.batch_size: int | None = self._source.size
         self.is_at_uneven = False
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
