@@ -21,7 +21,7 @@ import vescale
 from vescale_dtensor import CommCounter, distribute_tensor
 from vescale_testing import World
 
-from .models import batches, build
+from .models import build
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -89,7 +89,7 @@ def degenerate(model: nn.Module) -> None:
         parameter.grad = None
     assert float(clip_grad_norm_(model.parameters(), 1.0)) == 0.0
     gradients(model, math.inf)
-    with pytest.raises(RuntimeError, match="The total norm of order 2.0 .* is non-finite"):
+    with pytest.raises(RuntimeError, match=r"The total norm of order 2.0 .* is non-finite"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert not math.isfinite(float(clip_grad_norm_(model.parameters(), 1.0)))
 
