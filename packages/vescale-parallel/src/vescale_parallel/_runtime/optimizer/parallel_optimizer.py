@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from vescale_dtensor import announced_failures, profiler_range
+from vescale_dtensor import announced_failures, is_sharded, profiler_range
 from vescale_parallel._runtime.engine import Engine
 
 from .plain import PlainParameters, PlainState, Saved
@@ -28,6 +28,7 @@ class ParallelOptimizer(Optimizer):
     """
 
     _vescale_names: dict[nn.Parameter, str]
+    _vescale_is_known: bool  # how it updates
     _vescale_engine: weakref.ref[Engine]
     _vescale_plain: PlainParameters
     _vescale_state: PlainState
@@ -58,7 +59,7 @@ class ParallelOptimizer(Optimizer):
         vars(self).update({name: OrderedDict() for name in _STEP_HOOKS})
         is_complete = False
         try:
-            result = _plain_step(type(self))(self)
+            result = step_without_hooks(type(self).__mro__[2:])(self)
             is_complete = True
         finally:
             vars(self).update(own_hooks)
@@ -86,6 +87,12 @@ class ParallelOptimizer(Optimizer):
                     "expected add_param_group to be given parameters of the parallelized model, "
                     f"got another tensor of shape {tuple(others[0].shape)}; an optimizer of its "
                     "own updates it"
+                )
+            if not self._vescale_is_known and any(map(is_cut, params)):
+                raise ValueError(
+                    f"{type(self).__name__}.step is not known to update every element, or every "
+                    "parameter, on its own, so add_param_group takes none that ranks hold shards "
+                    "of; say so by vescale.declare_optimizer before parallelize"
                 )
         super().add_param_group(param_group)
 
@@ -177,12 +184,17 @@ def _by_parameter(
     return found
 
 
+def is_cut(parameter: Any) -> bool:
+    """Whether ranks hold shards of a distributed parameter."""
+    return any(map(is_sharded, parameter.placements))
+
+
 def plain_step_of(cls: type[Optimizer]) -> Callable[..., Any]:
     """Return the function that is a class's ``step``, without what torch wraps around it."""
     return cast("Callable[..., Any]", inspect.unwrap(cast("Any", cls.step)))
 
 
-def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step of the class that a parallelized optimizer had, which runs no hooks."""
-    step: Any = next(vars(base)["step"] for base in cls.__mro__[2:] if "step" in vars(base))
+def step_without_hooks(classes: Iterable[type]) -> Callable[..., Any]:
+    """Return the ``step`` of the first class that has one, without torch's wrapper for hooks."""
+    step: Any = next(vars(each)["step"] for each in classes if "step" in vars(each))
     return step.__wrapped__ if getattr(step, "hooked", False) else step

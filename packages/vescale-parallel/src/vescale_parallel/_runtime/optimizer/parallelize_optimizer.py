@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from vescale_dtensor import DTensor, is_sharded
+from vescale_dtensor import DTensor
 from vescale_parallel._runtime.module import ParallelModule
 
+from .example_check import check_updates
+from .kinds import advice, is_torchs, refusal, updates_of
 from .local_shards import LocalShards
-from .parallel_optimizer import ParallelOptimizer, plain_step_of
+from .parallel_optimizer import ParallelOptimizer, is_cut
 from .plain import PlainParameters, PlainState
-
-# Element i of the update depends on element i of parameter, gradient and state alone, so
-# that a part of a parameter is updated as it would be within the whole.
-_ELEMENTWISE = {
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD",
-}  # fmt: skip
+from .whole_parameters import WholeParameters
 
 
-def parallelize_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
-    """Make an optimizer update this rank's shards, in place.
+def parallelize_optimizer(optimizer: object, model: nn.Module) -> Any:
+    """Make an optimizer, or each of several, update distributed parameters, in place.
 
     Args:
-        optimizer: Built on the parameters of ``model``, which is parallelized already.
+        optimizer: Built on the parameters of ``model``, which is parallelized already; or a list
+            or tuple of such.
         model: The model.
+
+    Returns:
+        What it was given.
 
     Raises:
         TypeError: If it is no torch optimizer.
-        ValueError: If it holds a parameter that is not the model's, or its update of an
-            element needs the rest of a parameter of which this rank has only a part.
+        ValueError: If it holds a parameter that is not the model's, or nothing is known of how
+            it updates, or something else than what it does.
     """
+    if isinstance(optimizer, list | tuple) and optimizer:
+        each_in: Any = optimizer
+        for each in each_in:
+            _parallelize(each, model)
+        return each_in
+    return _parallelize(optimizer, model)
+
+
+def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
-        several = isinstance(optimizer, list | tuple) and "; make the others after parallelize"
         raise TypeError(
-            "expected optimizer_fn to return a torch optimizer, got "
-            f"{None if optimizer is None else type(optimizer).__name__}{several or ''}"
+            "expected optimizer_fn to return a torch optimizer or a list of them, got "
+            f"{None if optimizer is None else type(optimizer).__name__}"
         )
+    cls = type(optimizer)
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     held = [sharded for group in optimizer.param_groups for sharded in group["params"]]
     if any(sharded not in names for sharded in held):
@@ -48,24 +58,38 @@ def parallelize_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
             "expected an optimizer of the parallelized model's parameters, got one that holds "
             "another tensor; build it in optimizer_fn from the model it is given"
         )
-    step = plain_step_of(type(optimizer))
-    owner = step.__qualname__.partition(".")[0]
-    elementwise = owner in _ELEMENTWISE and step.__module__.startswith("torch.optim.")
-    cut = [
-        names[sharded]
-        for sharded in held
-        if any(map(is_sharded, cast(DTensor, sharded).placements))
-    ]
-    if cut and not elementwise:
+    if (told := refusal(cls)) is not None:
+        raise ValueError(f"{cls.__name__} {told}")
+    updates = updates_of(cls)
+    cut = [names[sharded] for sharded in held if is_cut(sharded)]
+    if cut and updates is None:
         raise ValueError(
-            f"{type(optimizer).__name__}.step is not known to update every element on its own, "
-            f"but ranks hold only shards of {len(cut)} parameters ({cut[0]!r}, ...); use one of "
-            f"{sorted(_ELEMENTWISE)} or a plan that shards no parameter"
+            f"{cls.__name__}.step is not known to update every element, or every parameter, on "
+            f"its own, but ranks hold only shards of {len(cut)} parameters ({cut[0]!r}, ...); "
+            f"{advice(cls)}"
         )
-    return _parallel(optimizer, model, names, LocalShards())
+    if updates is not None and not is_torchs(cls) and any(map(is_cut, names)):
+        check_updates(optimizer, updates)
+    if updates == "parameters" and names:
+        mesh = cast(DTensor, next(iter(names))).device_mesh
+        if mesh.size() > 1:
+            return _with(optimizer, model, names, _owned(optimizer, WholeParameters(mesh)))
+    return _with(optimizer, model, names, LocalShards())
 
 
-def _parallel(
+def _owned(optimizer: Optimizer, whole: WholeParameters) -> WholeParameters:
+    """Leave what the constructor has put into the state with the owners."""
+    whole.own(p for group in optimizer.param_groups for p in group["params"])
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for parameter, values in optimizer.state.items():
+        taken = whole.taken(cast(nn.Parameter, parameter), values)
+        if taken is not None:
+            state[parameter] = taken
+    optimizer.state = cast(Any, state)
+    return whole
+
+
+def _with(
     optimizer: Optimizer,
     model: nn.Module,
     names: dict[nn.Parameter, str],
@@ -76,7 +100,7 @@ def _parallel(
     optimizer.__class__ = made
     assert isinstance(optimizer, ParallelOptimizer)
     assert isinstance(model, ParallelModule)
-    optimizer._vescale_names = names
+    optimizer._vescale_names, optimizer._vescale_is_known = names, updates_of(cls) is not None
     optimizer._vescale_engine = weakref.ref(model._vescale_engine)
     optimizer._vescale_plain, optimizer._vescale_state = plain, PlainState(plain)
     return optimizer
