@@ -25,7 +25,7 @@ def loop(run: Run, model: Any, optimizer: Optimizer, steps: int = 2) -> None:
 def switches(run: Run) -> None:
     """The options of torch's optimizers."""
     for make in (
-        lambda m: AdamW(m.parameters(), lr=torch.tensor(0.05), amsgrad=True, foreach=True),
+        lambda m: AdamW(m.parameters(), lr=torch.tensor(0.05), amsgrad=True, foreach=False),
         lambda m: Adam(m.parameters(), lr=0.05, maximize=True, weight_decay=0.1, foreach=False),
         lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9, dampening=0.1, maximize=True),
     ):

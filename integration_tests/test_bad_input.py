@@ -227,7 +227,11 @@ def wrong_optimizer(kind: str) -> None:
         ("object", TypeError, "expected optimizer_fn to be a function, got AdamW"),
         ("made_before", ValueError, "one that holds another tensor"),
         ("foreign", ValueError, "one that holds another tensor"),
-        ("nothing", TypeError, "expected optimizer_fn to return a torch optimizer, got None"),
+        (
+            "nothing",
+            TypeError,
+            "optimizer_fn to return a torch optimizer or a list of them, got None",
+        ),
         ("not_callable", TypeError, "expected optimizer_fn to be a function, got int"),
     ],
 )

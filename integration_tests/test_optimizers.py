@@ -58,9 +58,12 @@ class Signs(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    state = self.state[p]
+                    average = state.setdefault("average", torch.zeros_like(p))
+                    state["count"] = state.get("count", 0) + 1  # no tensor
                     # A sign would make a rounding error a step of another direction.
-                    p.add_(torch.tanh(1e3 * average.lerp_(p.grad, 0.1)), alpha=-group["lr"])
+                    rate = group["lr"] / state["count"]
+                    p.add_(torch.tanh(1e3 * average.lerp_(p.grad, 0.1)), alpha=-rate)
 
 
 vescale.declare_optimizer(Signs, updates="elements")

@@ -94,6 +94,24 @@ class Both(torch.optim.AdamW):
                 p.sub_(average, alpha=group["lr"])
 
 
+class Assigning(Lion):
+    """Assigns new values to data, as old code does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+class AssigningWhole(Assigning):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad / p.grad.norm()
+
+
 def both(model: Any) -> Optimizer:
     params = list(model.parameters())
     return Both(
@@ -121,6 +139,8 @@ MAKE: dict[str, Make] = {
     "Lion": lambda m: Lion(m.parameters()),
     "Normalized": lambda m: Normalized(m.parameters()),
     "Both": both,
+    "Assigning": lambda m: Assigning(m.parameters()),
+    "AssigningWhole": lambda m: AssigningWhole(m.parameters()),
     "two": two,
 }
 WORLDS = [(2, 1, 1), (3, 3, 1), (4, 2, 1), (4, 3, 2), (2, 1, 2)]
@@ -131,6 +151,8 @@ def declared() -> None:  # pyright: ignore[reportUnusedFunction]: pytest calls i
     declare_optimizer(Lion, updates="elements")
     declare_optimizer(Normalized, updates="parameters")
     declare_optimizer(Both, updates="parameters")
+    declare_optimizer(Assigning, updates="elements")
+    declare_optimizer(AssigningWhole, updates="parameters")
 
 
 def net() -> nn.Module:

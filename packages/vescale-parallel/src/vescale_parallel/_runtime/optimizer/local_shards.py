@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, distribute_tensor
 
-from .plain import Saved, StateOf, are_same, local_gradient
+from .plain import Saved, StateOf, are_same, local_gradient, take_assigned
 
 # A count of steps: whole on every rank even if a parameter is a scalar, too.
 _COUNTER = "step"
 
 
 class LocalShards:
-    """This rank's shard of every parameter, made once; it shares the shard's memory."""
+    """This rank's shard of every parameter, made once; it shares the shard's memory.
 
-    def __init__(self) -> None:
-        self.version = 0
+    Args:
+        is_torchs: Whether steps are torch's, which write parameters in place; others may assign to
+            ``parameter.data``, and what they assigned is copied.
+    """
+
+    def __init__(self, *, is_torchs: bool) -> None:
+        self.version, self._is_torchs = 0, is_torchs
         self._groups: list[list[nn.Parameter]] = []
         self._shards: list[list[nn.Parameter]] = []
         # Parameter, its local tensor, and what stands for it.
@@ -48,6 +53,9 @@ class LocalShards:
 
     def end(self, *, is_complete: bool) -> None:
         """Hold no gradients on; that of a shard is the parameter's own, written in place."""
+        if not self._is_torchs:
+            for _, local, shard in self._held:
+                take_assigned(shard, local)
         for public, _, shard in self._held:
             if shard.grad is not None:
                 shard.grad = None

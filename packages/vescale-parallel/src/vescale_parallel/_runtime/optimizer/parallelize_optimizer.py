@@ -74,7 +74,7 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
         mesh = cast(DTensor, next(iter(names))).device_mesh
         if mesh.size() > 1:
             return _with(optimizer, model, names, _owned(optimizer, WholeParameters(mesh)))
-    return _with(optimizer, model, names, LocalShards())
+    return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls)))
 
 
 def _owned(optimizer: Optimizer, whole: WholeParameters) -> WholeParameters:

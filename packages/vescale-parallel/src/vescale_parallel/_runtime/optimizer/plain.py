@@ -140,3 +140,11 @@ def local_gradient(parameter: Any) -> Tensor | None:
     if grad._spec is not parameter._spec and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad._local_tensor
+
+
+def take_assigned(plain: nn.Parameter, memory: Tensor) -> None:
+    """Copy what a step has assigned to ``plain.data`` to where it was before."""
+    if plain.data_ptr() != memory.data_ptr():
+        with torch.no_grad():
+            memory.copy_(plain)
+            plain.data = memory.detach()

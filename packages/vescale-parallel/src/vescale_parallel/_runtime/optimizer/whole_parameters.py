@@ -14,7 +14,7 @@ from vescale_dtensor import DTensor, all_gather
 from .exchange import Exchange, Traveller
 from .owned_state import empty_state, shown_state, taken_state
 from .owners import StageRanks, assign_owners, pieces_of
-from .plain import Saved, StateOf, local_gradient
+from .plain import Saved, StateOf, local_gradient, take_assigned
 
 
 class WholeParameters:
@@ -55,42 +55,38 @@ class WholeParameters:
         """
         self.own(public for group in groups for public in group)
         stepping = [[public for public in group if public.grad is not None] for group in groups]
-        gradients: list[Traveller] = []
-        values: list[Traveller] = []
-        for public in (public for group in stepping for public in group):
-            if self._ranks.stage_of(_distributed(public).placements) == self._ranks.stage:
-                value, gradient = self._travellers(public)
-                values.append(value)
-                gradients.append(gradient)
-        self._travelling = values
+        self._stepping = [
+            public
+            for group in stepping
+            for public in group
+            if self._ranks.stage_of(_distributed(public).placements) == self._ranks.stage
+        ]
+        pairs = [self._travellers(public) for public in self._stepping]
+        self._travelling = [value for value, _ in pairs]
         with torch.no_grad():
             self._exchange.gather(
-                [
-                    each
-                    for pair in zip(values, gradients, strict=True)
-                    for each in pair
-                    if not each.pieces.has_all(each.owner)
-                ]
+                [each for pair in pairs for each in pair if not each.pieces.has_all(each.owner)]
             )
-        plain = [
+        return [
             [self._plain_of[public] for public in group if self._is_mine(public)]
             for group in stepping
         ]
-        self._stepping = [parameter for group in plain for parameter in group]
-        return plain
 
     def end(self, *, is_complete: bool) -> None:
         """Bring new values to all ranks, and let go of whole parameters. Every rank calls this."""
         travelling, self._travelling = self._travelling, []
-        stepping, self._stepping = self._stepping, []
+        for public, each in zip(self._stepping, travelling, strict=True):
+            if each.whole is not None:
+                take_assigned(self._plain_of[public], each.whole)
         if is_complete and self._exchange.num_ranks > 1:
             with torch.no_grad():
                 self._exchange.scatter(travelling)
-        for parameter in stepping:
-            parameter.grad = None
-        for each in travelling:
-            if each.whole is not None and each.whole is not each.local:
-                each.whole.untyped_storage().resize_(0)
+        for public, each in zip(self._stepping, travelling, strict=True):
+            if each.whole is not None:
+                self._plain_of[public].grad = None
+                if each.whole is not each.local:
+                    each.whole.untyped_storage().resize_(0)
+        self._stepping = []
 
     def own(self, publics: Any) -> None:
         """Give parameters that have no owner one, the same on every rank."""
