@@ -241,3 +241,31 @@ def test_a_gradient_in_another_placement_is_cut_as_its_parameter_is(in_threads: 
     for found in in_threads(2, step):
         for got, parameter in zip(found, expected.parameters(), strict=True):
             assert torch.equal(got, parameter)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_scheduler_that_optimizer_fn_makes_follows_the_step_on_shards() -> None:
+    made: list[Any] = []
+
+    def scheduled(parameters: Any) -> Optimizer:
+        optimizer = watched(parameters)
+        made.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return optimizer
+
+    model, optimizer = one(scheduled)
+    give(model)
+    optimizer.step()
+    made[0].step()  # would warn if no step had been seen
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert all(type(p) is nn.Parameter for p in optimizer.seen[0])
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_another_function_in_the_place_of_step_is_refused() -> None:
+    def replaced(parameters: Any) -> Optimizer:
+        optimizer: Any = adam(parameters)
+        optimizer.step = lambda: None
+        return optimizer
+
+    with pytest.raises(ValueError, match="the step of this Adam was replaced by another function"):
+        one(replaced)

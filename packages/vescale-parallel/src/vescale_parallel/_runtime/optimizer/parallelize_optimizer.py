@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor
 from vescale_parallel._runtime.module import ParallelModule
+from vescale_parallel._torch_private import follow_step
 
 from .example_check import check_updates
 from .kinds import advice, is_torchs, refusal, updates_of
@@ -103,4 +104,5 @@ def _with(
     optimizer._vescale_names, optimizer._vescale_is_known = names, updates_of(cls) is not None
     optimizer._vescale_engine = weakref.ref(model._vescale_engine)
     optimizer._vescale_plain, optimizer._vescale_state = plain, PlainState(plain)
+    follow_step(optimizer)
     return optimizer
