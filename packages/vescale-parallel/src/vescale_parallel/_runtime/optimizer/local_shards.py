@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ class LocalShards:
         self._shards: list[list[nn.Parameter]] = []
         # Parameter, its local tensor, and what stands for it.
         self._held: list[tuple[Any, Tensor, nn.Parameter]] = []
+        self._locals: list[Tensor] = []
         self._plain_of: dict[Any, nn.Parameter] = {}
         self._public_of: dict[Any, nn.Parameter] = {}
 
@@ -85,7 +87,8 @@ class LocalShards:
         }
 
     def _is_replaced(self) -> bool:
-        return any(public._local_tensor is not local for public, local, _ in self._held)
+        found = map(attrgetter("_local_tensor"), self._plain_of)
+        return not all(map(is_, found, self._locals))
 
     def _make(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         held: dict[nn.Parameter, nn.Parameter] = {}
@@ -99,7 +102,8 @@ class LocalShards:
         self.version += 1
         self._groups = [list(group) for group in groups]
         self._shards = [[held[public] for public in group] for group in groups]
-        self._held = [(p, cast(DTensor, p)._local_tensor, shard) for p, shard in held.items()]
+        self._locals = [cast(DTensor, public)._local_tensor for public in held]
+        self._held = list(zip(held, self._locals, held.values(), strict=True))
         self._plain_of = dict(held)
         self._public_of = {shard: public for public, shard in held.items()}
 
