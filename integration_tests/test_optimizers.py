@@ -60,9 +60,9 @@ class Signs(Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     average = state.setdefault("average", torch.zeros_like(p))
-                    state["count"] = state.get("count", 0) + 1  # no tensor
+                    state["count"] = state.get("count", torch.zeros(())) + 1
                     # A sign would make a rounding error a step of another direction.
-                    rate = group["lr"] / state["count"]
+                    rate = group["lr"] / float(state["count"])
                     p.add_(torch.tanh(1e3 * average.lerp_(p.grad, 0.1)), alpha=-rate)
 
 
