@@ -195,8 +195,8 @@ def optimizer_of_parameters() -> None:
     parallel(PLAN, Net(), lambda params: make(params, lr=0.1))
 
 
-def several_optimizers() -> None:
-    parallel(PLAN, Net(), lambda model: [sgd(model), sgd(model)])
+def optimizers_by_name() -> None:
+    parallel(PLAN, Net(), lambda model: {"all": sgd(model)})
 
 
 def scheduler_object() -> None:

@@ -6,7 +6,11 @@ import pytest
 
 from vescale_testing import World
 
-from . import habits_of_loops as loops, habits_of_models as models
+from . import (
+    habits_of_loops as loops,
+    habits_of_models as models,
+    habits_of_optimizers as optimizers,
+)
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import Program, both, right
 from .test_bad_input import check
@@ -30,17 +34,24 @@ RIGHT: list[Program] = [
     models.ddp_after, models.ddp_before, models.data_parallel_module, models.moved,
     models.applied, models.random_init, models.edited, models.tied_before,
     models.averaged_before, models.average_by_hand, models.average_swapped_in,
+    optimizers.switches, optimizers.zeroed_in_place, optimizers.clipped_by_a_hook,
+    optimizers.unfrozen_in_steps, optimizers.scheduled_by_two, optimizers.averaged_by_torch,
 ]  # fmt: skip
 RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent, models.paired]
+RIGHT_ON_ROWS: list[Program] = [optimizers.statistics_anew]
 COMPILED: list[Program] = [models.compiled, models.compiled_in_place, models.compiled_before]
 REFUSED: dict[str, tuple[Program, str]] = {
-    "lbfgs": (loops.lbfgs, "closure|LBFGS.step is not known"),
+    "lbfgs": (
+        loops.lbfgs,
+        "LBFGS couples all parameters and calls the model in a closure; make it after",
+    ),
     "plain_grad": (loops.plain_grad, "gradient of a parameter .* to be a distributed tensor"),
     "halved": (models.halved, "'embed.weight' was replaced after parallelize"),
     "tied_later": (models.tied_later, "'head.weight' was replaced after parallelize"),
     "added_later": (models.added_later, "'head.weight' was added to the model after"),
     "adapted_later": (models.adapted_later, "'blocks.1.adapter.weight' was added to the model"),
     "copied": (models.copied, "a parallelized model cannot be copied"),
+    "averaged_model": (optimizers.averaged_model, "AveragedModel"),
 }
 REFUSED_ON_ROWS: dict[str, tuple[Program, str]] = {
     "method": (models.trained_by_a_method, "'embed' was called from outside of a call"),
@@ -61,6 +72,15 @@ def test_a_habit_gives_the_numbers_of_one_device(
 @pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
 @pytest.mark.parametrize("program", RIGHT_WITHOUT_PIPELINE)
 def test_a_habit_without_a_pipeline_gives_the_numbers_of_one_device(
+    world2: World, program: Program, plan: str
+) -> None:
+    right(world2, program, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+@pytest.mark.parametrize("program", RIGHT_ON_ROWS)
+def test_a_habit_of_batch_norm_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
     right(world2, program, PLANS[plan])

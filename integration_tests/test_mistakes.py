@@ -59,7 +59,7 @@ TABLE = [
     row(m.sharded_by_torch, "is a FSDPModule", "fully_shard", "the plain module", ranks=2),
     row(m.optimizer_object, "expected optimizer_fn to be a function", "got AdamW", "lambda model"),
     row(m.optimizer_of_parameters, "called with the model alone", "not iterable", "lambda model"),
-    row(m.several_optimizers, "to return a torch optimizer", "got list", "after parallelize"),
+    row(m.optimizers_by_name, "to return a torch optimizer", "got dict", "a list of them"),
     row(m.scheduler_object, "lr_scheduler_fn to be a function", "got StepLR", "lambda optimizer"),
     row(m.scheduler_without_arguments, "with the optimizer alone", "step_size", "lambda optimiz"),
     row(m.scheduler_that_returns_nothing, "to return a scheduler", "got NoneType", "lambda"),

@@ -26,6 +26,10 @@ def sgd(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.1)
 
 
+def several(model: nn.Module) -> list[SGD]:
+    return [sgd(model)]
+
+
 def step_lr(optimizer: SGD) -> StepLR:
     return StepLR(optimizer, 1)
 
@@ -34,6 +38,7 @@ def kinds() -> list[tuple[str, ...]]:
     plan, rows = ParallelPlan(batch=Batch(global_size=2)), [torch.ones(4)] * 4
     one = assert_type(vescale.parallelize(plan, Net()), Net)
     two = assert_type(vescale.parallelize(plan, Net(), sgd), tuple[Net, SGD])
+    lists = assert_type(vescale.parallelize(plan, Net(), several), tuple[Net, list[SGD]])
     of_class = assert_type(vescale.parallelize(plan, Net(), AdamW), tuple[Net, AdamW])
     of_lambda = vescale.parallelize(plan, Net(), lambda net: SGD(net.linear.parameters(), lr=0.1))
     assert_type(of_lambda, tuple[Net, SGD])
@@ -45,7 +50,7 @@ def kinds() -> list[tuple[str, ...]]:
     four = vescale.parallelize(plan, Net(), sgd, step_lr, rows)
     assert_type(four, tuple[Net, SGD, StepLR, ParallelLoader])
     found: list[tuple[Any, ...]] = [
-        (one,), two, of_class, of_lambda, three, loader, no_scheduler, four,
+        (one,), two, lists, of_class, of_lambda, three, loader, no_scheduler, four,
     ]  # fmt: skip
     return [tuple(type(each).__name__ for each in parts) for parts in found]
 
@@ -55,6 +60,7 @@ def test_the_types_that_are_told_are_those_that_are_returned(world1: World) -> N
         [
             ("Net",),
             ("Net", "SGD"),
+            ("Net", "list"),
             ("Net", "AdamW"),
             ("Net", "SGD"),
             ("Net", "SGD", "StepLR"),

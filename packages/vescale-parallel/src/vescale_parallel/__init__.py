@@ -53,6 +53,7 @@ from ._plan.plan import (
     ParallelPlan as ParallelPlan,
     constraint_keys as constraint_keys,
 )
+from ._runtime.optimizer.kinds import declare_optimizer as declare_optimizer
 from ._runtime.position import data_parallel_rank as data_parallel_rank
 from ._tensor_parallel.explain import (
     ParallelExplanation as ParallelExplanation,
@@ -80,6 +81,7 @@ __all__ = [
     "TensorParallel",
     "constraint_keys",
     "data_parallel_rank",
+    "declare_optimizer",
     "explain",
     "observe",
     "parallelize",

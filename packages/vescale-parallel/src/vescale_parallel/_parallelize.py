@@ -55,7 +55,7 @@ from ._runtime.checks import (
 )
 from ._runtime.engine import Engine
 from ._runtime.module import give_engine
-from ._runtime.optimizer import parallelize_optimizer
+from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
 from ._runtime.outside import KnownModules, refuse_parts
 from ._runtime.recompute import keep_no_caches, recompute
 from ._runtime.same_inputs import SameInputs

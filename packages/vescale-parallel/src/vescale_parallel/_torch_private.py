@@ -5,6 +5,7 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "call_after_backward",
     "current_function_mode",
     "fake_like",
+    "follow_step",
     "foreach_copy_",
     "foreach_zero_",
     "group_timeout",
@@ -66,6 +68,34 @@ def num_views(tensor: torch.Tensor) -> int:
     CUDA graphs of torch's compiler tell by the same number whether memory is still in use.
     """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def follow_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have a scheduler that was made of an optimizer follow the ``step`` of its class of now.
+
+    A scheduler hangs a ``step`` on the optimizer itself, which calls that of its class of then.
+
+    Raises:
+        ValueError: If something else hangs there.
+    """
+    hung = vars(optimizer).pop("step", None)
+    if hung is None:
+        return
+    if not hasattr(hung, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"the step of this {type(optimizer).__name__} was replaced by another function, which "
+            "would run on distributed parameters; replace it after parallelize"
+        )
+    held = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        own = held()
+        assert own is not None
+        vars(own)["_opt_called"] = True  # looked at by the scheduler's own step
+        return type(own).step(own, *args, **kwargs)
+
+    vars(step)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = step
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -3,7 +3,11 @@
 from vescale_ckpt import CheckpointError as CheckpointError
 from vescale_deferred import deferred_init as deferred_init
 from vescale_dtensor import PeerError as PeerError
-from vescale_parallel import ParallelPlan as ParallelPlan, data_parallel_rank as data_parallel_rank
+from vescale_parallel import (
+    ParallelPlan as ParallelPlan,
+    data_parallel_rank as data_parallel_rank,
+    declare_optimizer as declare_optimizer,
+)
 from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 
 from ._checkpoint import load as load, save as save
@@ -19,6 +23,7 @@ __all__ = [
     "PeerError",
     "Progress",
     "data_parallel_rank",
+    "declare_optimizer",
     "deferred_init",
     "export",
     "generate_plan",

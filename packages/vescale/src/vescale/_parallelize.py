@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -17,7 +17,7 @@ from vescale_parallel import ParallelLoader, ParallelPlan
 from ._save_pretrained import give_save_pretrained
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer | Sequence[Optimizer])
 SchedulerT = TypeVar("SchedulerT")
 
 
@@ -83,14 +83,14 @@ def parallelize(
 def parallelize(
     plan: ParallelPlan,
     model: ModelT,
-    optimizer_fn: Callable[[ModelT], Optimizer] | type[Optimizer] | None = None,
+    optimizer_fn: Callable[[ModelT], Optimizer | Sequence[Optimizer]] | type[Any] | None = None,
     lr_scheduler_fn: Callable[[Any], Any] | None = None,
     dataset: object = None,
 ) -> Any: ...
 def parallelize(
     plan: ParallelPlan,
     model: nn.Module,
-    optimizer_fn: Callable[[Any], Optimizer] | type[Optimizer] | None = None,
+    optimizer_fn: Callable[[Any], Optimizer | Sequence[Optimizer]] | type[Any] | None = None,
     lr_scheduler_fn: Callable[[Any], Any] | None = None,
     dataset: Any | None = None,
 ) -> Any:
@@ -105,9 +105,9 @@ def parallelize(
         plan: What to do: from :func:`generate_plan`, from JSON, or written by hand.
         model: Any module, real or from :func:`deferred_init`. Under pipeline parallelism its
             forward returns its loss.
-        optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class of
-            one, which is called on the model's parameters.
-        lr_scheduler_fn: Called on the optimizer.
+        optimizer_fn: Called on the parallelized model; returns a torch optimizer, or a list of
+            several. Or the class of one, which is called on the model's parameters.
+        lr_scheduler_fn: Called on the optimizer, or the list.
         dataset: A map-style or iterable data set, HuggingFace's too, or a ready ``DataLoader``
             whose batch size is that of the global batch. It becomes a loader of this rank's rows
             of every batch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from .module import ParallelModule
 
 # A function of the model, or the class of an optimizer.
-OptimizerFn = Callable[[nn.Module], Optimizer] | type[Optimizer]
+OptimizerFn = Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | type[Optimizer]
 
 _ORDER = "parallelize(plan, model, optimizer_fn, lr_scheduler_fn, dataset)"
 

@@ -49,7 +49,9 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         raise TypeError(
             "a parallelized model cannot be copied: its process groups are this process's. "
-            "Copy its parameters, [p.detach().clone() for p in model.parameters()]"
+            "Copy its parameters, average = [p.detach().clone() for p in model.parameters()], "
+            "which averages of weights (AveragedModel) are made of: get_ema_multi_avg_fn(0.999)"
+            "(average, [p.detach() for p in model.parameters()], None) updates it"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:

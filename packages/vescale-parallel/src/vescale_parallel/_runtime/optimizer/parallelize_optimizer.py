@@ -1,0 +1,108 @@
+"""Make optimizers of a parallelized model step on plain parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from vescale_dtensor import DTensor
+from vescale_parallel._runtime.module import ParallelModule
+from vescale_parallel._torch_private import follow_step
+
+from .example_check import check_updates
+from .kinds import advice, is_torchs, refusal, updates_of
+from .local_shards import LocalShards
+from .parallel_optimizer import ParallelOptimizer, is_cut
+from .plain import PlainParameters, PlainState
+from .whole_parameters import WholeParameters
+
+
+def parallelize_optimizer(optimizer: object, model: nn.Module) -> Any:
+    """Make an optimizer, or each of several, update distributed parameters, in place.
+
+    Args:
+        optimizer: Built on the parameters of ``model``, which is parallelized already; or a list
+            or tuple of such.
+        model: The model.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        TypeError: If it is no torch optimizer.
+        ValueError: If it holds a parameter that is not the model's, or nothing is known of how
+            it updates, or something else than what it does.
+    """
+    if isinstance(optimizer, list | tuple) and optimizer:
+        each_in: Any = optimizer
+        for each in each_in:
+            _parallelize(each, model)
+        return each_in
+    return _parallelize(optimizer, model)
+
+
+def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "expected optimizer_fn to return a torch optimizer or a list of them, got "
+            f"{None if optimizer is None else type(optimizer).__name__}"
+        )
+    cls = type(optimizer)
+    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    held = [sharded for group in optimizer.param_groups for sharded in group["params"]]
+    if any(sharded not in names for sharded in held):
+        raise ValueError(
+            "expected an optimizer of the parallelized model's parameters, got one that holds "
+            "another tensor; build it in optimizer_fn from the model it is given"
+        )
+    if (told := refusal(cls)) is not None:
+        raise ValueError(f"{cls.__name__} {told}")
+    updates = updates_of(cls)
+    cut = [names[sharded] for sharded in held if is_cut(sharded)]
+    if cut and updates is None:
+        raise ValueError(
+            f"{cls.__name__}.step is not known to update every element, or every parameter, on "
+            f"its own, but ranks hold only shards of {len(cut)} parameters ({cut[0]!r}, ...); "
+            f"{advice(cls)}"
+        )
+    if updates is not None and not is_torchs(cls) and any(map(is_cut, names)):
+        check_updates(optimizer, updates)
+    if updates == "parameters" and names:
+        mesh = cast(DTensor, next(iter(names))).device_mesh
+        if mesh.size() > 1:
+            return _with(optimizer, model, names, _owned(optimizer, WholeParameters(mesh)))
+    return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls)))
+
+
+def _owned(optimizer: Optimizer, whole: WholeParameters) -> WholeParameters:
+    """Leave what the constructor has put into the state with the owners."""
+    whole.own(p for group in optimizer.param_groups for p in group["params"])
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for parameter, values in optimizer.state.items():
+        taken = whole.taken(cast(nn.Parameter, parameter), values)
+        if taken is not None:
+            state[parameter] = taken
+    optimizer.state = cast(Any, state)
+    return whole
+
+
+def _with(
+    optimizer: Optimizer,
+    model: nn.Module,
+    names: dict[nn.Parameter, str],
+    plain: PlainParameters,
+) -> Optimizer:
+    cls = type(optimizer)
+    made: Any = type(cls.__name__, (ParallelOptimizer, cls), {"__module__": cls.__module__})
+    optimizer.__class__ = made
+    assert isinstance(optimizer, ParallelOptimizer)
+    assert isinstance(model, ParallelModule)
+    optimizer._vescale_names, optimizer._vescale_is_known = names, updates_of(cls) is not None
+    optimizer._vescale_engine = weakref.ref(model._vescale_engine)
+    optimizer._vescale_plain, optimizer._vescale_state = plain, PlainState(plain)
+    follow_step(optimizer)
+    return optimizer
