@@ -283,9 +283,9 @@ def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
     model = Given()
     given = (torch.randn(5, 4, 6), torch.randn(4, 5))
     guard = RowGuard(model, lambda value: [value])
-    meetings, _ = guard.meetings(model, given, {})
-    assert not meetings.regions
-    assert meetings.num_rows(given, {}) == 4
+    coupling, _ = guard.coupling(model, given, {})
+    assert not coupling.regions
+    assert coupling.num_rows(given, {}) == 4
     alone = shard({}, model, 1)
     forms = DrawForms(model, guard, None, alone, lambda value: [value])
     found = forms.known(model, given, {}, 4).scopes

@@ -29,7 +29,7 @@ from vescale_parallel._verify.without_chance import WithoutChance
 from .borders import (
     MeanOfParts,
     ModuleRows,
-    RowMeetings,
+    RowCoupling,
     Rows,
     leaf_names,
     part_of_rows,
@@ -58,9 +58,9 @@ class UnclearRowsError(RowCheckError):
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def row_meetings(
+def row_coupling(
     model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
-) -> RowMeetings:
+) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
     The model is on the CPU, with values in float64; ``whole`` has :data:`NUM_ROWS` rows. With
@@ -75,7 +75,7 @@ def row_meetings(
         warnings.simplefilter("ignore")
         _examine(model, "", Call(*whole), [Call(*half) for half in halves], found, is_model=True)
     given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
-    return RowMeetings(
+    return RowCoupling(
         regions=found.regions,
         module_rows=found.useful_rows(),
         given=given,

@@ -25,7 +25,7 @@ def batch_dims(batch: Any) -> tuple[int | None, ...]:
     data loaders give, and all that can be said without a run. A model that is called with (time x
     batch) and targets of (batch) is told from one that is called with (batch x time) and
     positions of (time) by a run alone, if at all. So what splits or joins real batches asks the
-    cross-replica check first, which runs the model: ``RowMeetings.rows_of``. Its guesses,
+    cross-replica check first, which runs the model: ``RowCoupling.rows_of``. Its guesses,
     ``row_counts``, are in the order in which they are tried, and no rule.
     """
     leaves = pytree.tree_leaves(batch)
