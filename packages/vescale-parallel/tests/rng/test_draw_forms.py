@@ -15,11 +15,7 @@ from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
 from vescale_parallel._rng.known_draws import Scope, ShardedDraw
-from vescale_parallel._rng.predict import (
-    cuts_of_example,
-    draw_marks,
-    scopes_of_unknown,
-)
+from vescale_parallel._rng.predict import cuts_of_example, draw_marks, scopes_of_unknown
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard

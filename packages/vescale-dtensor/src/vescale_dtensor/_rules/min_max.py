@@ -22,13 +22,7 @@ from vescale_dtensor._sharding.signature import Signature
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import OpOverload
 
-from .decompositions import (
-    as_distributed,
-    dims_of_call,
-    on_parts,
-    positions,
-    settled,
-)
+from .decompositions import as_distributed, dims_of_call, on_parts, positions, settled
 from .reduce import over_whole_dims, reduction, whole_reduction
 
 aten = torch.ops.aten

@@ -19,18 +19,8 @@ from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .borders import (
-    NOWHERE,
-    RowCoupling,
-    joined,
-)
-from .check import (
-    CannotRunError,
-    Given,
-    RowCheckError,
-    UnclearRowsError,
-    row_coupling,
-)
+from .borders import NOWHERE, RowCoupling, joined
+from .check import CannotRunError, Given, RowCheckError, UnclearRowsError, row_coupling
 from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import seeded
 from .small_batches import Extremes, in_double, largest_table, plain, some_rows, within

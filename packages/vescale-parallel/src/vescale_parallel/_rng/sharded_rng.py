@@ -37,11 +37,7 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
 from vescale_parallel._trace.generators import forked_generators
-from vescale_parallel._trace.memory_order import (
-    order_in_whole,
-    split_in_order,
-    strides_in_order,
-)
+from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 
 from .empty_dropout import DrawsForNothing, has_empty
