@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_dtensor import all_gather, named_failures
+from vescale_dtensor import all_gather
+from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._torch_private import pytree
 
 from .borders import NOWHERE, RowCoupling
@@ -57,11 +58,7 @@ class BatchRows:
     ) -> Iterator[None]:
         """Run a call; where rows depend on each other it is of the batch of all ranks.
 
-        Args:
-            model: The model.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            in_parts_by: Who runs this rank's rows in parts, if somebody does.
+        ``in_parts_by`` is who runs this rank's rows in micro-batches, if somebody does.
 
         Raises:
             ValueError: If rows depend on each other and run in parts, or ranks have batches of
@@ -115,13 +112,7 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
     """Return what gathers values of all ranks of some groups, each of which must call it."""
 
     def gather(value: Any) -> list[Any]:
-        values = [value]
-        for group in groups:
-            theirs: list[Any] = [None] * group.size()
-            with named_failures():
-                dist.all_gather_object(theirs, values, group)
-            values = [each for some in theirs for each in some]
-        return values
+        return gathered_objects(value, groups)
 
     def exchange(value: Any) -> list[Any]:
         if "torch._dynamo" in sys.modules:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.copies import copied_without_hooks, tensors_within
-from vescale_parallel._model.inputs import usual_num_rows
+from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
+from vescale_parallel._model.inputs import has_dims, usual_num_rows
 from vescale_parallel._model.random_copies import random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -23,7 +23,7 @@ from .borders import NOWHERE, RowCoupling, joined
 from .check import CannotRunError, Given, RowCheckError, UnclearRowsError, row_coupling
 from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import seeded
-from .small_batches import Extremes, in_double, largest_table, plain, some_rows, within
+from .small_batches import Extremes, in_double, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
@@ -54,7 +54,7 @@ class RowGuard:
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
         self._forms = CallForms(model)
-        self.whole = _copy_without_values(model)
+        self.whole = copied_without_values(model)
         self._known: dict[tuple[str, int], RowCoupling] = {}
         self._trained: dict[str, RowCoupling] = {}
         self._unchecked: set[tuple[str, int]] = set()
@@ -100,7 +100,7 @@ class RowGuard:
         kwargs: Mapping[str, Any],
     ) -> RowCoupling:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        leaves = filter(_has_dims, pytree.tree_leaves((args, kwargs)))
+        leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
         found, why, is_wrong = NOWHERE, "", False
         self._skips_numbers = self._losses_only and torch.is_grad_enabled()
@@ -137,7 +137,8 @@ class RowGuard:
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*given) if known_rows is None else [known_rows]:
             try:
-                found[num_rows] = self._coupling_of(subject, given, num_rows, is_scaled_down)
+                batches = (some_rows(given, num_rows, uneven=uneven) for uneven in (True, False))
+                found[num_rows] = self._coupling_of(subject, batches, is_scaled_down)
             except CannotRunError as error:
                 errors.append(error)
                 continue
@@ -160,27 +161,22 @@ class RowGuard:
         A loss without a single target that counts, for example, may be computed otherwise.
         """
         last = largest_table(subject) - 1
-        for larger in (_twice, lambda value: value.clamp(min=last), lambda value: value):
-            batches = some_rows(given, num_rows, uneven=False, alike=Extremes(larger))
-            if is_scaled_down:
-                batches = pytree.tree_map_only(Tensor, within(subject), batches)
-            whole, *halves = batches
-            try:
-                found = row_coupling(subject, whole, halves, losses_only=self._skips_numbers)
-            except CannotRunError:
-                continue  # such rows need not fit the model
-            return found.as_patterns() if is_scaled_down else found
-        return NOWHERE
+        kinds = map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
+        batches = (some_rows(given, num_rows, uneven=False, alike=kind) for kind in kinds)
+        try:
+            return self._coupling_of(subject, batches, is_scaled_down)
+        except CannotRunError:
+            return NOWHERE  # such rows need not fit the model
 
     def _coupling_of(
-        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
+        self, subject: nn.Module, batches: Iterable[list[Given]], is_scaled_down: bool
     ) -> RowCoupling:
+        """Return what the first batch shows that the model runs on, each with its two halves."""
         errors: list[CannotRunError] = []
-        for uneven in (True, False):
-            whole, *halves = some_rows(given, num_rows, uneven=uneven)
+        for batch in batches:
             if is_scaled_down:
-                inside = within(subject)
-                whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
+                batch = pytree.tree_map_only(Tensor, within(subject), batch)
+            whole, *halves = batch
             try:
                 found = row_coupling(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError as error:
@@ -246,18 +242,6 @@ def _named(found: RowCoupling) -> str:
     return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
 
 
-def _copy_without_values(model: nn.Module) -> nn.Module | None:
-    def empty(parameter: nn.Parameter) -> nn.Parameter:
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return nn.Parameter(data, parameter.requires_grad)
-
-    try:
-        return copied_without_hooks(model, empty, lambda buffer: buffer)
-    # Arbitrary attributes of a user's modules: locks, files, process groups.
-    except Exception:
-        return None
-
-
 def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     """Return how many rows there are, of the numbers that were tried in this order.
 
@@ -274,10 +258,6 @@ def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     if found[last].regions or not is_told:
         raise UnclearRowsError(_unclear(found[first], first, found[last], last))
     return last
-
-
-def _has_dims(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() > 0
 
 
 def _holds_rows(leaf: object) -> bool:

@@ -20,12 +20,8 @@ def split_batch(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split a batch into micro-batches; tensors without rows go to every one.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        num_microbatches: Micro-batches.
-        rows: Where the rows are in every leaf; None for what :func:`batch_dims` says.
-        asked_by: The key of the plan, for errors.
+    ``rows`` says where the rows are in every leaf, None for what :func:`batch_dims` says;
+    ``asked_by`` is the key of the plan, for errors.
 
     Raises:
         ValueError: If there is no tensor, or its rows do not divide into them.

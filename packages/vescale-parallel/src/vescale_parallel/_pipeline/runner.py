@@ -89,13 +89,9 @@ class Pipeline:
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
-        Gradients are left in the unsharded parameters, for an incoming gradient of 1.
-
-        Args:
-            forward: The model's own call.
-            args: Positional arguments: this rank's batch.
-            kwargs: Keyword arguments, likewise.
-            rows: Where the rows are in every leaf of these; None if that is not known.
+        Gradients are left in the unsharded parameters, for an incoming gradient of 1. ``forward``
+        is the model's own call, of this rank's batch; ``rows`` says where the rows are in every
+        leaf of it, None if that is not known.
 
         Returns:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
@@ -219,12 +215,7 @@ class Pipeline:
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
-        if not last or run.blocks_called != self.num_blocks:
-            raise ValueError(
-                f"expected forward to call all {self.num_blocks} blocks before it returns, as "
-                f"pipeline parallelism needs, got {run.blocks_called}; "
-                "use pipeline_parallel.size 1 for a model that skips blocks"
-            )
+        run.check_complete(self.num_blocks)
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))

@@ -26,12 +26,8 @@ from .tied_weights import return_tied_gradients, send_tied_weights
 class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
-    Args:
-        model: Whose calls these are.
-        pipeline: Runs the schedule.
-        params: Every parameter.
-        buffers: Those that forward changes; None for a model without any.
-        finish: Reduces gradients, multiplied by what it is given.
+    ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
+    gradients, multiplied by what it is given.
     """
 
     def __init__(
@@ -57,11 +53,7 @@ class PipelineStep:
     ) -> Any:
         """Run one step on this rank's batch. Every rank must call this.
 
-        Args:
-            forward: The model's own call.
-            args: Positional arguments: this rank's batch.
-            kwargs: Keyword arguments, likewise.
-            coupling: What is known of the rows of this form of call.
+        ``forward`` is the model's own call; ``coupling`` is what is known of the rows of it.
 
         Returns:
             The module's output with a tensor for each scalar. Other tensors are None in a step
