@@ -377,5 +377,5 @@ def test_a_pending_reduction_that_the_dtype_lacks_is_refused() -> None:
     with emulate(2):
         mesh = init_device_mesh("cpu", (2,))
         local = per_rank(lambda _: torch.zeros(4, dtype=torch.int64), mesh)
-        with pytest.raises(ValueError, match="'avg' needs a dtype with fractions"):
+        with pytest.raises(ValueError, match="'avg' needs a floating-point or complex dtype"):
             redistribute_local(local, mesh, (4,), (Partial("avg"),), (Replicate(),))

@@ -233,7 +233,7 @@ def test_the_cost_on_many_ranks_sees_the_one_that_gets_everything() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ((Partial("band"),), (R,), "expected a pending reduction out of"),
+        ((Partial("band"),), (R,), "expected a Partial whose reduction is one of"),
         ((S0,), (Shard(3),), "names tensor dim 3"),
         ((S0, R), (S0,), "one placement"),
     ],

@@ -115,9 +115,9 @@ class ShardedRng:
         if before is not None and generator_state() != before:
             self._begins_late = True
             warn_at_user_line(
-                "forward drew random numbers that it did not draw before, or when it was run "
-                "to see; data-parallel ranks drew the same for their different rows in this "
-                "call, and will draw what one device draws from the next on",
+                "forward drew random numbers that neither its earlier calls drew nor the trial "
+                "run before them: in this call data-parallel ranks drew the same numbers for "
+                "their different rows; from the next call on they draw what one device draws",
             )
 
     @contextlib.contextmanager
