@@ -370,7 +370,7 @@ def test_what_is_sent_is_what_was_planned(
             redistribute_local(local, mesh, (128, 128), (source,), (target,))
     assert [(each.kind, each.nbytes // 4) for each in heard] == sent
     steps = plan_redistribution((128, 128), (4,), (source,), (target,))
-    assert [n for step in steps if (n := step.numel_sent((0,)))] == [n for _, n in sent]
+    assert [n for step in steps if (n := step.numel_received((0,)))] == [n for _, n in sent]
 
 
 def test_a_pending_reduction_that_the_dtype_lacks_is_refused() -> None:
