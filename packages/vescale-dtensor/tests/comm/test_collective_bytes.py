@@ -105,7 +105,7 @@ WRONG: list[tuple[Program, str]] = [
     (lambda mesh: all_reduce(ones(2) * 1j, mesh, op="max"), "needs a real dtype"),
     (
         lambda mesh: all_reduce(ones(2), mesh, accumulate=torch.bfloat16),
-        r"hold every torch.float32, got torch.bfloat16",
+        r"holds every value of torch.float32, got torch.bfloat16",
     ),
     (
         lambda mesh: all_reduce(ones(2), mesh, order="library", accumulate=torch.float64),

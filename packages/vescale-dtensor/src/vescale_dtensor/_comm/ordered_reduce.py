@@ -88,7 +88,7 @@ class Reduction:
         dtype, wide = tensor.dtype, self.accumulate
         if wide is not None and torch.promote_types(dtype, wide) != wide:
             raise ValueError(
-                f"expected accumulate to be a dtype that holds every {dtype}, got {wide}"
+                f"expected accumulate to be a dtype that holds every value of {dtype}, got {wide}"
             )
         if self.op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(
