@@ -339,7 +339,7 @@ def _named(batch: Callable[[int, torch.Generator], Batch], **names: str) -> Any:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, its batches, and whether its rows meet.
+    """A model, its batches, and whether its rows are coupled.
 
     Attributes:
         build: Makes it.

@@ -144,7 +144,7 @@ class SkipsBlocks(Plain):
 
 
 class SkipsByFirstRow(SkipsBlocks):
-    """Leaves out a block that the first row of the batch decides on: rows meet."""
+    """Leaves out a block that the first row of the batch decides on: rows are coupled."""
 
     def skipped_for(self, batch: Mapping[str, Tensor]) -> int:
         return int(batch["x"][0, 0] > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -15,6 +16,17 @@ PACKAGES = tuple(architecture.package_sources())
 MAX_ENTRIES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 18, 400, 60
 # One file for each family of operators.
 LONG_FOLDERS = {Path("vescale_dtensor/_rules")}
+
+# The word of the field for each of them stands beside it.
+PRIVATE_WORDS = {
+    "addend": "partial",
+    "meetings": "coupled rows",
+    "foreseen": "predicted",
+    "rehears": "dry run",
+    "slab": "two-phase write or read",
+    "stand[-_]in": "placeholder",
+    "tiny[ _]?twin": "scaled-down model",
+}
 
 of_packages = pytest.mark.parametrize("package", PACKAGES)
 
@@ -69,6 +81,14 @@ def test_every_room_says_what_it_is_for(package: str) -> None:
         init = room / "__init__.py"
         assert init.exists(), init
         assert ast.get_docstring(ast.parse(init.read_text("utf-8"))), init.relative_to(folder)
+
+
+@of_packages
+def test_sources_speak_in_the_words_of_the_field(package: str) -> None:
+    words = "|".join(PRIVATE_WORDS)
+    for file in _files(package):
+        found = re.search(rf"(?<![a-z])({words})", file.read_text("utf-8"), re.IGNORECASE)
+        assert found is None, (file, found.group(), PRIVATE_WORDS)
 
 
 @pytest.mark.slow

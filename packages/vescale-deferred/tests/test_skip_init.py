@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_deferred import (
-    deferred_init,
-    is_deferred,
-    materialize,
-    read,
-    skip_init,
-)
+from vescale_deferred import deferred_init, is_deferred, materialize, read, skip_init
 from vescale_dtensor import Box
 
 

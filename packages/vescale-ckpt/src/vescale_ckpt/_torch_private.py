@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 
 # torch 2.11 to 2.13: FSDP2 over tensor parallel gives its parameters this placement; without
 # it such parameters could not be saved at all.
-from torch.distributed.tensor.placement_types import (
-    _StridedShard as StridedShard,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # pyright: ignore[reportPrivateUsage]
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

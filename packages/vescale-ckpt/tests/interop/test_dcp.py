@@ -22,13 +22,7 @@ from torch.distributed.tensor import (
 )
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CorruptCheckpointError,
-    MismatchError,
-    PerRank,
-    RngState,
-)
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, MismatchError, PerRank, RngState
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 from vescale_testing.memory import peak_nbytes

@@ -76,7 +76,7 @@ def test_a_failure_that_nobody_asks_for_is_printed_at_the_end() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, check=False
     )
-    assert "the last save in the background failed, and nobody has asked" in ended.stderr
+    assert "the last save in the background failed, and nothing waited for it" in ended.stderr
     assert "/proc/no" in ended.stderr
 
 

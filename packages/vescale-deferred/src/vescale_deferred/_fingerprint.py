@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window
 
 from ._evaluation.replay import needed_writes
-from ._module_tensors import registered, replace_unregistered
+from ._module_tensors import all_tensors
 from ._tape.deferred_tensor import DeferredTensor
 from ._tape.tape import Snapshot, Tape, Write
 from ._torch_private import plainly, tree_flatten
@@ -41,7 +41,7 @@ def fingerprint(module: nn.Module) -> str:
         >>> layer(1) == layer(1), layer(1) == layer(2)
         (True, False)
     """
-    return _digest(_named(module))
+    return _digest(all_tensors(module))
 
 
 def fingerprints(module: nn.Module) -> dict[str, str]:
@@ -59,20 +59,9 @@ def fingerprints(module: nn.Module) -> dict[str, str]:
         ['weight', 'bias']
     """
     found: dict[str, str] = {}
-    for number, (fqn, tensor) in enumerate(_named(module)):
+    for number, (fqn, tensor) in enumerate(all_tensors(module)):
         found[fqn or f"attribute {number}"] = _digest([(fqn, tensor)])
     return found
-
-
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    named = [(fqn, tensor) for fqn, _, _, tensor in registered(module)]
-
-    def note(tensor: Tensor) -> Tensor:
-        named.append(("", tensor))
-        return tensor
-
-    replace_unregistered(module, note)
-    return named
 
 
 def _digest(named: list[tuple[str, Tensor]]) -> str:

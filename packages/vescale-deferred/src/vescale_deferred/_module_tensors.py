@@ -49,3 +49,15 @@ def _replaced(value: Any, replace: Callable[[Tensor], Tensor], seen: set[int]) -
         case _:
             pass
     return value
+
+
+def all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all tensors of a module with their first names, "" for those in attributes."""
+    found = [(fqn, tensor) for fqn, _, _, tensor in registered(module)]
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(("", tensor))
+        return tensor
+
+    replace_unregistered(module, note)
+    return found

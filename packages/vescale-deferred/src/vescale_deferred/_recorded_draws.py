@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vescale_dtensor.random import PhiloxDraws, Point, Stream, Window, philox_draws
 
 from ._evaluation.replay import needed_writes
-from ._module_tensors import registered, replace_unregistered
+from ._module_tensors import all_tensors
 from ._tape.deferred_tensor import DeferredTensor
 from ._tape.tape import Write
 from ._torch_private import plainly, tree_leaves
@@ -95,13 +95,7 @@ def replace_draws(module: nn.Module, draws: RecordedDraws) -> None:
 
 
 def _writes(module: nn.Module) -> list[Write]:
-    tensors = [tensor for *_, tensor in registered(module)]
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    replace_unregistered(module, note)
+    tensors = [tensor for _, tensor in all_tensors(module)]
     return needed_writes(t.deferral.snapshot() for t in tensors if isinstance(t, DeferredTensor))
 
 

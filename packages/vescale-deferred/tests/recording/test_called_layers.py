@@ -10,13 +10,7 @@ from torch._C import _to_dlpack as to_dlpack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
-from vescale_deferred import (
-    DeferredError,
-    DeferredWarning,
-    ReadError,
-    deferred_init,
-    materialize,
-)
+from vescale_deferred import DeferredError, DeferredWarning, ReadError, deferred_init, materialize
 
 Check = Callable[[Callable[[], nn.Module]], Any]
 

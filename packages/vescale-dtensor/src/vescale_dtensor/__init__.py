@@ -44,11 +44,7 @@ from ._comm.failures import (
 )
 from ._comm.profiling import name_group as name_group, profiler_range as profiler_range
 from ._debug.comm_counter import CommCounter as CommCounter
-from ._debug.explain import (
-    Explanation as Explanation,
-    Operation as Operation,
-    explain as explain,
-)
+from ._debug.explain import Explanation as Explanation, Operation as Operation, explain as explain
 from ._debug.forbid_gathers import (
     GatherForbiddenError as GatherForbiddenError,
     forbid_gathers as forbid_gathers,

@@ -100,12 +100,12 @@ WRONG: list[tuple[Program, str]] = [
     ),
     (
         lambda mesh: all_reduce(ones(2).long(), mesh, op="avg"),
-        "needs a dtype with fractions",
+        "needs a floating-point or complex dtype",
     ),
-    (lambda mesh: all_reduce(ones(2) * 1j, mesh, op="max"), "needs a dtype with an order"),
+    (lambda mesh: all_reduce(ones(2) * 1j, mesh, op="max"), "needs a real dtype"),
     (
         lambda mesh: all_reduce(ones(2), mesh, accumulate=torch.bfloat16),
-        r"hold every torch.float32, got torch.bfloat16",
+        r"holds every value of torch.float32, got torch.bfloat16",
     ),
     (
         lambda mesh: all_reduce(ones(2), mesh, order="library", accumulate=torch.float64),

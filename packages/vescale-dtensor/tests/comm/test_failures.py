@@ -10,11 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor import (
-    PeerError,
-    all_reduce,
-    announced_failures,
-)
+from vescale_dtensor import PeerError, all_reduce, announced_failures
 from vescale_dtensor._torch_private import default_store
 from vescale_testing import RankError, World
 

@@ -370,12 +370,12 @@ def test_what_is_sent_is_what_was_planned(
             redistribute_local(local, mesh, (128, 128), (source,), (target,))
     assert [(each.kind, each.nbytes // 4) for each in heard] == sent
     steps = plan_redistribution((128, 128), (4,), (source,), (target,))
-    assert [n for step in steps if (n := step.numel_sent((0,)))] == [n for _, n in sent]
+    assert [n for step in steps if (n := step.numel_received((0,)))] == [n for _, n in sent]
 
 
 def test_a_pending_reduction_that_the_dtype_lacks_is_refused() -> None:
     with emulate(2):
         mesh = init_device_mesh("cpu", (2,))
         local = per_rank(lambda _: torch.zeros(4, dtype=torch.int64), mesh)
-        with pytest.raises(ValueError, match="'avg' needs a dtype with fractions"):
+        with pytest.raises(ValueError, match="'avg' needs a floating-point or complex dtype"):
             redistribute_local(local, mesh, (4,), (Partial("avg"),), (Replicate(),))

@@ -9,13 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from vescale_dtensor import (
-    CommCounter,
-    InterleavedShard,
-    RaggedShard,
-    distribute_tensor,
-    emulate,
-)
+from vescale_dtensor import CommCounter, InterleavedShard, RaggedShard, distribute_tensor, emulate
 from vescale_testing import World
 
 PLACEMENTS: list[tuple[Placement, ...]] = [

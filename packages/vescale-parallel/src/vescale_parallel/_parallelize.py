@@ -252,7 +252,7 @@ def _shard(
 def _guards_of_calls(
     plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, batch: Any, sharding: TensorSharding
 ) -> tuple[RowGuard | None, DrawForms | None]:
-    """Return what knows, of every form of call, where rows meet and what is drawn."""
+    """Return what knows, of every form of call, where rows are coupled and what is drawn."""
     exchange = exchange_over(data_groups(mesh))
     pipelined = plan.pipeline_parallel.size > 1
     row_guard = None

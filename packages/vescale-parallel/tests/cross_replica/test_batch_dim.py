@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vescale_parallel._cross_replica.borders import RowMeetings, Rows
+from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._cross_replica.call_guard import RowGuard
 
 ROWS_FIRST = Rows(0)
@@ -47,11 +47,11 @@ def extras(length: int) -> dict[str, Tensor]:
     }
 
 
-def meetings(model: nn.Module, *given: Any, known: Tensor | None = None) -> RowMeetings:
+def coupling(model: nn.Module, *given: Any, known: Tensor | None = None) -> RowCoupling:
     guard = RowGuard(model, lambda mine: [mine])
     if known is not None:
         guard.is_rows_first = lambda tree: tree is known
-    return guard.meetings(model, given, {})[0]
+    return guard.coupling(model, given, {})[0]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def meetings(model: nn.Module, *given: Any, known: Tensor | None = None) -> RowM
     ],
 )
 def test_what_all_rows_share_has_no_rows(name: str, shape: tuple[int, int]) -> None:
-    found = meetings(Causal(), torch.randint(16, shape), extras(shape[1])[name])
+    found = coupling(Causal(), torch.randint(16, shape), extras(shape[1])[name])
     assert (found.given, found.regions) == ((ROWS_FIRST, None), {})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_that_depend_on_each_other_are_not_taken_for_time(shape: tuple[int, int]) -> None:
     ids, shared = torch.randint(16, shape), extras(shape[1])
-    found = meetings(Causal(over_rows=True), ids, shared["positions"])
+    found = coupling(Causal(over_rows=True), ids, shared["positions"])
     assert (found.given, [*found.regions]) == ((ROWS_FIRST, None), [""])
 
 
@@ -82,6 +82,6 @@ def test_positions_that_might_be_targets_are_refused(
     ids, extra = torch.randint(16, shape), extras(shape[1])["positions without rows"]
     model = Causal(over_rows=over_rows)
     with pytest.raises(ValueError, match=r"cannot be told .* positions of \(1, time\)"):
-        meetings(model, ids, extra)
-    found = meetings(model, ids, extra, known=ids)
+        coupling(model, ids, extra)
+    found = coupling(model, ids, extra, known=ids)
     assert (found.given, [*found.regions]) == ((ROWS_FIRST, None), [""] if over_rows else [])

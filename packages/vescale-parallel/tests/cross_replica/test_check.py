@@ -1,4 +1,4 @@
-"""Where rows of a batch meet is found by running a model on all rows and on halves."""
+"""Where rows of a batch are coupled is found by running a model on all rows and on halves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel._cross_replica import call_guard
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._cross_replica.small_batches import some_rows
 
 
-def meetings(model: nn.Module, *args: Any, **kwargs: Any) -> RowMeetings:
+def coupling(model: nn.Module, *args: Any, **kwargs: Any) -> RowCoupling:
     guard = RowGuard(model, lambda mine: [mine])
-    found, is_checked = guard.meetings(model, args, kwargs)
+    found, is_checked = guard.coupling(model, args, kwargs)
     assert is_checked
     return found
 
@@ -87,7 +87,7 @@ def largest(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [token_mean, mean_of_all])
 def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
-    assert not meetings(Tokens(loss), *tokens()).regions
+    assert not coupling(Tokens(loss), *tokens()).regions
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_means_over_rows_are_averaged_by_ranks(loss: Any) -> None:
     ids=lambda loss: loss.__name__,
 )
 def test_rows_meet_in_other_losses_and_nowhere_else(loss: Any) -> None:
-    found = meetings(Tokens(loss), *tokens())
+    found = coupling(Tokens(loss), *tokens())
     assert [*found.regions] == [""]
     assert {fqn for fqn, _ in found.module_rows} == {"", "embed", "blocks.0", "blocks.1", "head"}
 
 
 def test_rows_meet_in_batch_norm_while_training_only() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert [*meetings(model, torch.randn(6, 4)).regions] == ["1"]
-    assert not meetings(model.eval(), torch.randn(6, 4)).regions
+    assert [*coupling(model, torch.randn(6, 4)).regions] == ["1"]
+    assert not coupling(model.eval(), torch.randn(6, 4)).regions
 
 
 class Weighted(nn.Module):
@@ -126,7 +126,7 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("of_data", [False, True])
 def test_means_may_be_weighted_by_parameters(of_data: bool) -> None:
-    found = meetings(Weighted(of_data), torch.randn(6, 4))
+    found = coupling(Weighted(of_data), torch.randn(6, 4))
     assert [*found.regions] == ([""] if of_data else [])
 
 
@@ -147,7 +147,7 @@ class Triplets(nn.Module):
 
 @pytest.mark.parametrize("groups", [[0] * 8, [0, 0, 0, 0, 1, 0, 0, 1], [0, 1] * 4])
 def test_rows_meet_in_a_hinge_though_it_is_beyond_its_margin(groups: list[int]) -> None:
-    found = meetings(Triplets(), torch.randn(8, 4), torch.tensor(groups))
+    found = coupling(Triplets(), torch.randn(8, 4), torch.tensor(groups))
     assert [*found.regions] == [""]
 
 
@@ -179,7 +179,7 @@ class Routed(nn.Module):
 
 
 def test_a_loss_kept_by_a_layer_makes_the_layer_meet_too() -> None:
-    assert {*meetings(Routed(), torch.randn(4, 4)).regions} == {
+    assert {*coupling(Routed(), torch.randn(4, 4)).regions} == {
         *("", "layers", "layers.0", "layers.1")
     }
 
@@ -195,7 +195,7 @@ class Contrast(nn.Module):
 
 
 def test_what_has_rows_twice_is_returned_whole() -> None:
-    found = meetings(Contrast(), torch.randn(5, 3), torch.randn(5, 3))
+    found = coupling(Contrast(), torch.randn(5, 3), torch.randn(5, 3))
     assert [*found.regions] == [""]
     border = found.module_rows["", "2d 2d"]
     assert border.inputs == (Rows(0), Rows(0))
@@ -215,7 +215,7 @@ class TimeOutside(nn.Module):
 
 
 def test_rows_inside_of_a_folded_dim_are_told_from_rows_outside() -> None:
-    border = meetings(TimeOutside(), torch.randn(4, 5, 3)).module_rows["inner", "2d"]
+    border = coupling(TimeOutside(), torch.randn(4, 5, 3)).module_rows["inner", "2d"]
     assert border.inputs == (Rows(0, outermost=False),)
 
 
@@ -231,7 +231,7 @@ class TimeFirst(nn.Module):
 def test_rows_of_time_first_inputs_are_what_tensors_share() -> None:
     x, y = torch.randn(7, 5, 3), torch.tensor([0, 1, 0, 1, 0])
     assert num_rows_of((x, y), {}) == 5
-    assert not meetings(TimeFirst(), x, y).regions
+    assert not coupling(TimeFirst(), x, y).regions
 
 
 class Hidden(torch.autograd.Function):
@@ -255,7 +255,7 @@ class MeetsInBackward(nn.Module):
 
 def test_rows_that_meet_in_backward_alone_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gradient of 'layer.*' is not the sum over parts"):
-        meetings(MeetsInBackward(), torch.randn(4, 3))
+        coupling(MeetsInBackward(), torch.randn(4, 3))
 
 
 class NeedsRows(nn.Module):
@@ -268,18 +268,18 @@ class NeedsRows(nn.Module):
 
 
 def test_a_model_that_fewer_rows_do_not_fit_lets_them_meet() -> None:
-    assert [*meetings(NeedsRows(), torch.randn(4, 3)).regions] == [""]
+    assert [*coupling(NeedsRows(), torch.randn(4, 3)).regions] == [""]
 
 
 def test_dropout_does_not_let_rows_meet() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2), nn.AlphaDropout(0.1))
-    assert not meetings(model, torch.randn(4, 4)).regions
+    assert not coupling(model, torch.randn(4, 4)).regions
 
 
 def test_a_check_leaves_generators_and_the_model_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    meetings(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+    coupling(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
 
@@ -296,13 +296,13 @@ def without_a_call(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [without_targets, without_a_call])
 def test_rows_meet_in_what_depends_on_there_being_a_row_of_some_kind(loss: Any) -> None:
-    assert [*meetings(Tokens(loss), *tokens()).regions] == [""]
+    assert [*coupling(Tokens(loss), *tokens()).regions] == [""]
 
 
 def test_a_single_token_tells_what_others_would_do() -> None:
     one = torch.full((1, 1), 7)
     whole = torch.ones(1, 1, dtype=torch.bool)
-    assert [*meetings(Tokens(without_targets), one, one, whole).regions] == [""]
+    assert [*coupling(Tokens(without_targets), one, one, whole).regions] == [""]
 
 
 def test_masks_of_the_small_batch_are_uneven() -> None:
@@ -314,22 +314,22 @@ def test_masks_of_the_small_batch_are_uneven() -> None:
 
 def test_ranks_that_see_rows_meet_elsewhere_agree() -> None:
     model, other = Tokens(chosen), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    theirs = RowGuard(other, lambda mine: [mine]).meetings(other, (torch.randn(4, 4),), {})[0]
+    theirs = RowGuard(other, lambda mine: [mine]).coupling(other, (torch.randn(4, 4),), {})[0]
     told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs, "", False)
     ours = RowGuard(model, lambda mine: [mine, told])
-    assert [*ours.meetings(model, tokens(), {})[0].regions] == ["", "1"]
+    assert [*ours.coupling(model, tokens(), {})[0].regions] == ["", "1"]
 
 
 def test_a_rank_may_evaluate_alone_where_rows_do_not_meet() -> None:
     guard = RowGuard(Tokens(token_mean), lambda mine: pytest.fail("the others are not there"))
     with torch.no_grad():
-        assert not guard.meetings(Tokens(token_mean), tokens(), {})[0].regions
+        assert not guard.coupling(Tokens(token_mean), tokens(), {})[0].regions
 
 
 def test_targets_that_are_all_ignored_are_made_to_count() -> None:
     ids, targets, mask = tokens()
     ignored = torch.full_like(targets, -100)
-    assert not meetings(Tokens(token_mean), ids, ignored, mask).regions
+    assert not coupling(Tokens(token_mean), ids, ignored, mask).regions
 
 
 class WithAccuracy(nn.Module):
@@ -344,9 +344,9 @@ class WithAccuracy(nn.Module):
 
 def test_numbers_without_gradient_matter_where_they_are_returned() -> None:
     args = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
-    assert [*meetings(WithAccuracy(), *args).regions] == [""]
+    assert [*coupling(WithAccuracy(), *args).regions] == [""]
     guard = RowGuard(WithAccuracy(), lambda mine: [mine], losses_only=True)
-    assert not guard.meetings(WithAccuracy(), args, {})[0].regions
+    assert not guard.coupling(WithAccuracy(), args, {})[0].regions
 
 
 class SquaredLoss(nn.Module):
@@ -361,17 +361,17 @@ class SquaredLoss(nn.Module):
 
 
 def test_the_loss_of_a_module_is_the_mean_over_ranks_for_what_goes_on_with_it() -> None:
-    found = meetings(SquaredLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
+    found = coupling(SquaredLoss(), torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
     assert [*found.regions] == [""]
     assert found.module_rows["loss", "2d 1d"].outputs == (MeanOfParts(),)
 
 
 def test_it_is_refused_if_time_may_be_the_rows_and_it_makes_a_difference() -> None:
     with pytest.raises(ValueError, match=r"of length 3, they depend .*; if the one of length 5"):
-        meetings(Tokens(divided_by_rows), *tokens())
+        coupling(Tokens(divided_by_rows), *tokens())
     guard = RowGuard(Tokens(divided_by_rows), lambda mine: [mine])
     guard.is_rows_first = lambda tree: True
-    assert [*guard.meetings(Tokens(divided_by_rows), tokens(), {})[0].regions] == [""]
+    assert [*guard.coupling(Tokens(divided_by_rows), tokens(), {})[0].regions] == [""]
 
 
 class AroundLlama(nn.Module):
@@ -399,5 +399,5 @@ def test_a_scaled_down_model_is_run_inside_of_what_wraps_it(
     subject, is_scaled_down = RowGuard(model, lambda mine: [mine]).subject(model)
     assert is_scaled_down
     assert len(subject.lm.model.layers) == 4  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportOptionalMemberAccess]
-    found = meetings(model, {"input_ids": ids, "labels": ids})
+    found = coupling(model, {"input_ids": ids, "labels": ids})
     assert [*found.regions] == ([""] if coupled else [])

@@ -12,16 +12,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 
-from .zero_model import (
-    ROWS,
-    WIDTH,
-    WORLD,
-    assert_close,
-    net,
-    parallel,
-    rows_of,
-    wholes,
-)
+from .zero_model import ROWS, WIDTH, WORLD, assert_close, net, parallel, rows_of, wholes
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 

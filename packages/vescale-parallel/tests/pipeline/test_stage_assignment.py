@@ -11,11 +11,7 @@ from torch import nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._pipeline.partition import split_blocks, stage_starts
-from vescale_parallel._pipeline.stage_assignment import (
-    StageMap,
-    modules_outside_blocks,
-    stage_map,
-)
+from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
 
 
 class Model(nn.Module):

@@ -15,11 +15,7 @@ from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
 from vescale_parallel._rng.known_draws import Scope, ShardedDraw
-from vescale_parallel._rng.predict import (
-    cuts_of_example,
-    draw_marks,
-    scopes_of_unknown,
-)
+from vescale_parallel._rng.predict import cuts_of_example, draw_marks, scopes_of_unknown
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
@@ -283,9 +279,9 @@ def test_the_rows_that_were_found_are_those_that_are_drawn_for() -> None:
     model = Given()
     given = (torch.randn(5, 4, 6), torch.randn(4, 5))
     guard = RowGuard(model, lambda value: [value])
-    meetings, _ = guard.meetings(model, given, {})
-    assert not meetings.regions
-    assert meetings.num_rows(given, {}) == 4
+    coupling, _ = guard.coupling(model, given, {})
+    assert not coupling.regions
+    assert coupling.num_rows(given, {}) == 4
     alone = shard({}, model, 1)
     forms = DrawForms(model, guard, None, alone, lambda value: [value])
     found = forms.known(model, given, {}, 4).scopes

@@ -139,9 +139,9 @@ def plan_files(table: Iterable[TensorInfo], max_file_nbytes: int = MAX_FILE_NBYT
     plan = FilePlan(files={}, tensors={})
     for group, stem in _stems(groups).items():
         shards = _split(groups[group], max_file_nbytes)
-        names = _file_names(stem, len(shards))
+        names = file_names(stem, len(shards))
         for name, shard in zip(names, shards, strict=True):
-            _lay_out(name, shard, plan)
+            lay_out(name, _alike(shard), plan, alignment=HEADER_ALIGNMENT)
         if len(shards) > 1:
             _add_index(stem, groups[group], plan)
     return plan
@@ -193,24 +193,23 @@ def _split(entries: list[TensorInfo], max_file_nbytes: int) -> list[list[TensorI
     return shards
 
 
-def _file_names(stem: str, count: int) -> list[str]:
+def file_names(stem: str, count: int) -> list[str]:
+    """Return how the files of a group are called, as HuggingFace's libraries number them."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _lay_out(file: str, entries: list[TensorInfo], plan: FilePlan) -> None:
-    """Put alike tensors side by side: wide dtypes, then large tensors first.
+def lay_out(
+    file: str, runs: Sequence[Sequence[TensorInfo]], plan: FilePlan, *, alignment: int
+) -> None:
+    """Add a file to a plan, in which tensors lie one after the other.
 
-    The first keeps every element aligned, the second most tensors on pages.
+    Those of a run have one dtype and shape. The first lies at a multiple of ``alignment``.
     """
-    kinds: dict[tuple[str, tuple[int, ...]], list[TensorInfo]] = {}
-    for entry in entries:
-        kinds.setdefault((entry.dtype, entry.shape), []).append(entry)
-    ordered = [kinds[kind] for kind in sorted(kinds, key=_place)]
-    head = _head(ordered)
+    head = _head(runs, alignment)
     offset = len(head)
-    for run in ordered:
+    for run in runs:
         names = [entry.name for entry in run]
         stretch = TensorRun(file, run[0].dtype, run[0].shape, offset, names)
         keys = [entry.key for entry in run]
@@ -219,17 +218,28 @@ def _lay_out(file: str, entries: list[TensorInfo], plan: FilePlan) -> None:
     plan.files[file] = PlannedFile(head=head, nbytes=offset)
 
 
+def _alike(entries: Iterable[TensorInfo]) -> list[list[TensorInfo]]:
+    """Put alike tensors side by side: wide dtypes, then large tensors first.
+
+    The first keeps every element aligned, the second most tensors on pages.
+    """
+    kinds: dict[tuple[str, tuple[int, ...]], list[TensorInfo]] = {}
+    for entry in entries:
+        kinds.setdefault((entry.dtype, entry.shape), []).append(entry)
+    return [kinds[kind] for kind in sorted(kinds, key=_place)]
+
+
 def _place(kind: tuple[str, tuple[int, ...]]) -> tuple[int, int, str, tuple[int, ...]]:
     dtype, shape = kind
     return (-DTYPES[dtype].itemsize, -nbytes_of(dtype, shape), dtype, shape)
 
 
-def _head(ordered: list[list[TensorInfo]]) -> bytes:
+def _head(runs: Sequence[Sequence[TensorInfo]], alignment: int) -> bytes:
     """Return the length and the header of a safetensors file, padded."""
     # Written by hand: for many tensors that takes half as long as the json module.
     lines = ['{"__metadata__":{"format":"pt"}']
     stop = 0
-    for run in ordered:
+    for run in runs:
         dtype, shape = run[0].dtype, run[0].shape
         nbytes = nbytes_of(dtype, shape)
         kind = f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
@@ -238,7 +248,7 @@ def _head(ordered: list[list[TensorInfo]]) -> bytes:
             name = encode_basestring(entry.name)
             lines.append(f'{name}:{{{kind},"data_offsets":[{start},{stop}]}}')
     text = (",".join(lines) + "}").encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment)
     return struct.pack("<Q", len(text)) + text
 
 

@@ -167,9 +167,6 @@ def _in_chunks(item: WriteItem) -> Iterator[WriteItem]:
 class _Stand:
     """Makes tensors without bytes that stand for the stored ones.
 
-    Args:
-        source: What has them.
-
     Attributes:
         rows: By the id of what stands for a row of a tensor, where that is.
     """

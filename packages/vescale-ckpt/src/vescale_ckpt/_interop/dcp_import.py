@@ -26,11 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from vescale_ckpt._comm.control_group import AllOrNone, current_control_group
@@ -41,8 +37,8 @@ from vescale_ckpt._format.state_encoding import encode
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._io.tensor_bytes import flat_bytes
-from vescale_ckpt._load.load import checked
 from vescale_ckpt._load.match import match
+from vescale_ckpt._state.arguments import checked
 from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of, renamed
 from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError, MismatchError

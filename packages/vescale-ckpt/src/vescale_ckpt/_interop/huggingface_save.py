@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup, current_control_group
-from vescale_ckpt._format.dtypes import NAMES
-from vescale_ckpt._format.file_layout import nbytes_of
+from vescale_ckpt._format.dtypes import DTYPES, NAMES
+from vescale_ckpt._format.file_layout import FilePlan, PlannedFile, TensorInfo, file_names, lay_out
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._store.atomic_directory import sync_directory
 from vescale_ckpt.exceptions import CheckpointError
@@ -29,31 +27,6 @@ Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 # How long a rank waits for the others to come; a call on one rank alone ends then, with an error.
 _TIMEOUT = timedelta(minutes=5)
 _STAGING = ".vescale-export"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor goes: its file, the first byte there, and what it is."""
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files of a model.
-
-    Attributes:
-        heads: Header of each, by name.
-        places: Where tensors lie, by name.
-        index: The text of the index; None for a single file.
-    """
-
-    heads: Mapping[str, bytes]
-    places: Mapping[str, _Place]
-    index: str | None
 
 
 def save_safetensors(
@@ -96,8 +69,8 @@ def save_safetensors(
         with AllOrNone(ranks) as step:
             units = _units(tensors, together)
             convert = convert or dict
-            files = _plan(tensors, units, convert, max_file_nbytes, stem, dict(metadata or {}))
-            step.message = sha256(repr((units, files)).encode()).hexdigest()
+            plan = _plan(tensors, units, convert, max_file_nbytes, stem, dict(metadata or {}))
+            step.message = sha256(repr((units, plan)).encode()).hexdigest()
         if len(set(step.messages)) > 1:
             raise ranks.common(
                 CheckpointError("ranks were given other tensors to write: names, shapes or dtypes")
@@ -105,10 +78,10 @@ def save_safetensors(
         target = Path(os.path.abspath(directory))
         with AllOrNone(ranks):
             if ranks.rank == 0:
-                _begin(target / _STAGING, files)
+                _begin(target / _STAGING, plan)
                 if beside is not None:
                     beside(target)
-        _write(target, tensors, units, convert, files, stem, ranks)
+        _write(target, tensors, units, convert, plan, stem, ranks)
 
 
 def _units(tensors: Mapping[str, Tensor], together: Iterable[Sequence[str]]) -> list[list[str]]:
@@ -133,7 +106,8 @@ def _plan(
     max_file_nbytes: int,
     stem: str,
     metadata: dict[str, Any],
-) -> _Files:
+) -> FilePlan:
+    """Lay out the files, the index last if there is one."""
     found: dict[str, Tensor] = {}
     for names in units:
         given = {
@@ -146,62 +120,41 @@ def _plan(
             if name in found:
                 raise CheckpointError(f"two tensors would be called {name!r}")
             found[name] = tensor
-    shards = _split(found, max_file_nbytes)
-    heads: dict[str, bytes] = {}
-    places: dict[str, _Place] = {}
-    for index, names in enumerate(shards):
-        numbered = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = f"{stem}{numbered}.safetensors"
-        heads[file] = _lay_out(file, {name: found[name] for name in names}, places)
-    if len(shards) == 1:
-        return _Files(heads, places, None)
-    total = sum(_nbytes(tensor) for tensor in found.values())
-    weight_map = {name: places[name].file for name in found}
-    index_of = {"metadata": metadata | {"total_size": total}, "weight_map": weight_map}
-    return _Files(heads, places, json.dumps(index_of, indent=2, sort_keys=True) + "\n")
+    plan = FilePlan(files={}, tensors={})
+    table = [_info(name, tensor) for name, tensor in found.items()]
+    shards = _split(table, max_file_nbytes)
+    for file, shard in zip(file_names(stem, len(shards)), shards, strict=True):
+        # Wide dtypes first, so that all lie aligned.
+        ordered = sorted(shard, key=lambda info: (-DTYPES[info.dtype].itemsize, info.name))
+        lay_out(file, [[info] for info in ordered], plan, alignment=8)
+    if len(shards) > 1:
+        total = sum(info.nbytes for info in table)
+        weight_map = {name: plan.tensors[name].file for name in found}
+        index = {"metadata": metadata | {"total_size": total}, "weight_map": weight_map}
+        text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+        plan.files[f"{stem}.safetensors.index.json"] = PlannedFile(head=text, nbytes=len(text))
+    return plan
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return nbytes_of(NAMES[tensor.dtype], tuple(tensor.shape))
+def _info(name: str, tensor: Tensor) -> TensorInfo:
+    return TensorInfo(name, "", name, NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def _split(tensors: Mapping[str, Tensor], max_file_nbytes: int) -> list[list[str]]:
+def _split(table: Sequence[TensorInfo], max_file_nbytes: int) -> list[list[TensorInfo]]:
     """Return what goes into every file, as huggingface_hub divides tensors."""
-    shards: list[list[str]] = []
-    current: list[str] = []
+    shards: list[list[TensorInfo]] = []
+    current: list[TensorInfo] = []
     filled = 0
-    for name, tensor in tensors.items():
-        nbytes = _nbytes(tensor)
-        if nbytes > max_file_nbytes:
-            shards.append([name])
+    for info in table:
+        if info.nbytes > max_file_nbytes:
+            shards.append([info])
             continue
-        if filled + nbytes > max_file_nbytes:
+        if filled + info.nbytes > max_file_nbytes:
             shards.append(current)
             current, filled = [], 0
-        current.append(name)
-        filled += nbytes
+        current.append(info)
+        filled += info.nbytes
     return [*shards, current] if current or not shards else shards
-
-
-def _lay_out(file: str, tensors: Mapping[str, Tensor], places: dict[str, _Place]) -> bytes:
-    """Place tensors in a file, wide dtypes first so that all lie aligned; return its header."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for name in names:
-        start, stop = stop, stop + _nbytes(tensors[name])
-        header[name] = {
-            "dtype": NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, stop],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    for name in names:
-        shape, (offset, _) = tuple(tensors[name].shape), header[name]["data_offsets"]
-        places[name] = _Place(file, start + offset, tensors[name].dtype, shape)
-    return struct.pack("<Q", len(text)) + text
 
 
 def _write(
@@ -209,7 +162,7 @@ def _write(
     tensors: Mapping[str, Tensor],
     units: Sequence[Sequence[str]],
     convert: Convert,
-    files: _Files,
+    plan: FilePlan,
     stem: str,
     ranks: ControlGroup,
 ) -> None:
@@ -220,7 +173,7 @@ def _write(
         if ranks.rank != 0 or failure is not None:
             continue  # whoever fails still gathers with the others, who do not know of it
         try:
-            _put(staging, convert(whole), files)
+            _put(staging, convert(whole), plan)
         except Exception as error:
             failure = error
     with AllOrNone(ranks):
@@ -228,14 +181,14 @@ def _write(
             shutil.rmtree(staging, ignore_errors=True)
             raise failure
         if ranks.rank == 0:
-            _commit(directory, staging, files, stem)
+            _commit(directory, staging, plan, stem)
 
 
-def _begin(staging: Path, files: _Files) -> None:
+def _begin(staging: Path, plan: FilePlan) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    for name, head in files.heads.items():
-        (staging / name).write_bytes(head)
+    for name, file in plan.files.items():
+        (staging / name).write_bytes(file.head)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -245,13 +198,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole.detach()
 
 
-def _put(staging: Path, tensors: Mapping[str, Tensor], files: _Files) -> None:
+def _put(staging: Path, tensors: Mapping[str, Tensor], plan: FilePlan) -> None:
     for name, tensor in tensors.items():
-        place = files.places.get(name)
-        if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
+        place, found = plan.tensors.get(name), (NAMES.get(tensor.dtype), tuple(tensor.shape))
+        if place is None or (place.dtype, place.shape) != found:
+            planned = "nothing" if place is None else f"{DTYPES[place.dtype]} {place.shape}"
             raise CheckpointError(
-                f"{name!r} was converted to {tensor.dtype} {tuple(tensor.shape)}, "
-                f"planned as {place}"
+                f"convert made {tensor.dtype} {found[1]} of {name!r}, and on the meta device "
+                f"{planned}; it must return the same names, dtypes and shapes for both"
             )
         with open(staging / place.file, "r+b") as stream:
             stream.seek(place.offset)
@@ -259,21 +213,17 @@ def _put(staging: Path, tensors: Mapping[str, Tensor], files: _Files) -> None:
                 stream.write(view)
 
 
-def _commit(directory: Path, staging: Path, files: _Files, stem: str) -> None:
-    index = f"{stem}.safetensors.index.json"
-    for name in files.heads:
+def _commit(directory: Path, staging: Path, plan: FilePlan, stem: str) -> None:
+    for name in plan.files:
         with open(staging / name, "r+b") as stream:
             os.fsync(stream.fileno())
-    kept = {*files.heads, *([] if files.index is None else [index])}
-    for old in (*directory.glob(f"{stem}*.safetensors"), directory / index):
-        if old.name not in kept and _is_ours(old.name, stem):
+    index = directory / f"{stem}.safetensors.index.json"
+    for old in (*directory.glob(f"{stem}*.safetensors"), index):
+        if old.name not in plan.files and _is_ours(old.name, stem):
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
-    for name in files.heads:
+    for name in plan.files:  # the index last: a directory with one is complete
         os.rename(staging / name, directory / name)
-    if files.index is not None:  # last: a directory with one is complete
-        (staging / index).write_text(files.index, encoding="utf-8")
-        os.rename(staging / index, directory / index)
     shutil.rmtree(staging, ignore_errors=True)
     sync_directory(directory)
 

@@ -60,11 +60,7 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A checkpoint in safetensors files, ours or HuggingFace's.
-
-    Args:
-        reader: Its open files.
-    """
+    """A checkpoint in safetensors files, ours or HuggingFace's."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader

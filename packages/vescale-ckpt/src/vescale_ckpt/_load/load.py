@@ -17,7 +17,7 @@ from vescale_ckpt._comm.control_group import (
     current_control_group,
 )
 from vescale_ckpt._comm.hosts import this_host
-from vescale_ckpt._state.arguments import check_arguments
+from vescale_ckpt._state.arguments import check_arguments, checked
 from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt._store.reader import CheckpointReader
@@ -166,16 +166,6 @@ def _open_same(
     raise ranks.common(
         CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
     )
-
-
-def checked(chosen: Callable[[], KeyFilter]) -> KeyFilter:
-    """Return what a user has chosen; what is wrong with it every rank has to hear of."""
-    try:
-        return chosen()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _close(reader: CheckpointReader | None) -> None:

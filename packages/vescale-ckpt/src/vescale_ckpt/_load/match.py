@@ -73,8 +73,7 @@ class Matched:
             complaints += [f"unexpected in the checkpoint: {key}" for key in self.unexpected]
             complaints += [f"{text} in the checkpoint" for text in self.idle]
         if complaints:
-            more = len(complaints) - _MAX_LISTED
-            lines = complaints[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+            lines = _shortened(complaints)
             raise MismatchError("\n".join([*lines, _ADVICE] if strict else lines))
 
     def report(self, *, strict: bool) -> None:
@@ -85,9 +84,12 @@ class Matched:
             lines += [f"only in the checkpoint, not loaded: {key}" for key in self.unexpected]
             lines += [f"{text} in the checkpoint" for text in self.idle]
         if lines:
-            more = len(lines) - _MAX_LISTED
-            lines = lines[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
-            warnings.warn("\n".join(lines), stacklevel=3)
+            warnings.warn("\n".join(_shortened(lines)), stacklevel=3)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _MAX_LISTED
+    return lines[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
 
 
 def match(

@@ -66,10 +66,7 @@ def settle(own_copies: Sequence[OwnCopy]) -> None:
 
 
 def apart(items: list[ReadItem]) -> list[OwnCopy]:
-    """Give memory of their own to read items that share some; see [Note: shared memory].
-
-    Args:
-        items: What to read; the targets of some are replaced.
+    """Replace targets of read items that share memory; see [Note: shared memory].
 
     Raises:
         CheckpointError: If two stored tensors are to be read into the very same tensor, or

@@ -167,7 +167,7 @@ class _Outcome:
 def _complain(outcome: _Outcome) -> None:
     if outcome.error is not None:
         raise CheckpointError(
-            f"the last save in the background failed, and nobody has asked: {outcome.error}"
+            f"the last save in the background failed, and nothing waited for it: {outcome.error}"
         ) from outcome.error
 
 

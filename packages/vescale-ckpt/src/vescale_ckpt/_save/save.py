@@ -26,7 +26,7 @@ from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._format.state_encoding import Encoded, encode
-from vescale_ckpt._state.arguments import check_arguments
+from vescale_ckpt._state.arguments import check_arguments, checked
 from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, stacked_shard
 from vescale_ckpt._store.retention import keep_newest
 from vescale_ckpt._store.storage import Storage
@@ -160,12 +160,7 @@ def _write_checkpoint(
 ) -> None:
     begin = time.perf_counter()
     with AllOrNone(ranks) as step:
-        try:
-            destination = choose()
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+        destination = checked(choose)
         destination.storage.check_replaceable()
         taken = take()
         ties = ties_of(taken.shards)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from vescale_ckpt.exceptions import CheckpointError
+
+T = TypeVar("T")
 
 
 def check_arguments(name: str, path: object, state: object) -> None:
@@ -24,6 +27,20 @@ def check_arguments(name: str, path: object, state: object) -> None:
             f"expected state to be a dict of what to {name} by name, got "
             f"{_kind(state)}; call {usage}"
         )
+
+
+def checked(chosen: Callable[[], T]) -> T:
+    """Return what a user has chosen; what is wrong with it every rank has to hear of.
+
+    Raises:
+        CheckpointError: With what was wrong.
+    """
+    try:
+        return chosen()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _kind(state: object) -> str:

@@ -19,13 +19,7 @@ from vescale_deferred._evaluation.value_bounds import known_truth
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
 from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
 from vescale_deferred._tape.tape import OpCall, Snapshot, Tape, Write
-from vescale_deferred._torch_private import (
-    OpOverload,
-    schema,
-    storage_key,
-    tree_leaves,
-    tree_map,
-)
+from vescale_deferred._torch_private import OpOverload, schema, storage_key, tree_leaves, tree_map
 from vescale_deferred.exceptions import CannotDefer, DeferredWarning
 from vescale_dtensor.random import Draws, PhiloxDraws, Point, Window
 

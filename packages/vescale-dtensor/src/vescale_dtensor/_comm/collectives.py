@@ -305,7 +305,7 @@ def _check_out(out: Tensor, tensor: Tensor, shape: torch.Size, *, is_uneven: boo
     if not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous tensor with out, got strides {tensor.stride()}")
     if torch.is_grad_enabled() and (tensor.requires_grad or out.requires_grad):
-        raise ValueError("out has no gradients; detach it and the tensor, or leave out away")
+        raise ValueError("out has no gradients; detach it and the tensor, or call it without out")
 
 
 def _check_divisible(tensor: Tensor, peers: Peers) -> None:

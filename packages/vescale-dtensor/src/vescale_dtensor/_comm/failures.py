@@ -186,7 +186,7 @@ def named_failures() -> Iterator[None]:
         if text := _announced():
             raise PeerError(f"{text}; this rank ({dist.get_rank()}) was waiting for it") from error
         if known[0] is dist.group.WORLD:
-            error.add_note(f"no rank has told of a failure since {known[2]}")
+            error.add_note(f"no other rank has reported a failure since {known[2]}")
         if any(text in str(error) for text in _CLOSED):
             lost = PeerError(
                 "a rank's process ended without a word, as one that is killed does (the kernel "

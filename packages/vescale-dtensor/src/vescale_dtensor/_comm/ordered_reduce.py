@@ -87,11 +87,15 @@ class Reduction:
         """Raise ValueError if ``tensor`` cannot be reduced so, or autograd could not follow."""
         dtype, wide = tensor.dtype, self.accumulate
         if wide is not None and torch.promote_types(dtype, wide) != wide:
-            raise ValueError(f"expected accumulate to hold every {dtype}, got {wide}")
+            raise ValueError(
+                f"expected accumulate to be a dtype that holds every value of {dtype}, got {wide}"
+            )
         if self.op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"op 'avg' needs a dtype with fractions, got {dtype}; use 'sum'")
+            raise ValueError(
+                f"op 'avg' needs a floating-point or complex dtype, got {dtype}; use 'sum'"
+            )
         if self.op in {"max", "min"} and dtype.is_complex:
-            raise ValueError(f"op {self.op!r} needs a dtype with an order, got {dtype}")
+            raise ValueError(f"op {self.op!r} needs a real dtype, got {dtype}")
         is_linear = self.op in {"sum", "avg"}
         if not is_linear and torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, TypeGuard
 
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale_dtensor._torch_private import StridedShard
 
 # How two values become one.
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
@@ -110,3 +112,25 @@ class InterleavedShard(_PlacementByValue):
 def is_sharded(placement: Placement) -> TypeGuard[Placement]:
     """Return whether ranks of the mesh axis hold different elements."""
     return not isinstance(placement, Replicate | Partial)
+
+
+def single_dim(placement: Placement) -> int | None:
+    """Return the tensor dim that a placement cuts, None if it is none or several."""
+    if isinstance(placement, RaggedShard):
+        return placement.dims[0] if len(placement.dims) == 1 else None
+    return (
+        placement.dim if isinstance(placement, Shard | StridedShard | InterleavedShard) else None
+    )
+
+
+def on_dim(placement: Placement, dim: int) -> Placement:
+    """Return a placement that cuts ``dim`` the way ``placement`` cuts its own."""
+    match placement:
+        case RaggedShard(dims=_, granularity=granularity, local_units=units):
+            return RaggedShard((dim,), granularity, units)
+        case InterleavedShard(parts=parts):
+            return InterleavedShard(dim, parts)
+        case StridedShard():
+            return StridedShard(dim, split_factor=placement.split_factor)
+        case _:
+            return Shard(dim)

@@ -7,14 +7,14 @@ Within a group a cut survives if the parts it makes are parts of one dim of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Shard
 
 from .boxes import local_shape
 from .layout import Placements
-from .placements import InterleavedShard, RaggedShard, is_sharded
+from .placements import InterleavedShard, RaggedShard, is_sharded, on_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ def reshaped(
             [before[dim] for dim in group.before],
             [after[dim] for dim in group.after],
             [mesh_shape[axis] for axis in axes],
-            [_shifted(placements[axis], group.before) for axis in axes],
+            [_renumbered(placements[axis], group.before.index) for axis in axes],
         )
         if own is None:
             return None
         for axis, placement in zip(axes, own, strict=True):
-            result[axis] = _unshifted(placement, group.after)
+            result[axis] = _renumbered(placement, group.after.__getitem__)
     return tuple(result)
 
 
@@ -158,7 +158,7 @@ def _interleaved(
         if leading == parts:
             rest = after[dim + 1 :]
             moved = _consecutive([before[0] // parts], rest, num_ranks, Shard(0))
-            return None if moved is None else _shift_dim(moved, dim + 1)
+            return None if moved is None else on_dim(moved, dim + 1)
     return None
 
 
@@ -169,7 +169,7 @@ def _inner(before: list[int], after: list[int], num_ranks: int, dim: int) -> Pla
     for position, size in enumerate(after):
         if outer == leading:
             moved = _consecutive(before[dim:], after[position:], num_ranks, Shard(0))
-            return None if moved is None else _shift_dim(moved, position)
+            return None if moved is None else on_dim(moved, position)
         outer *= size
     # Flattened into the first dim: the parts of every leading index, one after the other.
     per_index = math.prod(before[dim:])
@@ -196,28 +196,9 @@ def _dim(placement: Placement) -> int:
     return placement.dim if isinstance(placement, Shard | InterleavedShard) else -1
 
 
-def _shifted(placement: Placement, dims: Sequence[int]) -> Placement:
-    """Return ``placement`` with dims counted within a group."""
+def _renumbered(placement: Placement, number: Callable[[int], int]) -> Placement:
+    """Return ``placement`` with other numbers for its dims: within a group, or of all dims."""
     if isinstance(placement, RaggedShard):
-        own = tuple(dims.index(dim) for dim in placement.dims)
-        return RaggedShard(own, placement.granularity, placement.local_units)
-    return _on(placement, dims.index(_dim(placement)))
-
-
-def _unshifted(placement: Placement, dims: Sequence[int]) -> Placement:
-    if isinstance(placement, RaggedShard):
-        whole = tuple(dims[dim] for dim in placement.dims)
-        return RaggedShard(whole, placement.granularity, placement.local_units)
-    return _on(placement, dims[_dim(placement)])
-
-
-def _shift_dim(placement: Placement, by: int) -> Placement:
-    if isinstance(placement, RaggedShard):
-        return RaggedShard((by,), placement.granularity, placement.local_units)
-    return _on(placement, by)
-
-
-def _on(placement: Placement, dim: int) -> Placement:
-    if isinstance(placement, InterleavedShard):
-        return InterleavedShard(dim, placement.parts)
-    return Shard(dim)
+        dims = tuple(map(number, placement.dims))
+        return RaggedShard(dims, placement.granularity, placement.local_units)
+    return on_dim(placement, number(_dim(placement)))

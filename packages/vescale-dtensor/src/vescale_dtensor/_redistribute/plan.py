@@ -117,7 +117,9 @@ def _checked_cuts(
         if isinstance(placement, Partial) and (
             type(placement) is not Partial or placement.reduce_op not in _OPS
         ):
-            raise ValueError(f"expected a pending reduction out of {_OPS}, got {placement!r}")
+            raise ValueError(
+                f"expected a Partial whose reduction is one of {_OPS}, got {placement!r}"
+            )
     return cuts
 
 

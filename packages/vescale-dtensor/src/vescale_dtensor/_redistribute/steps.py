@@ -52,17 +52,11 @@ class Transfer:
         """Number of ranks in a group."""
         return math.prod(self.mesh_shape[axis] for axis in self.axes)
 
-    def numel_sent(self, coordinate: Coordinate) -> int:
-        """Return how many elements a rank sends to others."""
-        send_recv = send_recv_of(self, coordinate)
-        if self.kind == "all_gather":
-            return (self.num_ranks - 1) * math.prod(send_recv.source_shapes[send_recv.own])
-        return _numel_of_others(send_recv.sends, send_recv.own)
-
     def numel_received(self, coordinate: Coordinate) -> int:
         """Return how many elements a rank receives from others."""
         send_recv = send_recv_of(self, coordinate)
-        return _numel_of_others(send_recv.receives, send_recv.own)
+        others = [pieces for i, pieces in enumerate(send_recv.receives) if i != send_recv.own]
+        return sum(piece.numel for pieces in others for piece in pieces)
 
     def describe(self, axis_names: Sequence[str] | None = None) -> str:
         """Return the step in words, with what the first rank receives."""
@@ -103,10 +97,6 @@ class Mask:
                 under_sum = any(coordinate[inner] for inner in self.sums if inner > axis)
                 return "sum" if under_sum else reduce_op
         return None
-
-    def numel_sent(self, coordinate: Coordinate) -> int:
-        """Return 0."""
-        return 0
 
     def numel_received(self, coordinate: Coordinate) -> int:
         """Return 0."""
@@ -292,7 +282,3 @@ def _stacks_along(dim: int, receives: Sequence[Sequence[Piece]], shape: tuple[in
             return False
         position = pieces[0].outer[dim].stop
     return position == shape[dim]
-
-
-def _numel_of_others(pieces: Sequence[Sequence[Piece]], own: int) -> int:
-    return sum(p.numel for place, each in enumerate(pieces) if place != own for p in each)

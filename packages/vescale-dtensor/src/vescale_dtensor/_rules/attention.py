@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, single_dim
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
-from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
+from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import zeros_of

@@ -20,13 +20,13 @@ from torch.distributed.tensor import Partial, Replicate
 
 from vescale_dtensor._comm.emulation import part_of
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._sharding.signature import on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 from .decompositions import (
+    along_single_dims,
     as_distributed,
     cut_dims,
     on_parts,
@@ -46,7 +46,7 @@ _VECTORS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_
 def _forward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result and what backward needs; running statistics are written."""
     call = OpCall(func, args, kwargs)
-    values = _along_single_dims(as_distributed(call, "input"))
+    values = along_single_dims(as_distributed(call, "input"))
     training = call.named("training", False)
     if training and cut_dims(layout_of(values)) - {1}:
         results, statistics = _synchronized(call, values)
@@ -115,7 +115,7 @@ def _on_own_samples(
 def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of input, weight and bias that are asked for."""
     call = OpCall(func, args, kwargs)
-    values = _along_single_dims(as_distributed(call, "input"))
+    values = along_single_dims(as_distributed(call, "input"))
     mask = call.named("output_mask")
     if call.named("train") and cut_dims(layout_of(values)) - {1}:
         weight, mean, rstd = (
@@ -164,14 +164,6 @@ def _backward_on_own_samples(call: OpCall, values: DTensor, mask: Sequence[bool]
         return tuple(compress(found, mask))
 
     return list(on_parts(differentiate, [grad, values, *vectors], outputs))
-
-
-def _along_single_dims(tensor: Any) -> DTensor:
-    """Return ``tensor`` with no placement that cuts several dims as one."""
-    made = layout_of(tensor)
-    return redistributed(tensor, tuple(
-        Replicate() if is_sharded(p) and single_dim(p) is None else p for p in made.placements
-    ))  # fmt: skip
 
 
 def _per_channel(made: Layout) -> Placements:

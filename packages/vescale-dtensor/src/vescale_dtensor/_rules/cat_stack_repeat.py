@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, single_dim
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._sharding.signature import Dims, Repeated, Signature, single_dim
+from vescale_dtensor._sharding.signature import Dims, Repeated, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, single_dim
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
-from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
+from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import wanted

@@ -21,11 +21,11 @@ from torch.distributed.tensor import Replicate
 from vescale_dtensor._caches import forget_with_world
 from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._layout.boxes import local_boxes
-from vescale_dtensor._layout.layout import Layout, without_partial
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.layout import Layout, Placements, without_partial
+from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._sharding.local_plan import distributed, plan_of_spec
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
-from vescale_dtensor._sharding.signature import Signature, choose, on_dim, single_dim
+from vescale_dtensor._sharding.signature import Signature, choose
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
@@ -37,7 +37,8 @@ def settled(tensor: Any) -> Any:
     if not isinstance(tensor, DISTRIBUTED):
         return tensor
     ours = as_dtensor(tensor)
-    return redistributed(ours, without_partial(layout_of(ours).placements))
+    made = layout_of(ours)
+    return redistributed(ours, without_partial(made.placements)) if made.is_partial else ours
 
 
 def widened(tensor: Any) -> Any:
@@ -54,6 +55,16 @@ def statistics_dtype(call: OpCall, place: int) -> torch.dtype:
         return call.outputs[place].dtype
     names = ("weight", "bias", "running_mean", "running_var", "input")
     return next(each.dtype for each in map(call.named, names) if each is not None)
+
+
+def single_dims(placements: Placements) -> Placements:
+    """Return placements of which none cuts several dims as one: such an axis is given up."""
+    return tuple(Replicate() if is_sharded(p) and single_dim(p) is None else p for p in placements)
+
+
+def along_single_dims(tensor: DTensor) -> DTensor:
+    """Return ``tensor`` with no placement that cuts several dims as one. All ranks call this."""
+    return redistributed(tensor, single_dims(layout_of(tensor).placements))
 
 
 def cut_dims(made: Layout) -> frozenset[int]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, single_dim
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
-from vescale_dtensor._sharding.signature import Dims, Signature, single_dim
+from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import cut_dims, positions, unless_empty
@@ -53,8 +53,8 @@ def _roll(call: OpCall) -> Signature:
     return along(call, dims or range(len(call.layouts[0].shape)))
 
 
-def _renorm(call: OpCall) -> Signature:
-    # The norm is over all dims but one.
+def _norms_of_others(call: OpCall) -> Signature:
+    """Return the signature of norms over all dims but one."""
     kept = call.named("dim") % len(call.layouts[0].shape)
     return along(call, (d for d in range(len(call.layouts[0].shape)) if d != kept))
 
@@ -90,15 +90,6 @@ def _cross(call: OpCall) -> Signature | None:
     if call.layouts[0].shape != call.layouts[1].shape:
         return None
     return along(call, (call.named("dim"),))
-
-
-def _weight_norm(call: OpCall) -> Signature:
-    """Return the signature of norms over all dims but one, forward and backward."""
-    ndim = len(call.layouts[0].shape)
-    kept = call.named("dim") % ndim
-    dims: Dims = tuple(dim if dim == kept else None for dim in range(ndim))
-    function = unless_empty(call)
-    return Signature((dims,) * len(call.layouts), (dims,) * len(call.outputs), function=function)
 
 
 def _searched(call: OpCall) -> Signature:
@@ -150,13 +141,13 @@ RULES: dict[OpOverload, Any] = {
     ),
     aten.flip.default: along_named("dims"),
     aten.linalg_cross.default: _cross,
-    aten._weight_norm_interface.default: _weight_norm,
-    aten._weight_norm_interface_backward.default: _weight_norm,
+    aten._weight_norm_interface.default: _norms_of_others,
+    aten._weight_norm_interface_backward.default: _norms_of_others,
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: _searched,
     aten.trace.default: _trace,
     aten.roll.default: _roll,
-    aten.renorm.default: _renorm,
+    aten.renorm.default: _norms_of_others,
     aten.tril.default: _triangle,
     aten.triu.default: _triangle,
     aten._fft_c2c.default: along_named("dim"),

@@ -17,7 +17,7 @@ from vescale_dtensor._sharding.op_call import Function, OpCall
 from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
-from .sharded_lookup import Part, nothing, when_cut, with_row
+from .sharded_lookup import Part, masked, when_cut
 
 aten = torch.ops.aten
 
@@ -38,9 +38,7 @@ def _gather(call: OpCall) -> Signature | None:
 
     def of_part(part: Part) -> Function:
         def gather(base: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
-            positions, here = part.positions(index)
-            taken = with_row(base, dim).gather(dim, positions)
-            return taken.masked_fill(~here, nothing(taken.dtype))
+            return masked(dim, lambda rows, places: rows.gather(dim, places), part, base, index)
 
         return gather
 

@@ -33,9 +33,7 @@ def _index_select(call: OpCall) -> Signature | None:
 
     def of_part(part: Part) -> Function:
         def select(base: Tensor, _: int, index: Tensor) -> Tensor:
-            positions, here = part.positions(index)
-            found = with_row(base, dim).index_select(dim, positions)
-            return found.masked_fill(~_beside(here, found, dim), nothing(found.dtype))
+            return _selected(part, base, dim, index)
 
         return select
 
@@ -107,9 +105,12 @@ def _taken(part: Part, index: Tensor) -> tuple[Tensor, Tensor]:
     return positions, here | (index < 0) | (index >= part.size)
 
 
-def _beside(here: Tensor, found: Tensor, dim: int) -> Tensor:
-    """Return a 1-D mask as one that is broadcast along all dims of ``found`` but ``dim``."""
-    return here.view([-1 if d == dim % found.ndim else 1 for d in range(found.ndim)])
+def _selected(part: Part, base: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return what a 1-D index selects, nothing where the rank does not have it."""
+    positions, here = part.positions(index)
+    found = with_row(base, dim).index_select(dim, positions)
+    elsewhere = ~here.view([-1 if d == dim % found.ndim else 1 for d in range(found.ndim)])
+    return found.masked_fill(elsewhere, nothing(found.dtype))
 
 
 class _Indexed:
@@ -131,7 +132,6 @@ class _Indexed:
         broadcast = tuple(torch.broadcast_shapes(*(given[dim].shape for dim in dims)))
         adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
         self.first = dims[0] if adjacent else 0
-        self.num_index_dims = len(broadcast)
         self.only = dims[0] if len(dims) == 1 else None
         self.base: Dims = tuple(
             (_OWN if dim == self.only else None) if dim in dims else dim
@@ -172,10 +172,7 @@ def _index(call: OpCall) -> Signature | None:
 
         def select(base: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
             index = next(index for index in indices if index is not None)
-            flat = part.wrapped(index.reshape(-1))
-            positions, here = part.positions(flat)
-            found = with_row(base, dim).index_select(dim, positions)
-            found = found.masked_fill(~_beside(here, found, dim), nothing(found.dtype))
+            found = _selected(part, base, dim, part.wrapped(index.reshape(-1)))
             return found.unflatten(dim, index.shape) if index.ndim else found.squeeze(dim)
 
         return select

@@ -15,6 +15,7 @@ from vescale_dtensor._tensor.dtensor import redistributed
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import unless_empty
+from .pointwise import aligned
 
 aten = torch.ops.aten
 
@@ -37,12 +38,7 @@ def _batched(call: OpCall) -> Signature:
 
 def _aligned(shape: tuple[int, ...], core: int, batch: torch.Size) -> Dims:
     """Return letters for the batch dims of a shape that is broadcast to ``batch``."""
-    own = shape[: len(shape) - core]
-    skipped = len(batch) - len(own)
-    letters = tuple(
-        skipped + dim if size == batch[skipped + dim] else None for dim, size in enumerate(own)
-    )
-    return (*letters, *(None for _ in range(core)))
+    return (*aligned(shape[: len(shape) - core], tuple(batch)), *(None for _ in range(core)))
 
 
 def _eig(call: OpCall) -> Signature:

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Partial
 
 from vescale_dtensor._layout.layout import layout
-from vescale_dtensor._layout.placements import RaggedShard, is_sharded
+from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import Plan
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import (
+    along_single_dims,
     as_distributed,
     dims_of_call,
     on_parts,
@@ -73,8 +74,7 @@ def _extreme(kind: str, results: slice | int) -> Plan:
 
 
 def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
-    values = as_distributed(call, "self")
-    values = redistributed(values, tuple(map(_in_one_dim, values.placements)))
+    values = along_single_dims(as_distributed(call, "self"))
     dims = sorted(dims_of_call(call, values.ndim))
     find = aten.amax.default if kind == "max" else aten.amin.default
     extreme = settled(find(values, dims, True))
@@ -84,12 +84,6 @@ def _value_and_index(call: OpCall, kind: str) -> tuple[Any, Any]:
         extreme, index = aten.squeeze.dims(extreme, dims), aten.squeeze.dims(index, dims)
         assert tuple(index.shape) == shape
     return extreme, index
-
-
-def _in_one_dim(placement: Placement) -> Placement:
-    """Return a placement that leaves a rank's part the dims of the whole."""
-    flattens = isinstance(placement, RaggedShard) and len(placement.dims) > 1
-    return Replicate() if flattens else placement
 
 
 def _first_place(values: DTensor, extreme: DTensor, dims: list[int]) -> DTensor:

@@ -15,14 +15,21 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated, without_partial
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._sharding.local_plan import distributed
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._sharding.signature import on_dim, single_dim
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
 from vescale_dtensor._torch_private import OpOverload
 
-from .decompositions import HALF, as_distributed, held_ranges, on_parts, positions, settled
+from .decompositions import (
+    HALF,
+    as_distributed,
+    held_ranges,
+    on_parts,
+    positions,
+    settled,
+    single_dims,
+)
 from .loss import MEAN, NONE
 
 aten = torch.ops.aten
@@ -100,10 +107,7 @@ def _picks(call: OpCall) -> _Picks:
     made = call.layouts[index]
     class_dim = 1 if len(made.shape) > 1 else 0
     # One axis that cuts several dims as one is given up: targets cannot follow it.
-    placements = tuple(
-        Replicate() if is_sharded(placement) and single_dim(placement) is None else placement
-        for placement in without_partial(made.placements)
-    )
+    placements = single_dims(without_partial(made.placements))
 
     def beside(placement: Placement) -> Placement:
         dim = single_dim(placement) if is_sharded(placement) else None

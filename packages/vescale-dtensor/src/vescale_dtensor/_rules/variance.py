@@ -15,13 +15,7 @@ from torch import Tensor
 from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._torch_private import OpOverload
 
-from .decompositions import (
-    as_distributed,
-    by_signature,
-    dims_of_call,
-    settled,
-    widened,
-)
+from .decompositions import as_distributed, by_signature, dims_of_call, settled, widened
 from .reduce import whole_reduction
 
 aten = torch.ops.aten

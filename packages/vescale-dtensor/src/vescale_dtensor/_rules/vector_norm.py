@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed.tensor as torch_dtensor
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._comm.primitives import all_gather_rows
-from vescale_dtensor._layout.layout import layout, replicated, without_partial
+from vescale_dtensor._layout.layout import layout, replicated
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import Plan
 from vescale_dtensor._sharding.op_call import argument_table
 from vescale_dtensor._sharding.replicate_fallback import gathered
-from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed, wrap
+from vescale_dtensor._tensor.dtensor import layout_of, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
+from .decompositions import settled
 from .variance import norm_over_dims
 
 aten = torch.ops.aten
@@ -86,8 +86,8 @@ def _handed_out(
 
 def _powers_on(mesh: DeviceMesh, tensors: Sequence[Tensor], order: float) -> Tensor:
     """Return the powers of distributed tensors, added up over the ranks of ``mesh``."""
-    settled = [_without_pending(tensor) for tensor in tensors]
-    placements = [layout_of(tensor).placements for tensor in settled]
+    complete = [settled(tensor) for tensor in tensors]
+    placements = [layout_of(tensor).placements for tensor in complete]
     axes = tuple(
         axis for axis in range(mesh.ndim) if any(is_sharded(each[axis]) for each in placements)
     )
@@ -102,7 +102,7 @@ def _powers_on(mesh: DeviceMesh, tensors: Sequence[Tensor], order: float) -> Ten
         return _powers(counted, order, like=locals_[0])
 
     rows = all_gather_rows(
-        per_rank(own, mesh, [tensor._local_tensor for tensor in settled]), mesh, axes
+        per_rank(own, mesh, [tensor._local_tensor for tensor in complete]), mesh, axes
     )
     combine: Callable[[Tensor, Tensor], Tensor]
     combine = torch.maximum if math.isinf(order) else torch.add
@@ -110,16 +110,6 @@ def _powers_on(mesh: DeviceMesh, tensors: Sequence[Tensor], order: float) -> Ten
     for row in rows[1:]:
         total = combine(total, row)
     return total
-
-
-def _without_pending(tensor: Tensor) -> DTensor:
-    distributed = as_dtensor(cast(torch_dtensor.DTensor, tensor))
-    made = layout_of(distributed)
-    return (
-        redistributed(distributed, without_partial(made.placements))
-        if made.is_partial
-        else distributed
-    )
 
 
 def _powers(

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Placements
-from vescale_dtensor._layout.placements import RaggedShard, is_sharded
+from vescale_dtensor._layout.placements import RaggedShard, is_sharded, on_dim, single_dim
 from vescale_dtensor._layout.reshape import as_shard, reshaped
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
-from vescale_dtensor._sharding.signature import Dims, single_dim
+from vescale_dtensor._sharding.signature import Dims
 from vescale_dtensor._sharding.view_plan import View, lettered
 from vescale_dtensor._torch_private import OpOverload
 
@@ -262,7 +262,7 @@ def _runs(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Placements, axis: int, dim: int
 ) -> list[tuple[int, int]]:
     """Return the indices of ``dim`` that each rank of the axis has, as first and last plus one."""
-    alone = Shard(0) if type(placements[axis]) is Shard else _first_dim(placements[axis])
+    alone = on_dim(placements[axis], 0)
     runs: list[tuple[int, int]] = []
     stop = 0
     for rank in range(mesh_shape[axis]):
@@ -271,11 +271,6 @@ def _runs(
         stop = start + (boxes[0].box.shape[0] if boxes else 0)
         runs.append((start, stop))
     return runs
-
-
-def _first_dim(placement: Placement) -> Placement:
-    assert isinstance(placement, RaggedShard)
-    return RaggedShard((0,), placement.granularity, placement.local_units)
 
 
 def _own_run(shape: Sequence[int], local: RankView, dim: int) -> tuple[int, int]:

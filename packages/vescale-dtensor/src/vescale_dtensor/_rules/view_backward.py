@@ -19,10 +19,10 @@ from vescale_dtensor._caches import forget_with_world
 from vescale_dtensor._comm.emulation import per_rank
 from vescale_dtensor._layout.boxes import local_shape
 from vescale_dtensor._layout.layout import Layout, Placements, layout
-from vescale_dtensor._layout.placements import RaggedShard, is_sharded
+from vescale_dtensor._layout.placements import RaggedShard, is_sharded, on_dim, single_dim
 from vescale_dtensor._redistribute.plan import redistribution_numel
 from vescale_dtensor._sharding.op_call import OpCall, RankView
-from vescale_dtensor._sharding.signature import Dims, Signature, on_dim, single_dim
+from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, wrap
 from vescale_dtensor._torch_private import OpOverload
 

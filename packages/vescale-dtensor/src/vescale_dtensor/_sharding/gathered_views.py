@@ -27,13 +27,10 @@ from .op_call import Unsupported
 
 
 class GatheredView:
-    """How a view follows its base.
+    """How a view follows its base, which is moved to ``placements`` first.
 
-    Args:
-        base: What it is a view of.
-        of: Makes the operator's local results from the local tensor of the moved base.
-        index: Which of them.
-        placements: Where the base is moved to.
+    ``of`` makes the operator's local results from the local tensor of the moved base; the view is
+    the one at ``index``.
     """
 
     def __init__(

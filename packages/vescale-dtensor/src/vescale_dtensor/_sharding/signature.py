@@ -22,9 +22,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor._layout.boxes import local_shape
 from vescale_dtensor._layout.layout import Layout, Placements, layout, without_partial
-from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard, is_sharded
+from vescale_dtensor._layout.placements import (
+    InterleavedShard,
+    RaggedShard,
+    is_sharded,
+    on_dim,
+    single_dim,
+)
 from vescale_dtensor._redistribute.plan import redistribution_numel
-from vescale_dtensor._torch_private import StridedShard
 
 from .op_call import Function, OpCall, RankView
 
@@ -319,28 +324,6 @@ def _cost(call: OpCall, op_spec: OpSpec) -> tuple[bool, float]:
 
 def _numel(made: Layout) -> int:
     return made.shape.numel()
-
-
-def single_dim(placement: Placement) -> int | None:
-    """Return the tensor dim that a placement cuts, None if it is none or several."""
-    if isinstance(placement, RaggedShard):
-        return placement.dims[0] if len(placement.dims) == 1 else None
-    return (
-        placement.dim if isinstance(placement, Shard | StridedShard | InterleavedShard) else None
-    )
-
-
-def on_dim(placement: Placement, dim: int) -> Placement:
-    """Return a placement that cuts ``dim`` the way ``placement`` cuts its own."""
-    match placement:
-        case RaggedShard(dims=_, granularity=granularity, local_units=units):
-            return RaggedShard((dim,), granularity, units)
-        case InterleavedShard(parts=parts):
-            return InterleavedShard(dim, parts)
-        case StridedShard():
-            return StridedShard(dim, split_factor=placement.split_factor)
-        case _:
-            return Shard(dim)
 
 
 @lru_cache(maxsize=1 << 14)

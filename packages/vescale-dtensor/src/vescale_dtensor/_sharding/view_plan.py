@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from vescale_dtensor._layout.layout import Layout, Placements, layout
-from vescale_dtensor._layout.placements import is_sharded
+from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._redistribute.plan import redistribution_numel
 from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
 from vescale_dtensor._torch_private import OpOverload, pytree
@@ -24,7 +24,7 @@ from vescale_dtensor._torch_private import OpOverload, pytree
 from .gathered_views import GatheredView
 from .local_plan import LocalCall, Plan, distributed, own_function
 from .op_call import Function, OpCall, RankView, is_view
-from .signature import Dims, on_dim, single_dim
+from .signature import Dims
 
 
 @dataclass(frozen=True)

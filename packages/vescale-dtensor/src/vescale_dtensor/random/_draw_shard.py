@@ -154,8 +154,8 @@ def _on_cpu(fill: Fill, window: Window, generator: Generator) -> _Drawing:
     rule = seed_rule(fill, window.dtype)
     if rule is None:
         raise NotImplementedError(
-            f"how this torch draws {fill.method}{fill.parameters} for {window.dtype} on the CPU "
-            "is none of the ways that can be cut; draw the whole"
+            f"this version of torch draws {fill.method}{fill.parameters} for {window.dtype} on "
+            "the CPU in a way of which no part can be drawn alone; draw the whole tensor"
         )
     draw = SeededTensor(fill, rule, point).draw
     return _Drawing(draw, _row_major(window.shape), point.after(rule.num_draws).state)
@@ -167,8 +167,9 @@ def _on_cuda(fill: Fill, window: Window, generator: Generator) -> _Drawing:
     found = philox_draws(fill, window, kernels.state(generator), kernels)
     if found is None:
         raise NotImplementedError(
-            f"how this torch draws {fill.method}{fill.parameters} for {window} on "
-            f"{generator.device} is not the way that can be cut; draw the whole"
+            f"this version of torch draws {fill.method}{fill.parameters} for {window} on "
+            f"{generator.device} in a way of which no part can be drawn alone; draw the whole "
+            "tensor"
         )
     return _Drawing(found.draw, found.strides, lambda: found.end)
 

@@ -197,11 +197,7 @@ def philox_draws(
 ) -> PhiloxDraws | None:
     """Return what ``fill`` draws for ``window``; None if parts cannot be drawn without the whole.
 
-    Args:
-        fill: What is drawn.
-        window: The geometry of the tensor.
-        state: Of the generator, from ``kernels``.
-        kernels: Of the device where it is drawn.
+    ``state`` is that of the generator, from the ``kernels`` of the device where it is drawn.
 
     Raises:
         NotImplementedError: If elements of ``window`` share memory.

@@ -23,10 +23,7 @@ from vescale_parallel._verify.single_module import checked_alone
 def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, Placement]:
     """Return a sharding plan for modules whose linears pair up, each class checked by running it.
 
-    Args:
-        model: Whole.
-        size: Tensor-parallel ranks.
-        covered: Patterns that are cut already.
+    ``size`` is the number of tensor-parallel ranks; ``covered`` are patterns that are cut already.
     """
     taken = {pattern.rpartition(".")[0] for pattern in covered}
     plan: dict[str, Placement] = {}

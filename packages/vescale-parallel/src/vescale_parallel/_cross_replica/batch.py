@@ -1,4 +1,4 @@
-"""The rows of a batch over data-parallel ranks: where they meet, a call is of the whole batch."""
+"""The rows of a batch over data-parallel ranks: coupled rows are computed over all of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_dtensor import all_gather, named_failures
+from vescale_dtensor import all_gather
+from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._torch_private import pytree
 
-from .borders import NOWHERE, RowMeetings
+from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .regions import RowRegions
 
@@ -27,7 +28,7 @@ class BatchRows:
     rows that depend on each other are refused.
 
     Attributes:
-        meetings: Of the call that runs.
+        coupling: Of the call that runs.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class BatchRows:
     ) -> None:
         self._guard, self._regions = guard, regions
         self._groups, self._num_parts = groups, num_parts
-        self.meetings, self.is_checked = NOWHERE, True
+        self.coupling, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
         """Be ready for dependent rows in modules whose forward is wrapped after this."""
@@ -57,11 +58,7 @@ class BatchRows:
     ) -> Iterator[None]:
         """Run a call; where rows depend on each other it is of the batch of all ranks.
 
-        Args:
-            model: The model.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            in_parts_by: Who runs this rank's rows in parts, if somebody does.
+        ``in_parts_by`` is who runs this rank's rows in micro-batches, if somebody does.
 
         Raises:
             ValueError: If rows depend on each other and run in parts, or ranks have batches of
@@ -70,9 +67,9 @@ class BatchRows:
         if self._guard is None:
             yield
             return
-        self.meetings, self.is_checked = self._guard.meetings(model, args, kwargs)
+        self.coupling, self.is_checked = self._guard.coupling(model, args, kwargs)
         try:
-            if not self.meetings.regions:
+            if not self.coupling.regions:
                 yield
                 return
             if in_parts_by and self._regions is None and not torch.is_grad_enabled():
@@ -80,16 +77,16 @@ class BatchRows:
                 yield
                 return
             if in_parts_by:
-                raise ValueError(_refusal(self.meetings, in_parts_by, self._num_parts))
+                raise ValueError(_refusal(self.coupling, in_parts_by, self._num_parts))
             if self._regions is None:  # one rank has the whole batch
                 yield
                 return
             self._check_shapes(args, kwargs)
-            self._regions.watch(model, self.meetings)
-            with self._regions.of_call(self.meetings, self.meetings.num_rows(args, kwargs)):
+            self._regions.watch(model, self.coupling)
+            with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
                 yield
         finally:
-            self.meetings, self.is_checked = NOWHERE, True
+            self.coupling, self.is_checked = NOWHERE, True
 
     def _check_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tensors = [
@@ -102,7 +99,7 @@ class BatchRows:
         for group in self._groups:
             found = all_gather(found, group).flatten()
         if bool((found != digest).any()):
-            names = ", ".join(repr(fqn or "the model") for fqn in self.meetings.regions)
+            names = ", ".join(repr(fqn or "the model") for fqn in self.coupling.regions)
             raise ValueError(
                 f"rows of the batch depend on each other in {names}, so all data-parallel ranks "
                 f"need batches of the same shapes, and they have others; this rank has "
@@ -115,13 +112,7 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
     """Return what gathers values of all ranks of some groups, each of which must call it."""
 
     def gather(value: Any) -> list[Any]:
-        values = [value]
-        for group in groups:
-            theirs: list[Any] = [None] * group.size()
-            with named_failures():
-                dist.all_gather_object(theirs, values, group)
-            values = [each for some in theirs for each in some]
-        return values
+        return gathered_objects(value, groups)
 
     def exchange(value: Any) -> list[Any]:
         if "torch._dynamo" in sys.modules:
@@ -132,8 +123,8 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
     return exchange
 
 
-def _refusal(meetings: RowMeetings, in_parts_by: str, num_parts: int) -> str:
-    found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in meetings.regions.items())
+def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:
+    found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in coupling.regions.items())
     return (
         f"rows of the batch depend on each other ({found}), but {in_parts_by} runs it in "
         f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "

@@ -54,7 +54,7 @@ class ModuleRows:
 
 
 @dataclass(frozen=True)
-class RowMeetings:
+class RowCoupling:
     """Where rows of a batch depend on each other in one form of call of a model.
 
     Attributes:
@@ -95,9 +95,9 @@ class RowMeetings:
         """Whether rows depend on each other in a module's own code."""
         return self._named(fqn) in self.regions
 
-    def as_patterns(self) -> RowMeetings:
+    def as_patterns(self) -> RowCoupling:
         """Return the same for a model with more layers of the same kinds."""
-        return RowMeetings(
+        return RowCoupling(
             regions={generalize(fqn): why for fqn, why in self.regions.items()},
             module_rows={
                 (generalize(fqn), form): b for (fqn, form), b in self.module_rows.items()
@@ -124,10 +124,10 @@ class RowMeetings:
         return generalize(fqn) if self.of_patterns else fqn
 
 
-NOWHERE = RowMeetings()
+NOWHERE = RowCoupling()
 
 
-def joined(found: Sequence[RowMeetings]) -> RowMeetings:
+def joined(found: Sequence[RowCoupling]) -> RowCoupling:
     """Return where rows depend on each other for any of several ranks, with other values."""
     regions: dict[str, str] = {}
     module_rows: dict[tuple[str, str], ModuleRows] = {}
@@ -141,7 +141,7 @@ def joined(found: Sequence[RowMeetings]) -> RowMeetings:
     }
     given = {each.given for each in found}
     returned = {each.returned for each in found}
-    return RowMeetings(
+    return RowCoupling(
         regions,
         clear,
         any(each.of_patterns for each in found),

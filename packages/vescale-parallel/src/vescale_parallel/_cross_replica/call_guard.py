@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.copies import copied_without_hooks, tensors_within
-from vescale_parallel._model.inputs import usual_num_rows
+from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
+from vescale_parallel._model.inputs import has_dims, usual_num_rows
 from vescale_parallel._model.random_copies import random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -19,21 +19,11 @@ from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .borders import (
-    NOWHERE,
-    RowMeetings,
-    joined,
-)
-from .check import (
-    CannotRunError,
-    Given,
-    RowCheckError,
-    UnclearRowsError,
-    row_meetings,
-)
+from .borders import NOWHERE, RowCoupling, joined
+from .check import CannotRunError, Given, RowCheckError, UnclearRowsError, row_coupling
 from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import seeded
-from .small_batches import Extremes, in_double, largest_table, plain, some_rows, within
+from .small_batches import Extremes, in_double, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
@@ -64,21 +54,21 @@ class RowGuard:
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
         self._forms = CallForms(model)
-        self.whole = _copy_without_values(model)
-        self._known: dict[tuple[str, int], RowMeetings] = {}
-        self._trained: dict[str, RowMeetings] = {}
+        self.whole = copied_without_values(model)
+        self._known: dict[tuple[str, int], RowCoupling] = {}
+        self._trained: dict[str, RowCoupling] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
         self.is_rows_first: Callable[[Any], bool] = lambda tree: False
 
-    def meetings(
+    def coupling(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[RowMeetings, bool]:
+    ) -> tuple[RowCoupling, bool]:
         """Return where rows depend on each other in a call, and whether that could be checked.
 
-        Every rank that shares the batch must call this, unless gradients are off and rows do not
-        meet: in a form of call that is new they tell each other where, since that may depend on
-        values.
+        Every rank that shares the batch must call this, unless gradients are off and rows are
+        not coupled: in a form of call that is new they tell each other where, since that may
+        depend on values.
 
         Raises:
             ValueError: If ranks are called in different forms.
@@ -108,9 +98,9 @@ class RowGuard:
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> RowMeetings:
+    ) -> RowCoupling:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        leaves = filter(_has_dims, pytree.tree_leaves((args, kwargs)))
+        leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
         found, why, is_wrong = NOWHERE, "", False
         self._skips_numbers = self._losses_only and torch.is_grad_enabled()
@@ -139,19 +129,20 @@ class RowGuard:
             )
         return joined([each for _, each, *_ in ranks])
 
-    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowMeetings:
+    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowCoupling:
         if any(_holds_rows(leaf) for leaf in pytree.tree_leaves(given)):
             raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
-        found: dict[int, RowMeetings] = {}
+        found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*given) if known_rows is None else [known_rows]:
             try:
-                found[num_rows] = self._meetings_of(subject, given, num_rows, is_scaled_down)
+                batches = (some_rows(given, num_rows, uneven=uneven) for uneven in (True, False))
+                found[num_rows] = self._coupling_of(subject, batches, is_scaled_down)
             except CannotRunError as error:
                 errors.append(error)
                 continue
-            # Steps of time, taken for rows, meet; rows mostly do not.
+            # Steps of time, taken for rows, are coupled; rows mostly are not.
             if not found[num_rows].regions:
                 break
         if not errors and not found:
@@ -164,35 +155,30 @@ class RowGuard:
 
     def _of_rows_alike(
         self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
-    ) -> RowMeetings:
+    ) -> RowCoupling:
         """Return where rows depend on each other if no two halves share a value.
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
         last = largest_table(subject) - 1
-        for larger in (_twice, lambda value: value.clamp(min=last), lambda value: value):
-            batches = some_rows(given, num_rows, uneven=False, alike=Extremes(larger))
-            if is_scaled_down:
-                batches = pytree.tree_map_only(Tensor, within(subject), batches)
-            whole, *halves = batches
-            try:
-                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
-            except CannotRunError:
-                continue  # such rows need not fit the model
-            return found.as_patterns() if is_scaled_down else found
-        return NOWHERE
+        kinds = map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
+        batches = (some_rows(given, num_rows, uneven=False, alike=kind) for kind in kinds)
+        try:
+            return self._coupling_of(subject, batches, is_scaled_down)
+        except CannotRunError:
+            return NOWHERE  # such rows need not fit the model
 
-    def _meetings_of(
-        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
-    ) -> RowMeetings:
+    def _coupling_of(
+        self, subject: nn.Module, batches: Iterable[list[Given]], is_scaled_down: bool
+    ) -> RowCoupling:
+        """Return what the first batch shows that the model runs on, each with its two halves."""
         errors: list[CannotRunError] = []
-        for uneven in (True, False):
-            whole, *halves = some_rows(given, num_rows, uneven=uneven)
+        for batch in batches:
             if is_scaled_down:
-                inside = within(subject)
-                whole, *halves = pytree.tree_map_only(Tensor, inside, [whole, *halves])
+                batch = pytree.tree_map_only(Tensor, within(subject), batch)
+            whole, *halves = batch
             try:
-                found = row_meetings(subject, whole, halves, losses_only=self._skips_numbers)
+                found = row_coupling(subject, whole, halves, losses_only=self._skips_numbers)
             except CannotRunError as error:
                 errors.append(error)
                 continue
@@ -230,7 +216,7 @@ def _twice(value: Tensor) -> Tensor:
     return 2 * value.clamp(min=0) + 2
 
 
-def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
+def _with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
     """Return both; where rows lie, the first one knows better."""
     if not other.regions:
         return found
@@ -241,7 +227,7 @@ def _with_regions_of(found: RowMeetings, other: RowMeetings) -> RowMeetings:
     return joined([found, replace(other, module_rows=module_rows, **said)])
 
 
-def _unclear(found: RowMeetings, length: int, other: RowMeetings, other_length: int) -> str:
+def _unclear(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
         f"length {length}, they depend on each other in {_named(found)}; if the one of length "
@@ -252,23 +238,11 @@ def _unclear(found: RowMeetings, length: int, other: RowMeetings, other_length: 
     )
 
 
-def _named(found: RowMeetings) -> str:
+def _named(found: RowCoupling) -> str:
     return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
 
 
-def _copy_without_values(model: nn.Module) -> nn.Module | None:
-    def empty(parameter: nn.Parameter) -> nn.Parameter:
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return nn.Parameter(data, parameter.requires_grad)
-
-    try:
-        return copied_without_hooks(model, empty, lambda buffer: buffer)
-    # Arbitrary attributes of a user's modules: locks, files, process groups.
-    except Exception:
-        return None
-
-
-def _chosen(found: Mapping[int, RowMeetings], given: Given) -> int:
+def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     """Return how many rows there are, of the numbers that were tried in this order.
 
     Raises:
@@ -284,10 +258,6 @@ def _chosen(found: Mapping[int, RowMeetings], given: Given) -> int:
     if found[last].regions or not is_told:
         raise UnclearRowsError(_unclear(found[first], first, found[last], last))
     return last
-
-
-def _has_dims(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() > 0
 
 
 def _holds_rows(leaf: object) -> bool:

@@ -30,7 +30,7 @@ from vescale_parallel._verify.without_chance import WithoutChance
 from .borders import (
     MeanOfParts,
     ModuleRows,
-    RowMeetings,
+    RowCoupling,
     Rows,
     leaf_names,
     part_of_rows,
@@ -62,9 +62,9 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 _SMALLER = (0.1, 0.01)
 
 
-def row_meetings(
+def row_coupling(
     model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
-) -> RowMeetings:
+) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
     The model is on the CPU, with values in float64; ``whole`` has :data:`NUM_ROWS` rows. With
@@ -85,7 +85,7 @@ def row_meetings(
             found.is_flat = False
             _examine(scaled_copy(model, factor), "", *calls, found, is_model=True)
     given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
-    return RowMeetings(
+    return RowCoupling(
         regions=found.regions,
         module_rows=found.useful_rows(),
         given=given,

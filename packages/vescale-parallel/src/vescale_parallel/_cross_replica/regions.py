@@ -31,7 +31,7 @@ from vescale_dtensor import DTensor, is_sharded
 from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, is_on
 from vescale_parallel._torch_private import current_function_mode, pytree
 
-from .borders import NOWHERE, MeanOfParts, ModuleRows, RowMeetings, Rows
+from .borders import NOWHERE, MeanOfParts, ModuleRows, RowCoupling, Rows
 
 
 class RowRegions:
@@ -40,7 +40,7 @@ class RowRegions:
     ``with_tp`` are the axes of data- and tensor-parallel ranks together.
 
     Attributes:
-        meetings: Of the call that runs.
+        coupling: Of the call that runs.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class RowRegions:
         # innermost last, with whether it runs again behind them.
         self._is_inside = False
         self._left: list[tuple[nn.Module, ModuleRows, bool]] = []
-        self.meetings = NOWHERE
+        self.coupling = NOWHERE
 
     @contextmanager
-    def of_call(self, meetings: RowMeetings, num_rows: int) -> Iterator[None]:
+    def of_call(self, coupling: RowCoupling, num_rows: int) -> Iterator[None]:
         """Begin a call of the model, which has ``num_rows`` on this rank.
 
         And in what backward runs again of it, so what is known stays until the next call.
         """
-        self.meetings, self._converter.num_rows = meetings, num_rows
+        self.coupling, self._converter.num_rows = coupling, num_rows
         try:
             yield
         finally:
@@ -80,11 +80,11 @@ class RowRegions:
             if fqn not in self._wrapped:
                 self._wrapped.add(fqn)
                 module = model.get_submodule(fqn)
-                module.forward = self._meeting(module, module.forward, fqn)
+                module.forward = self._over_all_rows(module, module.forward, fqn)
 
-    def watch(self, model: nn.Module, meetings: RowMeetings) -> None:
+    def watch(self, model: nn.Module, coupling: RowCoupling) -> None:
         """Have modules compute over all rows where a check has found that they need them."""
-        names = meetings.names([name for name, _ in model.named_modules()])
+        names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
         for fqn in names:
             if fqn in self._hooked:
@@ -95,23 +95,23 @@ class RowRegions:
             module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
 
-    def _meeting(
+    def _over_all_rows(
         self, module: nn.Module, forward: Callable[..., Any], fqn: str
     ) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self.meetings.is_region(fqn):
+            if not self.coupling.is_region(fqn):
                 return forward(*args, **kwargs)
             if self._is_inside or self._converter.is_any_whole((args, kwargs)):
                 with contextlib.nullcontext() if self._is_inside else self._inside():
                     output = forward(*args, **kwargs)
                     _settle_buffers(module)
                     return output
-            rows = self.meetings.rows_of_module(fqn, (args, kwargs))
+            rows = self.coupling.rows_of_module(fqn, (args, kwargs))
             if rows is None:
                 raise ValueError(
                     f"rows of the batch depend on each other in {fqn or 'the model'!r} "
-                    f"({self.meetings.reason(fqn)}), and where they are in what it is called "
+                    f"({self.coupling.reason(fqn)}), and where they are in what it is called "
                     "with could not be told; use data_parallel.size 1, or give it tensors whose "
                     "first dim is the batch"
                 )
@@ -139,8 +139,8 @@ class RowRegions:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
         is_called_so = self._is_inside or self._converter.is_any_whole((args, kwargs))
-        rows = self.meetings.rows_of_module(fqn, (args, kwargs)) if is_called_so else None
-        if rows is None or self.meetings.is_region(fqn):
+        rows = self.coupling.rows_of_module(fqn, (args, kwargs)) if is_called_so else None
+        if rows is None or self.coupling.is_region(fqn):
             return None
         given = self._converter.to_parts((args, kwargs), rows.inputs)
         if self._is_inside:

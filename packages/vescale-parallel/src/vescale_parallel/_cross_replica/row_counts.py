@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_parallel._model.inputs import is_shared_by_rows, usual_num_rows
+from vescale_parallel._model.inputs import is_shared_by_rows, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
 # Numbers of rows that are tried where more than one dim may be the rows.
@@ -44,8 +44,7 @@ def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
 
 def shapes_with_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """Return the shapes of a call's tensors that tell where its rows are."""
-    opened = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-    leaves = pytree.tree_leaves((opened, dict(kwargs)))
+    leaves = pytree.tree_leaves((list(map(opened, args)), dict(kwargs)))
     shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor) and x.dim()]
     return [shape for shape in shapes if not is_shared_by_rows(shape, shapes)]
 

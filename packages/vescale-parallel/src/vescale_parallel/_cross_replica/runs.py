@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenMeans
-from vescale_parallel._model.copies import snapshot
+from vescale_parallel._model.copies import snapshot, tensors_in_attributes
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import part_of_rows
@@ -172,7 +173,7 @@ def run_module(
     run.counts = counts
     run.parameters = dict(subject.named_parameters())
     run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}
-    run.kept = dict(_kept(subject))
+    run.kept = {(fqn, name): x.detach() for fqn, name, x in tensors_in_attributes(subject)}
     return run
 
 
@@ -214,17 +215,6 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             watch(name, child)
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yield tensors that modules hold as plain attributes."""
-    for fqn, each in module.named_modules():
-        for name, value in vars(each).items():
-            if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks"):
-                continue
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    yield (fqn, name), leaf.detach()
-
-
 def _copied(tree: Any) -> Any:
     """Copy tensors, and objects that a module may change: the caller's caches stay as they are."""
     return pytree.tree_map_only(
@@ -235,17 +225,8 @@ def _copied(tree: Any) -> Any:
 @contextmanager
 def seeded() -> Iterator[None]:
     """Have everything that draws on the CPU begin alike, and be as before afterwards."""
-    generator, numpy = torch.default_generator, sys.modules.get("numpy")
-    held = generator.get_state(), random.getstate()
-    held_by_numpy = numpy.random.get_state() if numpy is not None else None
-    generator.manual_seed(0)
-    random.seed(0)
-    if numpy is not None:
-        numpy.random.seed(0)
-    try:
+    with untouched_generators(0):
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
         yield
-    finally:
-        generator.set_state(held[0])
-        random.setstate(held[1])
-        if numpy is not None:
-            numpy.random.set_state(held_by_numpy)

@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
 from vescale_parallel._model.inputs import common_length, is_shared_by_rows, some_that_count
 from vescale_parallel._torch_private import pytree
 
 from .check import Given
 from .parts import NUM_ROWS
 from .row_counts import is_one_a_row, row_dim, shapes_with_rows
-
-
-def plain(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach()
 
 
 def in_double(tensor: Tensor) -> Tensor:

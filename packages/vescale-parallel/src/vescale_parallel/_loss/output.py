@@ -80,9 +80,7 @@ def loss_of(output: Any) -> Tensor:
 def only_scalars(output: Any, *, detach: bool) -> Any:
     """Return a module's output without other tensors, whose memory is then free.
 
-    Args:
-        output: The output.
-        detach: Whether the scalars' graph is not needed.
+    ``detach`` is for scalars whose graph is not needed.
     """
 
     def kept(leaf: Tensor) -> Tensor | None:

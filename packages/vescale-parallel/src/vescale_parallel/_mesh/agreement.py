@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,6 +53,17 @@ def gathered(values: Mapping[str, str]) -> list[Mapping[str, str]]:
     with named_failures():
         dist.all_gather_object(everyone, dict(values))
     return everyone
+
+
+def gathered_objects(own: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    """Return what each rank along several axes gave. Every rank of the groups must call this."""
+    found = [own]
+    for group in groups:
+        theirs: list[list[Any]] = [[] for _ in range(group.size())]
+        with named_failures():
+            dist.all_gather_object(theirs, found, group=group)
+        found = [each for some in theirs for each in some]
+    return found
 
 
 def digest_of(parts: Mapping[str, str]) -> str:

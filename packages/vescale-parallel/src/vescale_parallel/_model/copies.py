@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor import DTensor
 from vescale_parallel._torch_private import pytree
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def copied_without_hooks(
@@ -50,6 +52,22 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(on_meta(parameter), parameter.requires_grad)
 
 
+def copied_without_values(model: nn.Module) -> nn.Module | None:
+    """Copy a model without memory for its parameters; None if it cannot be copied."""
+    try:
+        return copied_without_hooks(model, meta_parameter, lambda buffer: buffer)
+    # Arbitrary attributes of a user's modules: locks, files, process groups.
+    except Exception:
+        return None
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return an argument of a call for a copy of its model: plain, zeros if it is distributed."""
+    if isinstance(tensor, DTensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach()
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Remove the hooks of users from a copy, and from the modules in it."""
     for each in module.modules():
@@ -71,6 +89,15 @@ def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
 
 def _is_torchs(hook: object) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield tensors that modules hold in plain attributes: module FQN, attribute and tensor."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _REGISTERED and not name.endswith("_hooks"):
+                leaves = pytree.tree_leaves(value)
+                yield from ((fqn, name, leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _kept_tensors(module: nn.Module) -> Iterator[Tensor]:

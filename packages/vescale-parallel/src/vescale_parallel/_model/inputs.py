@@ -25,17 +25,17 @@ def batch_dims(batch: Any) -> tuple[int | None, ...]:
     data loaders give, and all that can be said without a run. A model that is called with (time x
     batch) and targets of (batch) is told from one that is called with (batch x time) and
     positions of (time) by a run alone, if at all. So what splits or joins real batches asks the
-    cross-replica check first, which runs the model: ``RowMeetings.rows_of``. Its guesses,
+    cross-replica check first, which runs the model: ``RowCoupling.rows_of``. Its guesses,
     ``row_counts``, are in the order in which they are tried, and no rule.
     """
     leaves = pytree.tree_leaves(batch)
     rows = usual_num_rows(leaves)
-    return tuple(usual_rows_dim(x.shape, rows) if _has_dims(x) else None for x in leaves)
+    return tuple(usual_rows_dim(x.shape, rows) if has_dims(x) else None for x in leaves)
 
 
 def usual_num_rows(batch: Any) -> int | None:
     """Return how many rows a batch has by [Note: which dim is the batch], None without tensors."""
-    firsts = [x.shape[0] for x in pytree.tree_leaves(batch) if _has_dims(x)]
+    firsts = [x.shape[0] for x in pytree.tree_leaves(batch) if has_dims(x)]
     return next((first for first in firsts if first != 1), firsts[0] if firsts else None)
 
 
@@ -56,11 +56,12 @@ def has_rows_first(batch: Any) -> bool:
     What makes a batch smaller or larger needs that: tensors without rows may have to fit others.
     """
     leaves = pytree.tree_leaves(batch)
-    dims = [dim for x, dim in zip(leaves, batch_dims(leaves), strict=True) if _has_dims(x)]
+    dims = [dim for x, dim in zip(leaves, batch_dims(leaves), strict=True) if has_dims(x)]
     return bool(dims) and None not in dims
 
 
-def _has_dims(x: object) -> TypeGuard[Tensor]:
+def has_dims(x: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with a dim that rows could be along."""
     return isinstance(x, Tensor) and x.dim() > 0
 
 
@@ -114,7 +115,7 @@ def small_example(batch: Any) -> Any:
     batch = opened(batch)
     if not has_rows_first(batch):
         return batch
-    length = common_length(batch, next(filter(_has_dims, pytree.tree_leaves(batch))).shape[0])
+    length = common_length(batch, next(filter(has_dims, pytree.tree_leaves(batch))).shape[0])
 
     def small(x: Tensor) -> Tensor:
         rows = x[:_ROWS]

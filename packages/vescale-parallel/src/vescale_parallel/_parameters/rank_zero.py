@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from vescale_dtensor import named_failures
 from vescale_parallel._mesh.agreement import all_equal, check_agreement, digest_of
 from vescale_parallel._mesh.process_group import this_device
+from vescale_parallel._model.copies import tensors_in_attributes
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.generators import generator_state
 
 _REAL = (Tensor, nn.Parameter, nn.Buffer)
 _SMALL_NUMEL = 1 << 16  # sent in any case
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class Construction(Protocol):
@@ -57,19 +57,20 @@ def take_model_of_rank_zero(model: nn.Module, construction: Construction | None)
     Raises:
         ValueError: On every rank, if the models were not built in the same way.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     described = {
         "values": digest_of(_sums(_real(named))),
         "construction": construction.fingerprint() if construction is not None else "",
-        "random state": _random_state(),
+        "random state": hashlib.sha256(b"".join(generator_state())).hexdigest()[:16],
     }
     equal = all_equal(described)
     if all(equal.values()):
         return
     # What was drawn may lie in attributes, too.
-    sums = _sums(_real([*named, *_attributes(model)]))
-    differing = [name for name, same in _which_are_equal(sums).items() if not same]
-    _send_values(_real([*named, *_attributes(model)]), set(differing))
+    kept = enumerate(tensors_in_attributes(model))
+    named += [(f"{fqn}.{name} ({number})", tensor) for number, (fqn, name, tensor) in kept]
+    differing = [k for k, same in _which_are_equal(_sums(_real(named))).items() if not same]
+    _send_values(_real(named), set(differing))
     if construction is not None and not equal["construction"]:
         recorded = construction.fingerprints()
         differing += [name for name, same in _which_are_equal(recorded).items() if not same]
@@ -110,26 +111,9 @@ def _sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: repr(float(_sum(tensor))) for name, tensor in named}
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in _REGISTERED:
-                continue
-            for index, leaf in enumerate(pytree.tree_leaves(value)):
-                if isinstance(leaf, Tensor):
-                    yield f"{fqn}.{name}[{index}]", leaf
-
-
 def _sum(tensor: Tensor) -> Tensor:
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().sum(dtype=dtype).abs()
-
-
-def _random_state() -> str:
-    digest = hashlib.sha256(bytes(torch.get_rng_state().tolist()))
-    if torch.cuda.is_available():
-        digest.update(bytes(torch.cuda.get_rng_state().tolist()))
-    return digest.hexdigest()[:16]
 
 
 def _send_values(named: Iterable[tuple[str, Tensor]], differing: set[str]) -> None:

@@ -121,8 +121,8 @@ def _shard_parameter(
         data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if owner and not shares:
-            # Gathered before every use; together they would be all of the model. What is borrowed
-            # from another stage is received instead.
+            # Gathered before every use; together they would be all of the model. What is tied
+            # to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
         fqns, sites, sharded, unsharded, shares, shard_dim, partial_over_tp, stages

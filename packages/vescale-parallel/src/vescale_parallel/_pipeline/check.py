@@ -80,12 +80,7 @@ def _run_all(
         except StageDone as done:
             activation = done.activation.detach()
             continue
-        if not last or staging.run.blocks_called != num_blocks:
-            raise ValueError(
-                f"expected forward to call all {num_blocks} blocks before it returns, as pipeline "
-                f"parallelism needs, got {staging.run.blocks_called}; "
-                "use pipeline_parallel.size 1 for a model that skips blocks"
-            )
+        staging.run.check_complete(num_blocks)
         if not any(map(is_loss, pytree.tree_leaves(output))):
             raise ValueError(
                 "pipeline parallelism needs a module whose forward returns its loss (a scalar "

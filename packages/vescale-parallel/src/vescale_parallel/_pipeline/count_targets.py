@@ -15,7 +15,7 @@ from .stage_module import StageRun, Staging
 
 def run_counting(
     forward: Callable[..., Any],
-    part: tuple[tuple[Any, ...], Mapping[str, Any]],
+    microbatch: tuple[tuple[Any, ...], Mapping[str, Any]],
     staging: Staging,
     run: StageRun | None,
     device_type: str,
@@ -26,7 +26,7 @@ def run_counting(
     give placeholders; None runs all of the model.
     """
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    args, kwargs = part
+    args, kwargs = microbatch
     staging.run = run
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), TokenCounts() as mode:

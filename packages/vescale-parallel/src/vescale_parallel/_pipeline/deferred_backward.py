@@ -22,11 +22,8 @@ def with_deferred_backward(
     The gradients of unsharded parameters are taken away, until ``backward`` of the loss puts them
     back for ``finish``, which gets the gradient of the loss.
 
-    Args:
-        output: What :meth:`Pipeline.run` returned.
-        params: Every parameter.
-        finish: Reduces gradients, scaled.
-        device: Where the scalars shall be.
+    ``output`` is what :meth:`Pipeline.run` returned; ``finish`` reduces gradients, scaled;
+    ``device`` is where the scalars shall be.
     """
     grads: dict[ShardedParameter, Tensor | None] = {}
     for param in params:

@@ -13,35 +13,31 @@ from vescale_parallel._torch_private import pytree
 def split_batch(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    num_parts: int,
+    num_microbatches: int,
     rows: Sequence[Rows | None] | None = None,
     *,
     asked_by: str = "pipeline_parallel.microbatches",
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split a batch into micro-batches; tensors without rows go to every one.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        num_parts: Micro-batches.
-        rows: Where the rows are in every leaf; None for what :func:`batch_dims` says.
-        asked_by: The key of the plan, for errors.
+    ``rows`` says where the rows are in every leaf, None for what :func:`batch_dims` says;
+    ``asked_by`` is the key of the plan, for errors.
 
     Raises:
-        ValueError: If there is no tensor, or its rows do not divide into the parts.
+        ValueError: If there is no tensor, or its rows do not divide into them.
     """
     pairs, spec = _located(args, kwargs, rows)
     num_rows = _num_rows(pairs)
-    if num_rows is None or num_rows % num_parts:
+    if num_rows is None or num_rows % num_microbatches:
         raise ValueError(
-            f"expected a batch whose rows divide into {num_parts} micro-batches "
+            f"expected a batch whose rows divide into {num_microbatches} micro-batches "
             f"({asked_by}), got {num_rows} rows"
         )
 
-    def part(x: Any, at: Rows | None, index: int) -> Any:
-        return x if at is None else part_of_rows(x, at, index, num_parts, num_rows)
+    def rows_of(x: Any, at: Rows | None, index: int) -> Any:
+        return x if at is None else part_of_rows(x, at, index, num_microbatches, num_rows)
 
-    cut = [[part(x, at, index) for x, at in pairs] for index in range(num_parts)]
+    cut = [[rows_of(x, at, index) for x, at in pairs] for index in range(num_microbatches)]
     return [pytree.tree_unflatten(each, spec) for each in cut]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from vescale_dtensor import DTensor, named_failures
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowMeetings, Rows, leaf_names
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, leaf_names
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._torch_private import pytree
 
@@ -49,25 +49,25 @@ class Sent:
 
 
 def returned_rows(
-    meetings: RowMeetings, args: Sequence[Any], kwargs: Mapping[str, Any]
+    coupling: RowCoupling, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Returned | None:
     """Return where the rows are in what a call returns; None if it has to run in one piece."""
-    if meetings.regions or meetings.rows_of(args, kwargs) is None:
+    if coupling.regions or coupling.rows_of(args, kwargs) is None:
         return None
-    return None if meetings.returned is None else dict(meetings.returned)
+    return None if coupling.returned is None else dict(coupling.returned)
 
 
-def num_parts_of(num_rows: int, most: int) -> int:
-    """Return the largest number of equal parts of rows, up to ``most``.
+def num_microbatches_for(num_rows: int, most: int) -> int:
+    """Return the largest number of equal micro-batches of rows, up to ``most``.
 
     Example:
-        >>> num_parts_of(6, 4), num_parts_of(7, 4)
+        >>> num_microbatches_for(6, 4), num_microbatches_for(7, 4)
         (3, 1)
     """
-    return next((parts for parts in range(most, 1, -1) if num_rows and num_rows % parts == 0), 1)
+    return next((n for n in range(most, 1, -1) if num_rows and num_rows % n == 0), 1)
 
 
-def common_num_parts(
+def common_num_microbatches(
     num_rows: int,
     most: int,
     limit: int,
@@ -75,7 +75,7 @@ def common_num_parts(
     total: Callable[[Tensor], Tensor],
     device: str,
 ) -> int:
-    """Return the largest number of equal parts, up to ``most`` of each rank, that suits all.
+    """Return the largest number of equal micro-batches, up to each rank's ``most``, for all.
 
     Args:
         num_rows: Of this rank.
@@ -85,9 +85,9 @@ def common_num_parts(
         total: Sums a tensor over them.
         device: Where it shall be.
     """
-    suits = [parts <= most and num_rows % parts == 0 for parts in range(1, limit + 1)]
+    suits = [n <= most and num_rows % n == 0 for n in range(1, limit + 1)]
     votes = total(torch.tensor(suits, dtype=torch.float64, device=device)).tolist()
-    return max(parts for parts, vote in enumerate(votes, 1) if int(vote) == num_ranks)
+    return max(n for n, vote in enumerate(votes, 1) if int(vote) == num_ranks)
 
 
 def joined(
@@ -125,32 +125,32 @@ def joined(
             raise ValueError(_refusal(outputs[-1], names[index]))
         if not isinstance(leaf, Tensor):
             continue
-        parts = [column[index] for column in columns]
+        found = [column[index] for column in columns]
         if is_loss(leaf):
-            leaves[index] = Scalar(mean(parts), leaf.dtype, is_loss=False, requires_grad=False)
+            leaves[index] = Scalar(mean(found), leaf.dtype, is_loss=False, requires_grad=False)
             continue
         at = None if rows is None else rows.get(names[index])
-        tensors.append(_joined(names[index], parts, at, num_rows))
+        tensors.append(_joined(names[index], found, at, num_rows))
         leaves[index] = _told(tensors[-1])
     return pytree.tree_unflatten(leaves, spec), tensors
 
 
 def _joined(
-    name: str, parts: Sequence[Tensor], at: Rows | MeanOfParts | None, num_rows: int
+    name: str, found: Sequence[Tensor], at: Rows | MeanOfParts | None, num_rows: int
 ) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
+    if len(found) == 1:
+        return found[0]
     if not isinstance(at, Rows):
-        if all(torch.equal(part, parts[0]) for part in parts):
-            return parts[0]
+        if all(torch.equal(x, found[0]) for x in found):
+            return found[0]
         raise ValueError(
-            f"forward returns a tensor {name} of shape {tuple(parts[0].shape)} that differs "
+            f"forward returns a tensor {name} of shape {tuple(found[0].shape)} that differs "
             "between micro-batches and has no dim that is known to be the rows of the batch; "
             "evaluate with pipeline_parallel.microbatches 1"
         )
     if at.outermost:
-        return torch.cat([*parts], at.dim)
-    apart = [part.unflatten(at.dim, (-1, num_rows)) for part in parts]
+        return torch.cat([*found], at.dim)
+    apart = [x.unflatten(at.dim, (-1, num_rows)) for x in found]
     return torch.cat(apart, at.dim + 1).flatten(at.dim, at.dim + 1)
 
 

@@ -24,7 +24,7 @@ from vescale_parallel._torch_private import pytree
 from .count_targets import run_counting, summed_counts
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
-from .predict import Returned, common_num_parts, joined, num_parts_of, share
+from .predict import Returned, common_num_microbatches, joined, num_microbatches_for, share
 from .schedules import Action, actions_of, forward_actions
 from .stage_module import StageDone, StageRun, Staging
 
@@ -89,32 +89,28 @@ class Pipeline:
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
-        Gradients are left in the unsharded parameters, for an incoming gradient of 1.
-
-        Args:
-            forward: The model's own call.
-            args: Positional arguments: this rank's batch.
-            kwargs: Keyword arguments, likewise.
-            rows: Where the rows are in every leaf of these; None if that is not known.
+        Gradients are left in the unsharded parameters, for an incoming gradient of 1. ``forward``
+        is the model's own call, of this rank's batch; ``rows`` says where the rows are in every
+        leaf of it, None if that is not known.
 
         Returns:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
             for other tensors.
         """
         pipeline = self.plan.pipeline_parallel
-        parts = split_batch(args, kwargs, self.plan.num_microbatches, rows)
-        actions = actions_of(pipeline.schedule, **self._shape(len(parts)))
+        microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
+        actions = actions_of(pipeline.schedule, **self._shape(len(microbatches)))
         passes: dict[tuple[int, int], _Pass] = {}
         outputs: list[Any] = []
-        counts = self._count(forward, parts) if self._has_last_stage else []
+        counts = self._count(forward, microbatches) if self._has_last_stage else []
         for action in actions:
             key = (action.stage, action.microbatch)
             if action.kind == "B":
                 with profiler_range(*_words("backward", action)):
-                    self._backward(action, passes.pop(key), len(parts))
+                    self._backward(action, passes.pop(key), len(microbatches))
                 continue
             with profiler_range(*_words("forward", action)):
-                done = self._forward(action, forward, parts[action.microbatch], counts)
+                done = self._forward(action, forward, microbatches[action.microbatch], counts)
             if action.stage == len(self.starts) - 1:
                 outputs.append(done.output)
                 done.output = loss_of(done.output)
@@ -135,29 +131,29 @@ class Pipeline:
         What it returns has tensors, too; see [Note: what prediction costs]. ``returned`` is where
         the rows are in it; None runs the batch in one piece.
         """
-        parts: list[tuple[Any, Any]] = [(args, kwargs)]
+        microbatches: list[tuple[Any, Any]] = [(args, kwargs)]
         num_rows = num_rows_of(args, kwargs, rows) or 0
         most = self.plan.num_microbatches
-        num_parts = num_parts_of(num_rows, 1 if returned is None else most)
+        num_microbatches = num_microbatches_for(num_rows, 1 if returned is None else most)
         data = self.plan.data_parallel
         if data.size > 1 and data.zero_stage == 3:
             # Ranks gather parameters together, once for each micro-batch of each.
-            num_parts = common_num_parts(
-                num_rows, num_parts, most, data.size, self.total, self.mesh.device_type
+            num_microbatches = common_num_microbatches(
+                num_rows, num_microbatches, most, data.size, self.total, self.mesh.device_type
             )
-        if num_parts > 1:
-            parts = split_batch(args, kwargs, num_parts, rows)
-        actions = forward_actions(**self._shape(len(parts)))
+        if num_microbatches > 1:
+            microbatches = split_batch(args, kwargs, num_microbatches, rows)
+        actions = forward_actions(**self._shape(len(microbatches)))
         outputs: list[Any] = []
-        counts = self._count(forward, parts) if self._has_last_stage else []
+        counts = self._count(forward, microbatches) if self._has_last_stage else []
         for action in actions:
-            done = self._forward(action, forward, parts[action.microbatch], counts)
+            done = self._forward(action, forward, microbatches[action.microbatch], counts)
             if action.stage == len(self.starts) - 1:
                 outputs.append(done.output)
         self._finish_sends()
         if not outputs:
             return self._agree(None)
-        return self._agree(*joined(outputs, returned, num_rows // len(parts), self._mean))
+        return self._agree(*joined(outputs, returned, num_rows // len(microbatches), self._mean))
 
     def returns_loss(
         self,
@@ -170,24 +166,24 @@ class Pipeline:
         found = [False]
         if self._has_last_stage:
             num_rows = num_rows_of(args, kwargs, rows) or 0
-            parts = num_parts_of(num_rows, self.plan.num_microbatches)
-            few = split_batch(args, kwargs, parts, rows)[0] if parts > 1 else (args, kwargs)
-            output, _ = self._run_counting(forward, few)
+            count = num_microbatches_for(num_rows, self.plan.num_microbatches)
+            first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
+            output, _ = self._run_counting(forward, first)
             found = [any(map(is_loss, pytree.tree_leaves(output)))]
         return bool(self._agree(found[0]))
 
-    def _shape(self, num_parts: int) -> dict[str, int]:
+    def _shape(self, num_microbatches: int) -> dict[str, int]:
         """Note how many micro-batches run now; return what a schedule depends on."""
-        self._microbatches = num_parts
+        self._microbatches = num_microbatches
         rank, pipeline = axis_rank(self.mesh, "pp"), self.plan.pipeline_parallel
         sizes = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
-        return {"rank": rank, "microbatches": num_parts, **sizes}
+        return {"rank": rank, "microbatches": num_microbatches, **sizes}
 
     def _forward(
         self,
         action: Action,
         forward: Callable[..., Any],
-        part: tuple[Any, Any],
+        microbatch: tuple[Any, Any],
         counts: Sequence[Tensor],
     ) -> _Pass:
         received: list[Tensor] = []
@@ -199,7 +195,7 @@ class Pipeline:
             return activation.view_as(activation) if torch.is_grad_enabled() else activation
 
         stage = action.stage
-        signature = _signature(part)
+        signature = _signature(microbatch)
         last = stage == len(self.starts) - 1
         end = self.num_blocks if last else self.starts[stage + 1]
         run = StageRun(stage, self.starts[stage], end, last, receive)
@@ -211,7 +207,7 @@ class Pipeline:
         means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
         try:
             with means:
-                output = forward(*part[0], **part[1])
+                output = forward(*microbatch[0], **microbatch[1])
         except StageDone as done:
             activation = done.activation
             self._send_activation(activation.detach(), action, signature)
@@ -219,19 +215,14 @@ class Pipeline:
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
-        if not last or run.blocks_called != self.num_blocks:
-            raise ValueError(
-                f"expected forward to call all {self.num_blocks} blocks before it returns, as "
-                f"pipeline parallelism needs, got {run.blocks_called}; "
-                "use pipeline_parallel.size 1 for a model that skips blocks"
-            )
+        run.check_complete(self.num_blocks)
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
         return _Pass(received[0] if received else None, output)
 
     def _count(
-        self, forward: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
+        self, forward: Callable[..., Any], microbatches: Sequence[tuple[Any, Any]]
     ) -> list[Tensor]:
         """Return what each token mean of the module counts over the global batch.
 
@@ -239,14 +230,14 @@ class Pipeline:
         parameters returns, so that the targets of all micro-batches are known before the first
         backward pass.
         """
-        found = [self._run_counting(forward, part)[1] for part in parts]
+        found = [self._run_counting(forward, microbatch)[1] for microbatch in microbatches]
         return [self.total(n) for n in summed_counts(found, otherwise="pipeline_parallel.size 1")]
 
     def _run_counting(
-        self, forward: Callable[..., Any], part: tuple[Any, Any]
+        self, forward: Callable[..., Any], microbatch: tuple[Any, Any]
     ) -> tuple[Any, list[Tensor]]:
         run = StageRun.counting(self.num_blocks)
-        return run_counting(forward, part, self.staging, run, self.mesh.device_type)
+        return run_counting(forward, microbatch, self.staging, run, self.mesh.device_type)
 
     @property
     def _has_last_stage(self) -> bool:
@@ -257,10 +248,10 @@ class Pipeline:
         """Equal shards and micro-batches that the global batch is in."""
         return self.plan.data_parallel.size * self._microbatches
 
-    def _backward(self, action: Action, done: _Pass, num_parts: int) -> None:
+    def _backward(self, action: Action, done: _Pass, num_microbatches: int) -> None:
         stage = action.stage
         if stage == len(self.starts) - 1:
-            torch.autograd.backward(done.output / num_parts)
+            torch.autograd.backward(done.output / num_microbatches)
         else:
             grad = torch.empty(
                 done.output.shape, dtype=done.output.dtype, device=done.output.device
@@ -341,9 +332,9 @@ class Pipeline:
         last = (len(self.starts) - 1) % self._size
         return share(told, tensors, mesh=self.mesh, group=self._groups["F"], source=last)
 
-    def _mean(self, parts: Sequence[Tensor]) -> float:
+    def _mean(self, scalars: Sequence[Tensor]) -> float:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
-        return mean_of_parts(parts, self.total, self._num_parts)
+        return mean_of_parts(scalars, self.total, self._num_parts)
 
 
 def _words(direction: str, action: Action) -> tuple[object, ...]:
@@ -360,9 +351,9 @@ def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tenso
     return counts[index]
 
 
-def _signature(part: tuple[Any, Any]) -> object:
+def _signature(microbatch: tuple[Any, Any]) -> object:
     """Return what the shape and dtype of activations can depend on, the same on all stages."""
-    tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
     autocast = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")

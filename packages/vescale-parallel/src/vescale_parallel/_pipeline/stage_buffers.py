@@ -12,13 +12,14 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor import named_failures
+from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._model.buffers import Buffers, BuffersBefore, Change
 
 
@@ -34,12 +35,7 @@ _Changed = tuple[dict[str, _Told], set[str]]
 
 
 class StageBuffers:
-    """The buffers of a model whose stages are on several ranks.
-
-    Args:
-        model: The model.
-        group: The ranks of its pipeline; None without one.
-    """
+    """The buffers of a model; ``group`` has the ranks of its stages, None without a pipeline."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._buffers, self._group = Buffers(model, ""), group
@@ -74,18 +70,15 @@ class StageBuffers:
         self, form: object, changes: Mapping[str, list[Change]], elsewhere: set[str]
     ) -> None:
         told = {fqn: _told(found) for fqn, found in changes.items()}
-        ranks: list[Any] = [(told, elsewhere)]
-        if self._group is not None:
-            ranks = [None] * dist.get_world_size(self._group)
-            with named_failures():
-                dist.all_gather_object(ranks, (told, elsewhere), group=self._group)
-        changed = cast("list[_Changed]", ranks)
+        changed: list[_Changed] = gathered_objects(
+            (told, elsewhere), () if self._group is None else (self._group,)
+        )
         _refuse_changes_in_backward(sorted(set[str]().union(*(names for _, names in changed))))
         of_ranks = [found for found, _ in changed]
         owners: dict[str, int] = {}
         for fqn in sorted({fqn for each in of_ranks for fqn in each}):
             found = {rank: each[fqn] for rank, each in enumerate(of_ranks) if fqn in each}
-            missing = len(found) < len(ranks)
+            missing = len(found) < len(changed)
             is_new = any(each.is_new for each in found.values())
             if is_new and not self._buffers.is_persistent(fqn):
                 continue  # a cache, which the ranks that use it make

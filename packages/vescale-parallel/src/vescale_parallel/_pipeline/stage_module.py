@@ -60,6 +60,15 @@ class StageRun:
     blocks_called: int = 0
     last_output: Placeholder | None = None
 
+    def check_complete(self, num_blocks: int) -> None:
+        """Raise if forward has returned on this stage without calling all blocks."""
+        if not self.is_last or self.blocks_called != num_blocks:
+            raise ValueError(
+                f"expected forward to call all {num_blocks} blocks before it returns, as pipeline "
+                f"parallelism needs, got {self.blocks_called}; "
+                "use pipeline_parallel.size 1 for a model that skips blocks"
+            )
+
     @classmethod
     def counting(cls, num_blocks: int) -> StageRun:
         """Return a run in which modules with parameters give placeholders, to see the targets."""
@@ -172,13 +181,9 @@ def stage_module(
 ) -> None:
     """Let calls of a module be answered by a placeholder, in place.
 
-    Args:
-        module: A block, or a module with parameters outside the blocks.
-        staging: Shared by all staged modules of the model.
-        fqn: Its name, for errors.
-        index: Its number among the blocks, None if it is outside.
-        stages: The stages that own it.
-        param_dtype: Dtype of its parameters in compute, None for their own.
+    It is a block, ``index`` being its number among the blocks, or a module with parameters
+    outside of them (None). ``param_dtype`` is that of its parameters in compute, None for their
+    own; ``staging`` is shared by all staged modules of the model.
     """
     role = _Role(staging, fqn, index, frozenset(stages), _skeleton(module, param_dtype))
     cls = type(module)

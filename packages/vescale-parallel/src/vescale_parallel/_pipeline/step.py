@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import RowMeetings, Rows
+from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._rng.own_streams import OwnStreams
@@ -26,12 +26,8 @@ from .tied_weights import return_tied_gradients, send_tied_weights
 class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
-    Args:
-        model: Whose calls these are.
-        pipeline: Runs the schedule.
-        params: Every parameter.
-        buffers: Those that forward changes; None for a model without any.
-        finish: Reduces gradients, multiplied by what it is given.
+    ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
+    gradients, multiplied by what it is given.
     """
 
     def __init__(
@@ -53,23 +49,19 @@ class PipelineStep:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        meetings: RowMeetings | None = None,
+        coupling: RowCoupling | None = None,
     ) -> Any:
         """Run one step on this rank's batch. Every rank must call this.
 
-        Args:
-            forward: The model's own call.
-            args: Positional arguments: this rank's batch.
-            kwargs: Keyword arguments, likewise.
-            meetings: What is known of the rows of this form of call.
+        ``forward`` is the model's own call; ``coupling`` is what is known of the rows of it.
 
         Returns:
             The module's output with a tensor for each scalar. Other tensors are None in a step
             that is differentiated; else they are whole, see [Note: what prediction costs].
         """
         pipeline = self._pipeline
-        meetings = RowMeetings() if meetings is None else meetings
-        rows = meetings.rows_of(args, kwargs)
+        coupling = RowCoupling() if coupling is None else coupling
+        rows = coupling.rows_of(args, kwargs)
         send_tied_weights(self._params, pipeline.group_of("F"))
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
@@ -80,7 +72,7 @@ class PipelineStep:
             if train:
                 output = pipeline.run(forward, args, kwargs, rows)
             else:
-                returned = returned_rows(meetings, args, kwargs)
+                returned = returned_rows(coupling, args, kwargs)
                 with torch.no_grad():
                     output = pipeline.predict(forward, args, kwargs, rows, returned)
         device = pipeline.mesh.device_type

@@ -57,12 +57,9 @@ def entry(key: str, value: Any) -> list[str]:
 
 
 def filled(text: str, start: str, then: str | None = None) -> list[str]:
-    """Return a text as lines of at most :data:`WIDTH` characters; words are not broken.
+    """Return a paragraph as lines of at most :data:`WIDTH` characters; words are not broken.
 
-    Args:
-        text: One paragraph.
-        start: What the first line begins with.
-        then: What the others begin with.
+    The first line begins with ``start``, the others with ``then``, if that is given.
     """
     return textwrap.wrap(
         text,

@@ -21,8 +21,8 @@ from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.small_batches import plain, some_rows, within
-from vescale_parallel._model.copies import deep_copied
+from vescale_parallel._cross_replica.small_batches import some_rows, within
+from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding

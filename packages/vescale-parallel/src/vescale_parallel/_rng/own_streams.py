@@ -1,4 +1,4 @@
-"""Random numbers of pipelines: every part of a batch has a stream of its own."""
+"""Random numbers of pipelines: each stage draws from a stream of its own, and each replica."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import named_failures
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._trace.generators import forked_generators
-
-from .sharded_rng import generator_state
+from vescale_parallel._trace.generators import forked_generators, generator_state
 
 
 class OwnStreams:
-    """Seeds what forward draws by the position of this rank, all ranks having one generator.
-
-    Args:
-        mesh: Of the pipeline.
-        group: The ranks of the pipeline.
-    """
+    """Seeds what forward draws by the position of this rank, all ranks having one generator."""
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         self._position = 0

@@ -9,8 +9,8 @@ then computes is twice what it was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,18 +161,22 @@ def _run(model: nn.Module, given: Given, trial: _Trial) -> _Trial | None:
     notes.follow(subject)
     for fqn, module in subject.named_modules():
         _keep_calls(module, fqn, trial)
+    return trial if _has_run(subject, given, _OneDraw(notes, trial)) and trial.drawn else None
+
+
+def _has_run(subject: nn.Module, given: Given, *modes: AbstractContextManager[Any]) -> bool:
+    """Run a model that has values on a batch, and return whether it could be."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
     try:
         with ExitStack() as stack:
-            for each in (seeded(), torch.no_grad(), InDouble(), _OneDraw(notes, trial)):
+            for each in (seeded(), torch.no_grad(), InDouble(), *modes, warnings.catch_warnings()):
                 stack.enter_context(each)
-            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             subject(*args, **kwargs)
     # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
     except Exception:
-        return None
-    return trial if trial.drawn else None
+        return False
+    return True
 
 
 def _keep_calls(module: nn.Module, fqn: str, trial: _Trial) -> None:
@@ -201,13 +205,4 @@ def draws_with_values(model: nn.Module, given: Given) -> tuple[NotedDraw, ...] |
     """Return what a model draws, seen by running it; None if it cannot be."""
     subject, notes = deep_copied(model), DrawNotes()
     notes.watch(subject)
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
-    draws: Callable[..., Any] = subject
-    try:
-        with seeded(), torch.no_grad(), InDouble(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            draws(*args, **kwargs)
-    # Arbitrary user code.
-    except Exception:
-        return None
-    return tuple(notes.draws)
+    return tuple(notes.draws) if _has_run(subject, given) else None

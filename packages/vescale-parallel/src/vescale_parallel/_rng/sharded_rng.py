@@ -36,12 +36,8 @@ from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
-from vescale_parallel._trace.generators import forked_generators
-from vescale_parallel._trace.memory_order import (
-    order_in_whole,
-    split_in_order,
-    strides_in_order,
-)
+from vescale_parallel._trace.generators import forked_generators, generator_state
+from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 
 from .empty_dropout import DrawsForNothing, has_empty
@@ -119,9 +115,9 @@ class ShardedRng:
         if before is not None and generator_state() != before:
             self._begins_late = True
             warn_at_user_line(
-                "forward drew random numbers that it did not draw before, or when it was run "
-                "to see; data-parallel ranks drew the same for their different rows in this "
-                "call, and will draw what one device draws from the next on",
+                "forward drew random numbers that neither its earlier calls drew nor the trial "
+                "run before them: in this call data-parallel ranks drew the same numbers for "
+                "their different rows; from the next call on they draw what one device draws",
             )
 
     @contextlib.contextmanager
@@ -365,14 +361,6 @@ class _Drawing(DrawMode):
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
         return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
-
-
-def generator_state() -> tuple[bytes, ...]:
-    """Return the state of the generators that operators draw from by default."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return tuple(state.numpy().tobytes() for state in states)
 
 
 def _placement(dim: int | None) -> Placement:

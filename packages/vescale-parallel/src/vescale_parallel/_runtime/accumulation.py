@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import RowMeetings, Rows
+from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
 from vescale_parallel._loss.token_mean import TokenMeans
@@ -236,4 +236,4 @@ class _Generators:
 def _num_rows(
     args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Rows | None] | None
 ) -> int:
-    return RowMeetings(given=None if rows is None else tuple(rows)).num_rows(args, kwargs)
+    return RowCoupling(given=None if rows is None else tuple(rows)).num_rows(args, kwargs)

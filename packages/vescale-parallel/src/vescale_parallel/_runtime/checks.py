@@ -142,7 +142,7 @@ def _instead_of(name: str, value: object, example: str) -> str:
     if hasattr(value, "__getitem__") or hasattr(value, "__iter__"):
         return f"a data set is given by name: dataset=..; the order is {_ORDER}"
     made_for = "the model" if name == "optimizer_fn" else "the optimizer"
-    return f"{made_for} that it is for does not exist before: {name}={example}"
+    return f"{made_for} that it needs is made by parallelize: {name}={example}"
 
 
 def call_optimizer_fn(optimizer_fn: OptimizerFn, model: nn.Module) -> object:

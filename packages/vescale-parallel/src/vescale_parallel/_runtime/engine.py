@@ -52,7 +52,7 @@ class Engine:
         inputs: Compares what ranks are called with.
         known: The modules that were there.
         proofs: Of the sharding plan, for calls; None if nothing is cut.
-        rows: Of the batch: where they meet, a call is of the whole batch.
+        rows: Of the batch: where they are coupled, a call is of the whole batch.
         rng: Random numbers in forward.
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
@@ -128,11 +128,11 @@ class Engine:
                 self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
                 if self.pipeline is not None:
-                    return self.pipeline.run(forward, args, kwargs, self.rows.meetings)
+                    return self.pipeline.run(forward, args, kwargs, self.rows.coupling)
                 if self.accumulation is not None and torch.is_grad_enabled():
-                    rows = self.rows.meetings.rows_of(args, kwargs)
+                    rows = self.rows.coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
-                num_rows = self.rows.meetings.num_rows(args, kwargs)
+                num_rows = self.rows.coupling.num_rows(args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):
                     return self._watched(self._call_directly(forward, args, kwargs))
         finally:
@@ -173,7 +173,7 @@ class Engine:
         with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
-        if self.rows.meetings.is_region(""):
+        if self.rows.coupling.is_region(""):
             return output  # of the whole batch already
         if self.is_at_uneven():
             _check_counted(output, means)

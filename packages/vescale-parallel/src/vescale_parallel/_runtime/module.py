@@ -11,7 +11,7 @@ What ``parallelize`` adds to a model, in the order in which one call meets it, o
 3. hooks before forward: ZeRO's gather (prepended, so first), then those that enter
    tensor-parallel regions, then users' own that were there before, which see local activations.
 4. forward of the instance, innermost first: tensor parallelism's sum in parts or lookup of own
-   rows; random numbers in part; rows that meet; recomputation in backward.
+   rows; random numbers in part; coupled rows; recomputation in backward.
 5. parameters: plain ones of this rank while forward and backward run, else DTensors of global
    shape. See :class:`~vescale_parallel._parameters.sharded_parameter.ShardedParameter`.
 6. hooks after forward: tensor parallelism's (prepended, so that users' hooks see whole

@@ -25,10 +25,7 @@ def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> 
     does a cache of keys and values, are copied before, their tensors not. It finds the buffers
     that forward changes as the first run did, and leaves them as that one left them.
 
-    Args:
-        block: The block.
-        as_now: Called in the first run; returns what makes the context of the second one.
-        fqn: Its name, for errors.
+    ``as_now`` is called in the first run; it returns what makes the context of the second one.
     """
     block.forward = functools.partial(_run, block.forward, Buffers(block, fqn), as_now)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
+from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._model.user_line import warn_at_user_line
 
@@ -99,7 +100,7 @@ class SameInputs:
         if len(set(arriving.wait())) == 1:
             return
         own = (dist.get_rank(), digest.with_numbers())
-        found: list[tuple[int, list[Leaf]]] = _gathered_objects(own, self._same)
+        found: list[tuple[int, list[Leaf]]] = gathered_objects(own, self._same)
         if told := difference(dict(sorted(found))):
             raise ValueError(
                 f"ranks that work on the same rows were given different ones: {told}, in call "
@@ -152,13 +153,3 @@ def _gathered(row: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
             dist.all_gather(parts, rows, group=group)
         rows = torch.cat(parts)
     return rows
-
-
-def _gathered_objects(own: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    found = [own]
-    for group in groups:
-        parts: list[list[Any]] = [[] for _ in range(dist.get_world_size(group))]
-        with named_failures():
-            dist.all_gather_object(parts, found, group=group)
-        found = [each for part in parts for each in part]
-    return found

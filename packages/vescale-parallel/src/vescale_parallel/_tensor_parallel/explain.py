@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-import vescale_dtensor
 from vescale_dtensor import CommCounter
 from vescale_parallel._mesh.transfers import Sent, listening
 from vescale_parallel._model.fqns import generalize, matching
+from vescale_parallel._model.user_line import user_line
 
 from .conversions import Boundary, Crossing
 from .sharding_spec import placement_text
 from .tensor_sharding import TensorSharding
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
-_QUIET = tuple(str(Path(each).parent) for each in (torch.__file__, vescale_dtensor.__file__))
-_OWN = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,8 @@ def explain(model: nn.Module) -> Iterator[ParallelExplanation]:
     def hear(crossing: Crossing) -> None:
         assert boundary is not None
         module = generalize(inside[-1]) if inside else ""
-        key = (_source(), module, crossing.kind)
+        filename, line = user_line()
+        key = (f"{Path(filename).name}:{line}", module, crossing.kind)
         if key not in entries:
             entries[key] = Traffic(*key, *_collectives(crossing))
             found.traffic.append(entries[key])
@@ -277,14 +273,3 @@ def _follow(model: nn.Module, inside: list[str], stack: ExitStack) -> None:
 
         stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
         stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-
-
-def _source() -> str:
-    """Return the innermost line that is neither torch's nor this package's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((*_QUIET, _OWN)):
-            return f"{Path(filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"

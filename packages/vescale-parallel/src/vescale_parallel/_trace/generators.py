@@ -43,6 +43,14 @@ def states_of_generators() -> States:
     )
 
 
+def generator_state() -> tuple[bytes, ...]:
+    """Return the states of torch's generators, of the CPU and of this CUDA device."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(state.numpy().tobytes() for state in states)
+
+
 def set_generators(states: States) -> None:
     """Put back what :func:`states_of_generators` gave."""
     torch.default_generator.set_state(states.torch)

@@ -11,11 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
-from vescale_parallel._model.copies import copied_without_hooks, meta_parameter
+from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
@@ -45,7 +43,7 @@ class CallGuard:
     ) -> None:
         self._forms, self._proven = CallForms(model), set(proven)
         self._sharding_plan, self._sharding = dict(sharding_plan), sharding
-        self._whole, self._class = _copy_without_values(model), type(model).__name__
+        self._whole, self._class = copied_without_values(model), type(model).__name__
         is_cut = bool(sharding.spec.parameters or sharding.spec.shared)
         self._needs_proof = is_cut and self._whole is not None
 
@@ -73,7 +71,7 @@ class CallGuard:
 
     def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
-        named = pytree.tree_map_only(Tensor, _plain, self._forms.named(args, kwargs))
+        named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
         try:
             return in_fresh_thread(lambda: self._check(small))
@@ -123,17 +121,3 @@ class CallGuard:
             return shard(plan, scaled, self._sharding.size)
         except ValueError:
             return None
-
-
-def _copy_without_values(model: nn.Module) -> nn.Module | None:
-    try:
-        return copied_without_hooks(model, meta_parameter, lambda buffer: buffer)
-    # Arbitrary attributes of a user's modules: locks, files, process groups.
-    except Exception:
-        return None
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return tensor.detach()

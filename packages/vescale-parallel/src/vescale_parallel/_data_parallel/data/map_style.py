@@ -15,14 +15,7 @@ from .share import Share
 
 
 class MapStyle:
-    """Fetches from a map-style data set.
-
-    Args:
-        dataset: The data set.
-        order: Of its global batches.
-        options: How to fetch.
-        share: Which rows of a batch.
-    """
+    """Fetches this rank's share of every global batch from a map-style data set."""
 
     def __init__(self, dataset: Any, order: Order, options: Options, share: Share) -> None:
         self.order, self._share = order, share

@@ -19,15 +19,7 @@ from vescale_parallel._trace.flops import flops_of
 
 from .graph import Linearity, OpCall, Step, Trace, UnknownOperator, Value
 from .registry import Rule
-from .rules import (
-    attention,
-    indexing,
-    normalisation,
-    pointwise,
-    products,
-    reductions,
-    views,
-)
+from .rules import attention, indexing, normalisation, pointwise, products, reductions, views
 
 _RULES = {
     **attention.rule,
