@@ -9,12 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from vescale_parallel._data_parallel.shard_rows import (
-    GatheredRows,
-    RowLayout,
-    Shape,
-    release,
-)
+from vescale_parallel._data_parallel.shard_rows import GatheredRows, RowLayout, Shape, release
 
 # Shape, dim that is sharded, whether it lies transposed in memory.
 CASES = st.lists(
