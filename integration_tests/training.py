@@ -35,6 +35,7 @@ class Recipe:
         evaluate: Whether to evaluate in eval mode before every step.
         deferred: Whether the model's construction is deferred.
         exact: Whether to compute in float64 from parameters that were drawn as ``dtype``.
+        reversed_rows: Whether the rows of every batch come in the opposite order.
         device: Where to train. Parameters are drawn on the CPU.
     """
 
@@ -48,6 +49,7 @@ class Recipe:
     evaluate: bool = False
     deferred: bool = False
     exact: bool = False
+    reversed_rows: bool = False
     device: str = "cpu"
 
 
@@ -136,6 +138,8 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
     evaluations: list[float] = []
     for index, batch in enumerate(loader):
         batch = {name: tensor.to(recipe.device) for name, tensor in batch.items()}
+        if recipe.reversed_rows:
+            batch = {name: tensor.flip(0) for name, tensor in batch.items()}
         if recipe.evaluate:
             model.eval()
             with torch.no_grad():

@@ -1,0 +1,113 @@
+"""What a rank sends, and what it holds, under every ZeRO stage: counted, next to the theory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vescale
+from vescale_dtensor import CommCounter
+from vescale_parallel import ParallelPlan, with_constraints
+
+from .fake_ranks import IDS, WARM_UP, adamw, llama, rank_0_of
+
+pytestmark = [
+    pytest.mark.slow,
+    # All ranks of a fake process group say what this one says.
+    pytest.mark.filterwarnings("ignore:.* data-parallel ranks were called with 1 different"),
+]
+
+HALF = {"precision.param": "bfloat16"}
+# Bytes of a parameter element and step, of a ring: what is sent times ranks / (ranks - 1).
+# A gather and a reduction are one time an element each, a sum of copies is both.
+BYTES: dict[str, tuple[dict[str, Any], int]] = {
+    "stage 0": ({"data_parallel.zero_stage": 0}, 4 + 4),
+    "stage 1": ({"data_parallel.zero_stage": 1}, 4 + 4),
+    "stage 2": ({"data_parallel.zero_stage": 2}, 4 + 4),
+    # Blocks are gathered again in backward, what is outside of them is not.
+    "stage 3": ({"data_parallel.zero_stage": 3}, 4 + 4 + 4),
+    "stage 1, bfloat16": ({"data_parallel.zero_stage": 1, **HALF}, 2 + 2),
+    "stage 3, bfloat16": ({"data_parallel.zero_stage": 3, **HALF}, 2 + 2 + 2),
+    "stage 3, bfloat16 summed in float32": (
+        {"data_parallel.zero_stage": 3, **HALF, "precision.reduce": "float32"},
+        2 + 2 + 4,
+    ),
+}
+
+
+def _parallel(ranks: int, constraints: dict[str, Any]) -> Any:
+    said = {"data_parallel.size": ranks, **constraints}
+    return vescale.parallelize(with_constraints(ParallelPlan(), said), llama(), adamw)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_a_parameter_element_and_step(name: str) -> None:
+    ranks, (constraints, expected) = 64, BYTES[name]
+    with rank_0_of(ranks):
+        model, optimizer = _parallel(ranks, constraints)
+        for _ in range(WARM_UP):
+            _step(model, optimizer)
+        with CommCounter() as counter:
+            _step(model, optimizer)
+    sent = sum(event.nbytes for event in counter.events) * ranks / (ranks - 1)
+    numel = sum(p.numel() for p in model.parameters())
+    total = expected * numel
+    if constraints["data_parallel.zero_stage"] == 3:
+        outside = sum(
+            p.numel() for n, p in model.named_parameters() if not n.startswith("model.layers.")
+        )
+        total -= outside * (2 if "precision.param" in constraints else 4)
+    # Shards of what does not divide are padded, rows are multiples of 128 bytes.
+    assert total <= sent <= 1.01 * total
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _held() -> int:
+    """Return the bytes of all tensors of this process."""
+    gc.collect()
+    tensors: list[Any] = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+    }
+    return sum(storages.values())
+
+
+# What is held on a CPU between the steps of a loop that keeps its gradients, by stage, besides
+# this rank's shard with its gradient and AdamW's two moments: 16 bytes of an element / ranks. The
+# groups of parameters are a block each, and what is outside of the blocks.
+BESIDES: dict[int, Callable[[int, int, int], float]] = {
+    # What arrives from other ranks, of the largest group.
+    0: lambda whole, block, outside: 4 * max(block, outside),
+    # And whole parameters, and rows of gradients.
+    1: lambda whole, block, outside: 8 * whole + 4 * max(block, outside),
+    # Of gradients only those of one block and of what is outside.
+    2: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),
+    3: lambda whole, block, outside: 4 * (block + outside + max(block, outside)),
+}
+
+
+@pytest.mark.parametrize("stage", BESIDES)
+def test_memory_between_steps_is_that_of_the_theory(stage: int) -> None:
+    ranks, before = 8, _held()
+    with rank_0_of(ranks):
+        model, optimizer = _parallel(ranks, {"data_parallel.zero_stage": stage})
+        for _ in range(WARM_UP):
+            optimizer.zero_grad()
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+    numels = {name: p.numel() for name, p in model.named_parameters()}
+    block = sum(n for name, n in numels.items() if name.startswith("model.layers.0."))
+    outside = sum(n for name, n in numels.items() if not name.startswith("model.layers."))
+    whole = sum(numels.values())
+    theory = 16 * whole / (ranks if stage else 1) + BESIDES[stage](whole, block, outside)
+    assert _held() - before == pytest.approx(theory, rel=0.05)
