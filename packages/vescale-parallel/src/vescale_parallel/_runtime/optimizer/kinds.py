@@ -50,6 +50,7 @@ def declare_optimizer(cls: type[Optimizer], *, updates: Updates) -> None:
         ValueError: If ``updates`` is something else.
 
     Example:
+        >>> import torch
         >>> class Sign(torch.optim.SGD):
         ...     def step(self, closure=None):
         ...         for group in self.param_groups:
