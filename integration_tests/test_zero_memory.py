@@ -88,9 +88,8 @@ def _held() -> int:
 BESIDES: dict[int, Callable[[int, int, int], float]] = {
     # What arrives from other ranks, of the largest group.
     0: lambda whole, block, outside: 4 * max(block, outside),
-    # And whole parameters, and rows of gradients.
-    1: lambda whole, block, outside: 8 * whole + 4 * max(block, outside),
-    # Of gradients only those of one block and of what is outside.
+    # And whole parameters, and rows of the gradients of one block and of what is outside.
+    1: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),
     2: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),
     3: lambda whole, block, outside: 4 * (block + outside + max(block, outside)),
 }

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 
-from .zero_model import ROWS, WIDTH, WORLD, assert_close, net, parallel, rows_of, wholes
+from .zero_model import (
+    ROWS,
+    WIDTH,
+    WORLD,
+    OwnCounter,
+    assert_close,
+    net,
+    parallel,
+    rows_of,
+    wholes,
+)
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -325,3 +335,26 @@ def test_gradients_with_a_graph_are_refused(in_threads: InThreads, stage: int) -
         model(rows_of(rank)).backward()
 
     in_threads(WORLD, step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_is_reduced_before_the_next_one_runs_backward(
+    in_threads: InThreads, stage: int
+) -> None:
+    models = [net() for _ in range(WORLD)]
+
+    def step(rank: int) -> list[str]:
+        model, seen = parallel(models[rank], stage), list[str]()
+        for index, block in enumerate(model.blocks):
+            block.seen = lambda when, index=index: seen.append(f"{when} {index}")
+        loss = model(rows_of(rank))
+        seen.clear()
+        with OwnCounter() as counter:
+            counter.on_all_to_all = lambda: seen.append("reduce")
+            loss.backward()
+        return seen
+
+    # The block, the one before it, and what is outside of blocks. Under ZeRO 2 and 3 a block is
+    # reduced when the one before it begins.
+    for seen in in_threads(WORLD, step):
+        assert seen == ["backward 1", "reduce", "backward 0", "reduce", "reduce"]

@@ -1,4 +1,4 @@
-"""Forward and backward passes in unusual orders, under ZeRO 1, 2 and 3."""
+"""Forward and backward passes in unusual orders, under every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel import ParallelPlan, parallelize, with_constraints
 
@@ -26,11 +27,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.last = nn.Linear(WIDTH, WIDTH)
         self.order = (0, 1)
-        self.frozen_call = False
+        self.frozen_call = self.recomputes = False
         self.double()
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.first(x)
+        if self.recomputes:  # a backward pass within the pass
+            x = checkpoint(lambda y: self.last(y).tanh(), x, use_reentrant=True)
         hidden: list[Tensor] = []
         for index in self.order:
             x = torch.tanh(self.blocks[index](x))
@@ -114,6 +117,18 @@ def _trained_after_a_step(model: Any, rows: Callable[[Tensor], Tensor]) -> None:
     model(rows(ROWS))["loss"].backward()
 
 
+def _a_block_that_is_frozen(model: Any, rows: Callable[[Tensor], Tensor]) -> None:
+    model.blocks[1].requires_grad_(False)
+    for _ in range(2):
+        model(rows(ROWS))["loss"].backward()
+
+
+def _gradients_that_come_twice_in_a_pass(model: Any, rows: Callable[[Tensor], Tensor]) -> None:
+    model.recomputes = True
+    for _ in range(2):
+        model(rows(ROWS))["loss"].backward()
+
+
 def _values_changed_between_steps(model: Any, rows: Callable[[Tensor], Tensor]) -> None:
     model(rows(ROWS))["loss"].backward()
     with torch.no_grad():
@@ -135,6 +150,7 @@ PROGRAMS: list[Program] = [
     _two_outputs_together, _two_outputs_apart, _an_early_output_alone, _a_block_called_twice,
     _a_block_called_twice_in_a_row, _a_block_called_without_gradients, _frozen_after_a_step,
     _trained_after_a_step, _values_changed_between_steps, _in_evaluation_mode_and_back,
+    _a_block_that_is_frozen, _gradients_that_come_twice_in_a_pass,
 ]  # fmt: skip
 
 
@@ -167,7 +183,7 @@ def check(in_threads: InThreads, program: Program, constraints: dict[str, Any]) 
                 assert torch.allclose(grad, parameter.grad, rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.strip("_"))
 def test_gradients_are_those_of_one_device(
     in_threads: InThreads, program: Program, stage: int

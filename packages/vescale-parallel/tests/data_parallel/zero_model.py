@@ -98,10 +98,13 @@ class OwnCounter(CommCounter):
     def __init__(self) -> None:
         super().__init__()
         self._thread = threading.get_ident()
+        self.on_all_to_all: Callable[[], None] = lambda: None
 
     def _hear(self, event: Any) -> None:
         if threading.get_ident() == self._thread:
             super()._hear(event)
+            if event.kind == "all_to_all":
+                self.on_all_to_all()
 
     def kinds(self) -> Counter[str]:
         return Counter(event.kind for event in self.events)

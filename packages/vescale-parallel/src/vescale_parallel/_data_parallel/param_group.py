@@ -10,13 +10,12 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather, all_reduce
+from vescale_dtensor import all_gather, all_reduce
 from vescale_parallel._mesh.mesh import axis_group, axis_size
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
@@ -54,10 +53,12 @@ class ParamGroup:
     _rows: dict[tuple[ShardedParameter, ...], dict[ShardedParameter, GradientRows]] = field(
         default_factory=dict[tuple[ShardedParameter, ...], dict[ShardedParameter, GradientRows]]
     )
-    # Where gradients are written as autograd has them, while a backward pass runs.
+    # Where gradients are written as autograd has them, while a backward pass runs; and of which
+    # parameters it has none yet.
     _written_to: dict[ShardedParameter, GradientRows] = field(
         default_factory=dict[ShardedParameter, GradientRows]
     )
+    _unwritten: set[ShardedParameter] | None = None
     # On a GPU: the tags that ranks sent since the last look.
     _unseen: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -98,7 +99,8 @@ class ParamGroup:
 
     def forget(self) -> None:
         """Drop gradients that a failed backward pass left."""
-        self._pending, self._alone, self._used, self._written_to = {}, {}, set(), {}
+        self._pending, self._alone, self._used = {}, {}, set()
+        self._written_to, self._unwritten = {}, None
         for rows in {rows for of_params in self._rows.values() for rows in of_params.values()}:
             rows.forget()
         for param in self.params:
@@ -144,32 +146,49 @@ class ParamGroup:
         """
         reduce_together([self])
 
-    def write_as_they_come(self) -> None:
-        """Have :meth:`begin_writing` take gradients from autograd, one after the other."""
+    def write_as_they_come(self, when_complete: Callable[[], None]) -> None:
+        """Have :meth:`begin_writing` take gradients from autograd, one after the other.
+
+        ``when_complete`` is called when it has taken those of all parameters.
+        """
         if self._num_ranks == 1:
             return
         for param in self.params:
             plain = param.unsharded
             if plain is None or param.partial_over_tp or not plain.is_floating_point():
                 continue
+            write = functools.partial(self._write, param, when_complete)
             with_gradient = plain.requires_grad
             plain.requires_grad_()  # or torch takes no hook
-            plain.register_post_accumulate_grad_hook(functools.partial(self._write, param))
+            plain.register_post_accumulate_grad_hook(write)
             plain.requires_grad_(with_gradient)
 
     def begin_writing(self) -> None:
         """Take gradients that autograd computes from now on; :meth:`reduce` ends it."""
         if self._num_ranks > 1:
             self._written_to = self._rows_of(self._trained())
+            self._unwritten = {*self._written_to}
 
-    def _write(self, param: ShardedParameter, plain: Tensor) -> None:
-        rows, grad = self._written_to.get(param), plain.grad
-        if rows is None or grad is None or grad.dtype != rows.dtype or grad.is_sparse:
+    @property
+    def is_written(self) -> bool:
+        """Whether the gradients of all parameters were taken from autograd."""
+        return self._unwritten is not None and not self._unwritten
+
+    def _write(
+        self, param: ShardedParameter, when_complete: Callable[[], None], plain: Tensor
+    ) -> None:
+        rows, grad, unwritten = self._written_to.get(param), plain.grad, self._unwritten
+        if rows is None or grad is None or unwritten is None:
+            return
+        if grad.dtype != rows.dtype or grad.is_sparse:
             return
         refuse_graphs(param, grad)
         rows.add(param, grad)
         plain.grad = None
         self._used.add(param)
+        unwritten.discard(param)
+        if not unwritten:
+            when_complete()
 
     def take_grads(self) -> dict[ShardedParameter, Tensor]:
         """Take the gradients of the unsharded parameters.
@@ -194,7 +213,7 @@ class ParamGroup:
 
         ``grads`` are let go of.
         """
-        self._written_to = {}
+        self._written_to, self._unwritten = {}, None
         if self._num_ranks == 1:
             for param, grad in grads.items():
                 own = grad.to(self._reduced_in(param)).to(param.local.dtype)
@@ -373,30 +392,3 @@ def _unflatten(
         shape = grads[param].shape
         grads[param] = flat[start : start + shape.numel()].view(shape)
         start += shape.numel()
-
-
-def settle(param: ShardedParameter) -> None:
-    """Cut a gradient that autograd gave the sharded parameter itself as the parameter is cut."""
-    sharded: Any = param.sharded
-    grad: Any = sharded.grad
-    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(sharded.placements):
-        sharded.grad = grad.redistribute(placements=sharded.placements)
-
-
-def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> None:
-    """Add a reduced gradient to a parameter's ``.grad``, as autograd does, hooks included."""
-    if scale is not None:
-        grad = grad * scale.to(grad.dtype)
-    sharded: Any = param.sharded
-    total: Any = DTensor.from_local(
-        grad.contiguous(), sharded.device_mesh, sharded.placements, shape=sharded.shape
-    )
-    for hook in (sharded._backward_hooks or {}).values():
-        changed = hook(total)
-        total = total if changed is None else changed
-    if sharded.grad is None:
-        sharded.grad = total
-    else:
-        sharded.grad.add_(total)
-    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
-        hook(sharded)

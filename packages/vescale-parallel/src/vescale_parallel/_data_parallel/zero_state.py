@@ -22,8 +22,15 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
-from .param_group import ParamGroup, accumulate, reduce_together, settle
+from .param_group import ParamGroup, reduce_together
+from .public_gradients import accumulate, settle
 from .stray_gradients import refuse_stray_gradients
+
+_LATE = 2  # of a parameter with a gradient that is not reduced yet
+
+
+def _has_gradient(param: ShardedParameter) -> bool:
+    return param.unsharded is not None and param.unsharded.grad is not None
 
 
 class ZeroState:
@@ -41,6 +48,8 @@ class ZeroState:
     Attributes:
         while_backward: Makes what is entered while backward runs.
         after_backward: Called after every backward pass.
+        rows_are_coupled: Whether backward through some call has collectives of data-parallel
+            ranks itself.
     """
 
     def __init__(
@@ -74,9 +83,13 @@ class ZeroState:
                 self._add_hooks(module, param_group)
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
         self._writes = not pipelined and not self._reduces_early
+        # On every rank, whichever of its gradients come first.
+        self._order = [*reversed(self._param_groups), root]
+        self._num_reduced = 0
+        self.rows_are_coupled = False
         if self._writes:
-            for param_group in (root, *self._param_groups):
-                param_group.write_as_they_come()
+            for param_group in self._order:
+                param_group.write_as_they_come(self._reduce_complete)
 
     @property
     def params_of_blocks(self) -> list[ShardedParameter]:
@@ -95,7 +108,8 @@ class ZeroState:
             self._entered.close()
             self._open.clear()
             self._show_sharded()
-            for param_group in (self._root, *self._param_groups):
+            self._num_reduced = 0
+            for param_group in self._order:
                 param_group.forget()
         refuse_stray_gradients(self.params)
 
@@ -147,25 +161,55 @@ class ZeroState:
 
     def finish_backward(self, scale: Tensor | None) -> None:
         """Reduce the gradients that are left, and add all to the distributed parameters."""
-        left = self._open if self._reduces_early else self._param_groups
+        left = [*self._open, self._root] if self._reduces_early else self._order
         with profiler_range("reduce gradients"):
-            reduce_together([*left, self._root])
+            reduce_together(left[self._num_reduced :])
         self._open.clear()
+        self._num_reduced = 0
         self._num_backwards += 1
         self.after_backward()
         self._show_sharded()
         self._check_mixed_up()
+        used = self._used_anywhere()
+        self._reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
-        for param_group in (self._root, *self._param_groups):
+        for param_group in self._order:
             reduced |= param_group.take()
             if self._frees:
                 param_group.free()
         self._root.buffers.trim()
-        for param, used in zip(self.params, self._used_anywhere(), strict=True):
+        for param in self.params:
             settle(param)
-            if used:
+            if used[param]:
                 grad = reduced.get(param)
                 accumulate(param, torch.zeros_like(param.local) if grad is None else grad, scale)
+
+    def _reduce_complete(self) -> None:
+        """Reduce groups of parameters that have all their gradients, unless earlier ones wait."""
+        if self.rows_are_coupled:
+            return  # ranks without a gradient would come to other collectives first
+        with announced_failures():
+            while self._num_reduced < len(self._order):
+                if not self._order[self._num_reduced].is_written:
+                    return
+                self._order[self._num_reduced].reduce()
+                self._num_reduced += 1
+
+    def _reduce_late(self, used: dict[ShardedParameter, int]) -> None:
+        """Reduce gradients that came after those of their group were reduced.
+
+        Backward passes within the pass, of ``checkpoint(use_reentrant=True)``, give a parameter
+        several.
+        """
+        late = [
+            param_group
+            for param_group in self._order
+            if any(used[param] == _LATE for param in param_group.params)
+        ]
+        if late:
+            reduce_together(late)
+            for param_group in late:
+                param_group.take_used()
 
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
@@ -186,20 +230,19 @@ class ZeroState:
             self._entered.close()
             self.finish_backward(None)
 
-    def _used_anywhere(self) -> list[bool]:
-        """Whether each parameter got a gradient on any rank that could give it one."""
-        used = {
-            param
-            for param_group in (self._root, *self._param_groups)
-            for param in param_group.take_used()
-        }
-        flags = torch.tensor([param in used for param in self.params], dtype=torch.uint8)
+    def _used_anywhere(self) -> dict[ShardedParameter, int]:
+        """Whether each parameter got a gradient on any rank that could give it one, and how."""
+        used = {param for param_group in self._order for param in param_group.take_used()}
+        flags = torch.tensor(
+            [_LATE if _has_gradient(param) else param in used for param in self.params],
+            dtype=torch.uint8,
+        )
         flags = flags.to(self._mesh.device_type)
         for axis in ("dp_replicate", "dp_shard", "pp"):
             group = axis_group(self._mesh, axis)
             if group is not None:
                 flags = all_gather(flags, group).amax(0)
-        return [bool(flag) for flag in flags.tolist()]
+        return dict(zip(self.params, flags.tolist(), strict=True))
 
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""

@@ -127,6 +127,8 @@ class Engine:
                 self.logits.declared(),
                 self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
+                if self.rows.coupling.regions:
+                    self.parameters.rows_are_coupled = True
                 if self.pipeline is not None:
                     return self.pipeline.run(forward, args, kwargs, self.rows.coupling)
                 if self.accumulation is not None and torch.is_grad_enabled():
