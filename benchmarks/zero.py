@@ -125,8 +125,10 @@ def run(name: str, steps: int) -> None:
     dist.all_reduce(figures)
     keys = ("cpu_ms_per_rank_step", "peak_mb", "peak_mb_above_imports", "loss")
     if dist.get_rank() == 0:
-        print(json.dumps(dict(zip(keys, (figures / dist.get_world_size()).tolist(), strict=True))))
-    dist.destroy_process_group()
+        means = (figures / dist.get_world_size()).tolist()
+        print(json.dumps(dict(zip(keys, means, strict=True))), flush=True)
+    dist.barrier()
+    os._exit(0)  # DDP sometimes does not come to an end here
 
 
 def resident(key: str = "VmRSS") -> float:
