@@ -349,8 +349,9 @@ def test_a_block_is_reduced_before_the_next_one_runs_backward(
             block.seen = lambda when, index=index: seen.append(f"{when} {index}")
         loss = model(rows_of(rank))
         seen.clear()
-        with OwnCounter() as counter:
-            counter.on_all_to_all = lambda: seen.append("reduce")
+        counter = OwnCounter()
+        counter.on_all_to_all = lambda: seen.append("reduce")
+        with counter:
             loss.backward()
         return seen
 
