@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 # Longer than any step; a collective that takes as long is a bug or a dead rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_SECONDS_TO_DROP_TENSORS = 0.05
 
 
 def this_device() -> torch.device:
@@ -63,4 +65,8 @@ def _refuse_other_launchers() -> None:
 
 def _leave_process_group() -> None:
     if dist.is_initialized():
+        # gloo's threads drop the tensors of a collective slightly after whoever waited for it goes
+        # on, and need Python's lock for that: a group that is destroyed meanwhile joins them with
+        # the lock held, and where Python has ended they abort the process.
+        time.sleep(_SECONDS_TO_DROP_TENSORS)
         dist.destroy_process_group()
