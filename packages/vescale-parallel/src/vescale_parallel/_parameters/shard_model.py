@@ -158,6 +158,9 @@ def _read_local(
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
+    # A model that torch.multiprocessing.spawn hands to its processes is in memory of all of them.
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
