@@ -196,7 +196,7 @@ def test_each_save_holds_its_own_state_whatever_the_one_before_held(tmp_path: Pa
 def test_a_rank_that_does_not_come_is_named(world4: World, tmp_path: Path) -> None:
     messages = world4.run(save_without_rank_1, str(tmp_path / "ckpt"))
     for rank in (0, 2, 3):
-        assert "rank 1 has died or hangs before the first meeting" in messages[rank]
+        assert "rank 1 has died or hangs before the first barrier" in messages[rank]
     assert vescale_ckpt.load(tmp_path / "ckpt", {"x": 0}) == {"x": 1}
 
 

@@ -86,7 +86,7 @@ class ControlGroup:
     def meet(self) -> None:
         """Wait until all ranks are here, or raise which are not. Every rank must call."""
         if self.group is not None:
-            with self._contact("the first meeting"):
+            with self._contact("the first barrier"):
                 self._finish(dist.barrier(self._process_group, async_op=True))
 
     def all_gather(self, message: Any) -> list[Any]:

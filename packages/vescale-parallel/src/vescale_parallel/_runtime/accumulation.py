@@ -33,7 +33,7 @@ from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
 from vescale_parallel._rng.sharded_rng import ShardedRng
 
-_Part = tuple[tuple[Any, ...], dict[str, Any]]
+_MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def let_count(model: nn.Module, staging: Staging, param_dtype: torch.dtype | None) -> None:
@@ -112,14 +112,16 @@ class AccumulatedStep:
             The module's output with a tensor for each scalar and None for other tensors.
         """
         count = self.num_microbatches
-        parts = split_batch(args, kwargs, count, rows, asked_by="batch.gradient_accumulation")
+        microbatches = split_batch(
+            args, kwargs, count, rows, asked_by="batch.gradient_accumulation"
+        )
         runs = contextlib.nullcontext(forward)
         if self.buffers is not None:
             runs = self.buffers.call(forward)
         with runs as forward:
-            local = self._local_counts(forward, parts)
+            local = self._local_counts(forward, microbatches)
             totals = self.ranks.total(torch.stack(local)).unbind() if local else ()
-            outputs = self._microbatches(forward, parts, rows, totals, check)
+            outputs = self._microbatches(forward, microbatches, rows, totals, check)
         self._check_counts(local)
         put_back = self.parameters.take_reduced()
 
@@ -133,19 +135,19 @@ class AccumulatedStep:
     def _microbatches(
         self,
         forward: Callable[..., Any],
-        parts: Sequence[_Part],
+        microbatches: Sequence[_MicroBatch],
         rows: Sequence[Rows | None] | None,
         totals: Sequence[Tensor],
         check: Callable[[Any], None],
     ) -> list[Any]:
         outputs: list[Any] = []
         self._seen = []
-        state = _Generators()
-        for index, (args, kwargs) in enumerate(parts):
+        state = _GeneratorStates()
+        for index, (args, kwargs) in enumerate(microbatches):
             state.put_back()
             means = TokenMeans(self._num_parts, functools.partial(self._known_count, totals))
             num_rows = _num_rows(args, kwargs, rows)
-            with self.rng.of_part(index, len(parts)):
+            with self.rng.of_part(index, len(microbatches)):
                 with self.rng.of_call(self.model, args, kwargs, num_rows), means:
                     output = forward(*args, **kwargs)
                 check(output)
@@ -153,19 +155,21 @@ class AccumulatedStep:
                 if not self._checked_loss:
                     self._checked_loss = True
                     means.warn_of_sums(loss)
-                outputs.append(only_scalars(output, detach=index + 1 < len(parts)))
+                outputs.append(only_scalars(output, detach=index + 1 < len(microbatches)))
                 del output
-                torch.autograd.backward(loss / len(parts))
+                torch.autograd.backward(loss / len(microbatches))
             self.parameters.end_microbatch()
         return outputs
 
-    def _local_counts(self, forward: Callable[..., Any], parts: Sequence[_Part]) -> list[Tensor]:
+    def _local_counts(
+        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch]
+    ) -> list[Tensor]:
         """Return what each token mean of the module counts on this rank."""
         if self._counts_by_running is None:
             found: list[Tensor] | None = None
             # Whatever user code raises means that it does not run on placeholders.
             with contextlib.suppress(Exception):
-                found = self._counted(forward, parts, StageRun.counting(0))
+                found = self._counted(forward, microbatches, StageRun.counting(0))
             failed = torch.tensor([float(found is None)], device=self.device)
             self._counts_by_running = bool(self.ranks.total(failed) > 0)
             if not self._counts_by_running:
@@ -177,13 +181,16 @@ class AccumulatedStep:
                 "modules that hold parameters and compute the loss from targets are the reason"
             )
         run = None if self._counts_by_running else StageRun.counting(0)
-        return self._counted(forward, parts, run)
+        return self._counted(forward, microbatches, run)
 
     def _counted(
-        self, forward: Callable[..., Any], parts: Sequence[_Part], run: StageRun | None
+        self,
+        forward: Callable[..., Any],
+        microbatches: Sequence[_MicroBatch],
+        run: StageRun | None,
     ) -> list[Tensor]:
         staging, device = self.staging, self.device
-        found = [run_counting(forward, part, staging, run, device)[1] for part in parts]
+        found = [run_counting(forward, each, staging, run, device)[1] for each in microbatches]
         sums = summed_counts(found, otherwise="batch.gradient_accumulation 1")
         if any(each.device.type == "meta" for each in sums):
             raise ValueError("targets are counted inside of a module with parameters")
@@ -216,12 +223,12 @@ class AccumulatedStep:
     def _num_parts(self) -> int:
         return self.ranks.size * self.num_microbatches
 
-    def _mean(self, parts: Sequence[Tensor]) -> float:
-        return mean_of_parts(parts, self.ranks.total, self._num_parts)
+    def _mean(self, losses: Sequence[Tensor]) -> float:
+        return mean_of_parts(losses, self.ranks.total, self._num_parts)
 
 
-class _Generators:
-    """The generators that forward draws from, as they were before the first micro-batch."""
+class _GeneratorStates:
+    """The states of the generators that forward draws from, before the first micro-batch."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
