@@ -24,7 +24,15 @@ from ._data_parallel.zero_state import ZeroState
 from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
-from ._mesh.mesh import axis_group, axis_rank, axis_size, build_mesh, data_groups, second_group
+from ._mesh.mesh import (
+    axis_group,
+    axis_rank,
+    axis_size,
+    batch_mesh,
+    build_mesh,
+    data_groups,
+    second_group,
+)
 from ._mesh.process_group import start_process_group
 from ._model.blocks import blocks_of
 from ._model.inputs import bind, example_from, example_of
@@ -155,7 +163,8 @@ def _carry_out(
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = _only_stage if stages is None else stages.stages_of
-    params = shard_parameters(plan, model, mesh, sharding, stages_of, placeholder, read)
+    run_here = stages.blocks if stages is not None else blocks
+    params = shard_parameters(plan, model, mesh, sharding, run_here, stages_of, placeholder, read)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
@@ -165,7 +174,6 @@ def _carry_out(
     for param in params:
         param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
-    run_here = stages.blocks if stages is not None else blocks
     if plan.recompute == "full":
         keep_no_caches(model)
         rows.prepare(model, run_here)
@@ -292,9 +300,9 @@ def _batch_rows(
     axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
     regions = None
     if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
-        tp = ("tp",) if "tp" in names else ()
-        over_all = mesh[(*axes, *tp)] if tp else None
-        regions = RowRegions(mesh[axes], mesh["tp"] if tp else None, over_all, lift)
+        has_tp = "tp" in names
+        over_all = batch_mesh(plan) if has_tp else None
+        regions = RowRegions(mesh[axes], mesh["tp"] if has_tp else None, over_all, lift)
     num_parts = plan.data_parallel.size * plan.num_microbatches
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
 

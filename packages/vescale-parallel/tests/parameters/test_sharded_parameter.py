@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
-from vescale_dtensor import DTensor, InterleavedShard
+from vescale_dtensor import DTensor
 from vescale_parallel import ParallelPlan
 from vescale_parallel._mesh.mesh import build_mesh
 from vescale_parallel._parameters.shard_model import move_buffers, read_real, shard_parameters
-from vescale_parallel._parameters.sharded_parameter import (
-    ShardedParameter,
-    placements_of,
-    shard_dim_of,
-)
+from vescale_parallel._parameters.sharded_parameter import ShardedParameter, placements_of
 from vescale_parallel._pipeline.placeholders import placeholder
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
@@ -35,37 +31,18 @@ def sharded(model: nn.Module, plan: ParallelPlan | None = None) -> list[ShardedP
         model,
         mesh_of_one(),
         shard({}, model, 1),
+        (),
         lambda fqns: (0,),
         placeholder,
         read_real,
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "tp", "expected"),
-    [
-        ((4, 6), Replicate(), 0),
-        ((4, 6), Shard(0), 1),
-        ((4, 6), Shard(1), 0),
-        ((4, 6), InterleavedShard(0, 2), 1),
-        ((4,), Shard(0), None),
-        ((4,), Replicate(), 0),
-        ((), Replicate(), None),
-        ((4, 5, 6), Shard(0), 1),
-    ],
-)
-def test_data_parallel_ranks_cut_the_first_dim_that_is_whole(
-    shape: tuple[int, ...], tp: Placement, expected: int | None
-) -> None:
-    assert shard_dim_of(torch.Size(shape), tp) == expected
-
-
 def test_every_axis_of_the_mesh_has_a_placement() -> None:
     def placed(**kwargs: Any) -> tuple[Placement, ...]:
         return placements_of(mesh_of_one(), torch.Size([4, 6]), owner=0, **kwargs)
 
-    assert placed(tp=Replicate(), shard_dim=0) == (Shard(0),)
-    assert placed(tp=Replicate(), shard_dim=None) == (Replicate(),)
+    assert placed(tp=Replicate(), place=None) == (Replicate(),)
 
 
 def test_values_and_names_stay_and_the_unsharded_one_is_the_same_memory() -> None:

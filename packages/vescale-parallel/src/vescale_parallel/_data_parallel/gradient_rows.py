@@ -1,15 +1,15 @@
 """Gradients that are reduced together, in a buffer that they are written to and sent from.
 
 [Note: buffers of gradients] A gradient is copied once, as soon as autograd has it or when its
-group of parameters is reduced. What it is copied to is sent as it is. The mean of copies comes
-back into the same buffer, and ``.grad`` is a view of it; of shards a rank keeps the mean of its
-own row. A buffer is used again once nobody but its owner holds a view of it: a gradient that a
+group of parameters is reduced. What it is copied to is sent as it is, a row to each rank. The mean
+of copies comes back into the same buffer, and ``.grad`` is a view of it; of shards a rank keeps the
+mean of its own row. A buffer is used again once nobody but its owner holds a view of it: a gradient that a
 loop keeps, or that another backward pass is added to, stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,13 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor import all_gather, all_reduce, all_to_all, ordered_sum
+from vescale_parallel._parameters.flat_layout import FlatLayout
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import foreach_copy_, foreach_zero_, num_views
-
-from .shard_rows import RowLayout, tag_of
-
-# Says whose rows arrived, given what came and what was expected.
-Look = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
@@ -32,17 +28,11 @@ class RowBuffer:
 
     Attributes:
         rows: (ranks, row) of gradients, or one row of their sums.
-        pieces: Views of every parameter's places in rows.
-        tags: A view of what tells rows of one group of parameters from those of others.
-        number: The group of parameters whose tag it has.
         is_busy: Whether it is being written to.
         is_recent: Whether it was used since the last :meth:`GradientBuffers.trim`.
     """
 
     rows: Tensor
-    pieces: list[list[Tensor]]
-    tags: Tensor
-    number: int = -1
     is_busy: bool = False
     is_recent: bool = True
 
@@ -63,8 +53,8 @@ class GradientBuffers:
     gives back what it was given: :meth:`trim` leaves it all of its buffers that nobody uses.
     """
 
-    _rows: dict[tuple[RowLayout, torch.dtype, torch.device], list[RowBuffer]] = field(
-        default_factory=dict[tuple[RowLayout, torch.dtype, torch.device], list[RowBuffer]]
+    _rows: dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]] = field(
+        default_factory=dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]]
     )
     _sums: dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]] = field(
         default_factory=dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]]
@@ -73,13 +63,14 @@ class GradientBuffers:
         default_factory=dict[tuple[torch.Size, torch.dtype, torch.device], Tensor]
     )
 
-    def rows(self, layout: RowLayout, like: Tensor, dtype: torch.dtype) -> RowBuffer:
+    def rows(self, layout: FlatLayout, like: Tensor, dtype: torch.dtype) -> RowBuffer:
         """Return rows to write gradients to, on the device of ``like``; they are busy then."""
-        held = self._rows.setdefault((layout, dtype, like.device), [])
+        shape = layout.ranks, layout.shard
+        held = self._rows.setdefault((*shape, dtype, like.device), [])
         found = next((each for each in held if each.is_free), None)
         if found is None:
-            rows = like.new_zeros(layout.ranks, layout.row, dtype=dtype)
-            found = RowBuffer(rows, layout.pieces_of_rows(rows), rows[:, layout.starts[-1] :])
+            # Padding is sent, too, and must not be signalling NaNs.
+            found = RowBuffer(like.new_zeros(shape, dtype=dtype))
             held.append(found)
         found.is_busy = found.is_recent = True
         return found
@@ -90,7 +81,7 @@ class GradientBuffers:
         found = next((each for each in held if each.is_free), None)
         if found is None:
             flat = like.new_empty(numel, dtype=dtype)
-            found = RowBuffer(flat, [], flat)
+            found = RowBuffer(flat)
             held.append(found)
         found.is_recent = True
         return found.rows.detach()
@@ -124,87 +115,76 @@ class GradientRows:
 
     Args:
         params: The parameters.
-        layout: Where they are in a row; one row if all ranks have copies.
+        places: Their indices in the layout.
+        layout: Where they are in the buffer, which is one row if all ranks have copies.
+        rank: Which row is this rank's.
         dtype: In which they are summed.
-        number: That of the group of parameters.
         buffers: Of the model.
     """
 
     def __init__(
         self,
         params: Sequence[ShardedParameter],
-        layout: RowLayout,
+        places: Sequence[int],
+        layout: FlatLayout,
+        rank: int,
         dtype: torch.dtype,
-        number: int,
         buffers: GradientBuffers,
     ) -> None:
-        self.params, self.layout, self.dtype = params, layout, dtype
-        self._number, self._buffers = number, buffers
-        self._index = {param: index for index, param in enumerate(params)}
+        self.params, self.dtype = params, dtype
+        self._layout, self._rank, self._buffers = layout, rank, buffers
+        self._places = dict(zip(params, places, strict=True))
         self._buffer: RowBuffer | None = None
-        self._written: set[int] = set()
-        self._tags: Tensor | None = None
+        self._targets: dict[ShardedParameter, Tensor] = {}
+        self._written: set[ShardedParameter] = set()
 
     def add(self, param: ShardedParameter, grad: Tensor) -> None:
         """Add a gradient to what is there of the parameter."""
-        index = self._index[param]
-        targets = self._targets(param)[index]
-        sources = self.layout.pieces_of_whole(index, grad)
-        for target, source in zip(targets, sources, strict=True):
-            if index in self._written:
-                target.add_(source)
-            else:
-                target.copy_(source)
-        self._written.add(index)
+        target = self._target(param)
+        if param in self._written:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self._written.add(param)
 
     def write(self, grads: Mapping[ShardedParameter, Tensor]) -> None:
         """Write, or add, gradients of some of the parameters; leave zeros where there is none."""
         fresh: tuple[list[Tensor], list[Tensor]] = [], []
         for param, grad in grads.items():
-            index = self._index[param]
-            if index in self._written:
+            if param in self._written:
                 self.add(param, grad)
                 continue
-            fresh[0].extend(self._targets(param)[index])
-            fresh[1].extend(self.layout.pieces_of_whole(index, grad))
-            self._written.add(index)
+            fresh[0].append(self._target(param))
+            fresh[1].append(grad)
+            self._written.add(param)
         if fresh[0]:
             foreach_copy_(*fresh)
-        targets = self._targets(self.params[0])
-        missing = [
-            target
-            for index in range(len(self.params))
-            if index not in self._written
-            for target in targets[index]
-        ]
+        missing = [self._target(param) for param in self.params if param not in self._written]
         if missing:
             foreach_zero_(missing)
 
     def forget(self) -> None:
         """Drop what was written."""
+        self._targets.clear()
+        self._written.clear()
         if self._buffer is not None:
             self._buffer.is_busy = False
         self._buffer = None
-        self._written.clear()
 
-    def mean(
-        self, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None, look: Look
-    ) -> Tensor:
+    def mean(self, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None) -> Tensor:
         """Sum over ranks in rank order; return the mean, of this rank's row, and forget.
 
         Args:
             shards: The ranks with shards of the parameters.
             copies: The ranks with copies of those.
-            look: Is told whose rows arrived.
         """
         assert self._buffer is not None
         rows, dtype = self._buffer.rows, self.params[0].local.dtype
         num_ranks = _size(shards) * _size(copies)
-        if self.layout.ranks > 1:
+        if self._layout.ranks > 1:
             assert shards is not None
             received = self._buffers.received(rows)
             all_to_all(rows, shards, out=received)
-            look(received[:, -1], self._expected_tags())
             own = ordered_sum(received, out=received[0])
             if copies is not None:
                 own = all_reduce(own, copies)
@@ -222,6 +202,15 @@ class GradientRows:
         self.forget()
         return kept
 
+    def unpack(self, row: Tensor) -> dict[ShardedParameter, Tensor]:
+        """Return views of the shards in this rank's row."""
+        return {
+            param: row[self._layout.in_shard(place, self._rank, _numel(param))].view(
+                param.local.shape
+            )
+            for param, place in self._places.items()
+        }
+
     def _all_reduce(self, row: Tensor, group: dist.ProcessGroup, divisor: int) -> None:
         """Sum a row over ranks in rank order, in its own memory, and divide it."""
         chunks = row.view(group.size(), -1)
@@ -232,21 +221,21 @@ class GradientRows:
             own.div_(divisor)
         all_gather(own, group, out=chunks)
 
-    def _targets(self, param: ShardedParameter) -> list[list[Tensor]]:
+    def _target(self, param: ShardedParameter) -> Tensor:
         if self._buffer is None:
-            self._buffer = self._buffers.rows(self.layout, param.local, self.dtype)
-            if self.layout.ranks > 1 and self._buffer.number != self._number:
-                self._buffer.number = self._number
-                self._buffer.tags.fill_(tag_of(self._number))
-        return self._buffer.pieces
+            self._buffer = self._buffers.rows(self._layout, param.local, self.dtype)
+        if param not in self._targets:
+            assert param.unsharded is not None
+            where = self._layout.in_whole(self._places[param], _numel(param))
+            flat = self._buffer.rows.view(-1)[where]
+            self._targets[param] = flat.view(param.unsharded.shape)
+        return self._targets[param]
 
-    def _expected_tags(self) -> Tensor:
-        if self._tags is None:
-            like = self.params[0].local
-            self._tags = like.new_full(
-                (self.layout.ranks,), tag_of(self._number), dtype=self.dtype
-            )
-        return self._tags
+
+def _numel(param: ShardedParameter) -> int:
+    """Return the elements that ranks share out: all of a tensor-parallel rank's."""
+    assert param.unsharded is not None
+    return param.unsharded.numel()
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_gather, all_reduce
-from vescale_parallel._mesh.mesh import axis_group, axis_size
+from vescale_parallel._mesh.mesh import axis_group, axis_rank, axis_size
+from vescale_parallel._parameters.flat_layout import FlatShape, flat_layout
+from vescale_parallel._parameters.flat_shards import FlatShards, allocate, groups_of, release
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .gradient_rows import GradientBuffers, GradientRows
-from .mix_up import mixed_up_error
-from .shard_rows import GatheredRows, RowLayout, Shape, allocate
+from .mix_up import Exchanges
 from .stray_gradients import refuse_graphs
 
 
@@ -34,8 +35,9 @@ class ParamGroup:
         mesh: The plan's mesh.
         param_dtype: Dtype of compute, None for each parameter's own.
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
-        number: Tells groups apart; ranks that mix them up are found by :meth:`check_mixed_up`.
+        number: Tells groups apart.
         buffers: Those of the model's gradients.
+        exchanges: What the groups of the model exchange, in order.
     """
 
     params: Sequence[ShardedParameter]
@@ -44,6 +46,7 @@ class ParamGroup:
     reduce_dtype: torch.dtype | None
     number: int
     buffers: GradientBuffers = field(default_factory=GradientBuffers)
+    exchanges: Exchanges = field(default_factory=Exchanges)
     _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
@@ -59,23 +62,12 @@ class ParamGroup:
         default_factory=dict[ShardedParameter, GradientRows]
     )
     _unwritten: set[ShardedParameter] | None = None
-    # On a GPU: the tags that ranks sent since the last look.
-    _unseen: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         apart = [param for param in self.params if not param.shares_storage]
-        self._copied = [param for param in apart if param.shard_dim is None]
-        ranks = axis_size(self.mesh, "dp_shard")
-        self._gathered = [
-            GatheredRows(
-                [_shape(param) for param in same],
-                [param.local.detach() for param in same],
-                [_unsharded_data(param) for param in same],
-                ranks,
-                self.number,
-            )
-            for same in _by_dtype([param for param in apart if param.shard_dim is not None])
-        ]
+        self._copied = [param for param in apart if param.place is None]
+        placed = [param.place.shards for param in apart if param.place is not None]
+        self._flat = [*dict.fromkeys(placed)]
 
     @property
     def is_freed(self) -> bool:
@@ -107,13 +99,6 @@ class ParamGroup:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def check_mixed_up(self) -> None:
-        """Raise if a collective since the last call was paired with another group's."""
-        unseen, self._unseen = self._unseen, []
-        if unseen:
-            for tags in torch.stack(unseen).tolist():
-                self._check_tags(tags)
-
     def gather(self) -> None:
         """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
         for param in self._copied:
@@ -123,20 +108,18 @@ class ParamGroup:
         group = axis_group(self.mesh, "dp_shard")
         if group is None:
             return
-        for rows in self._gathered:
-            rows.pack()
-            all_gather(rows.sent, group, out=rows.rows)
-            rows.unpack()
-            try:
-                self._look(rows.tags, rows.expected_tags)
-            finally:
-                rows.release()
+        for shards in self._flat:
+            allocate(shards.whole)
+            # This rank's range as it is, but where parameters compute in another dtype.
+            all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
+            self.exchanges.add(self.number)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
-        for param in self.params:
-            if param.unsharded is not None and not param.shares_storage:
-                param.unsharded.untyped_storage().resize_(0)
+        for shards in self._flat:
+            release(shards.whole)
+        for param in self._copied:
+            release(_unsharded_data(param))
 
     def reduce(self) -> None:
         """Sum gradients over ranks and keep this rank's shard. Every rank must call this.
@@ -223,15 +206,15 @@ class ParamGroup:
         for rows in dict.fromkeys(self._rows_of(self._trained()).values()):
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
-            mean, held = rows.mean(shards, copies, self._look), self._pending.get(rows)
+            mean, held = rows.mean(shards, copies), self._pending.get(rows)
+            self.exchanges.add(self.number)
             self._pending[rows] = mean if held is None else held.add_(mean)
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
         taken, self._alone = self._alone, {}
         for rows, flat in self._pending.items():
-            shards = rows.layout.unpack(flat, [param.local.shape for param in rows.params])
-            for param, shard in zip(rows.params, shards, strict=True):
+            for param, shard in rows.unpack(flat).items():
                 taken[param] = taken[param] + shard if param in taken else shard
         self._pending = {}
         return taken
@@ -252,20 +235,6 @@ class ParamGroup:
         used, self._used = self._used, set()
         return used
 
-    def _look(self, tags: Tensor, expected: Tensor) -> None:
-        if tags.device.type == "cpu" and not torch.compiler.is_compiling():
-            # At once where that is free: what ranks exchange next may not even be of one size.
-            if not torch.equal(tags, expected):
-                self._check_tags(tags.tolist())
-        else:
-            # On a GPU once a step: a look here would wait for the device.
-            self._unseen.append(tags.clone())
-
-    def _check_tags(self, tags: Sequence[float]) -> None:
-        group = axis_group(self.mesh, "dp_shard")
-        if group is not None and len(set(tags)) > 1:
-            raise mixed_up_error(group, tags)
-
     @property
     def _num_ranks(self) -> int:
         return axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
@@ -283,16 +252,23 @@ class ParamGroup:
         return self._rows[params]
 
     def _grouped(self, params: Sequence[ShardedParameter]) -> list[GradientRows]:
-        shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
+        rank = axis_rank(self.mesh, "dp_shard")
+        placed: dict[FlatShards, list[tuple[ShardedParameter, int]]] = {}
+        for param in params:
+            if param.place is not None:
+                placed.setdefault(param.place.shards, []).append((param, param.place.index))
         grouped: list[GradientRows] = []
-        for is_cut in (True, False):
-            members = [param for param in params if (param.shard_dim is not None) == is_cut]
-            for same in _by_dtype(members):
-                dtype = self._reduced_in(same[0])
-                ranks, multiple = (shards, copies) if is_cut else (1, math.lcm(shards, copies))
-                shapes = tuple(_shape(param) for param in same)
-                layout = RowLayout(shapes, ranks, dtype.itemsize, multiple)
-                grouped.append(GradientRows(same, layout, dtype, self.number, self.buffers))
+        for shards, members in placed.items():
+            own, places = zip(*members, strict=True)
+            dtype = self._reduced_in(own[0])
+            grouped.append(GradientRows(own, places, shards.layout, rank, dtype, self.buffers))
+        # Of copies every rank sums a part, whichever of two axes it shares them on.
+        multiple = math.lcm(axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate"))
+        for same in _by_dtype([param for param in params if param.place is None]):
+            dtype = self._reduced_in(same[0])
+            shapes = tuple(FlatShape(tuple(_unsharded_data(param).shape)) for param in same)
+            layout = flat_layout(shapes, 1, dtype.itemsize, multiple)
+            grouped.append(GradientRows(same, range(len(same)), layout, 0, dtype, self.buffers))
         return grouped
 
     def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
@@ -311,10 +287,6 @@ class ParamGroup:
             _unflatten(all_reduce(flat, group), same, grads)
 
 
-def _shape(param: ShardedParameter) -> Shape:
-    return Shape(_unsharded_data(param).shape, param.shard_dim)
-
-
 def group_parameters(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -328,21 +300,17 @@ def group_parameters(
 
     A block without parameters here has no group.
     """
-    block_of = {
-        f"{fqn}.{name}": index
-        for index, fqn in enumerate(blocks)
-        for name, _ in model.get_submodule(fqn).named_parameters(remove_duplicate=False)
-    }
+    group_of = groups_of(model, blocks)
     members: dict[int | None, list[ShardedParameter]] = {None: []}
     for param in params:
-        where = {block_of.get(fqn) for fqn in param.fqns}
-        members.setdefault(where.pop() if len(where) == 1 else None, []).append(param)
+        members.setdefault(group_of(param.fqns), []).append(param)
 
-    buffers = GradientBuffers()
+    buffers, exchanges = GradientBuffers(), Exchanges()
 
     def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
-        return ParamGroup(members[index], mesh, param_dtype, reduce_dtype, number, buffers)
+        of_group = members[index], mesh, param_dtype, reduce_dtype, number
+        return ParamGroup(*of_group, buffers, exchanges)
 
     owned = [index for index in range(len(blocks)) if index in members]
     return param_group(None), [

@@ -99,7 +99,7 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        return self._frees and any(param.shard_dim is not None for param in self.params)
+        return self._frees and any(param.place is not None for param in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
@@ -169,7 +169,6 @@ class ZeroState:
         self._num_backwards += 1
         self.after_backward()
         self._show_sharded()
-        self._check_mixed_up()
         used = self._used_anywhere()
         self._reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
@@ -231,7 +230,10 @@ class ZeroState:
             self.finish_backward(None)
 
     def _used_anywhere(self) -> dict[ShardedParameter, int]:
-        """Whether each parameter got a gradient on any rank that could give it one, and how."""
+        """Whether each parameter got a gradient on any rank that could give it one, and how.
+
+        Raises if ranks ran different blocks while they exchanged parameters.
+        """
         used = {param for param_group in self._order for param in param_group.take_used()}
         flags = torch.tensor(
             [_LATE if _has_gradient(param) else param in used for param in self.params],
@@ -240,8 +242,15 @@ class ZeroState:
         flags = flags.to(self._mesh.device_type)
         for axis in ("dp_replicate", "dp_shard", "pp"):
             group = axis_group(self._mesh, axis)
-            if group is not None:
+            if group is None:
+                continue
+            if axis != "dp_shard":
                 flags = all_gather(flags, group).amax(0)
+                continue
+            digest = self._root.exchanges.digest().to(flags.device)
+            everyones = all_gather(torch.cat([flags, digest]), group)
+            self._root.exchanges.check(group, everyones[:, len(flags) :])
+            flags = everyones[:, : len(flags)].amax(0)
         return dict(zip(self.params, flags.tolist(), strict=True))
 
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
@@ -297,5 +306,7 @@ class ZeroState:
 
     def _check_mixed_up(self) -> None:
         """Raise if ranks ran different blocks while they exchanged parameters."""
-        for param_group in (self._root, *self._param_groups):
-            param_group.check_mixed_up()
+        group = axis_group(self._mesh, "dp_shard")
+        if group is not None:
+            digest = self._root.exchanges.digest().to(self._mesh.device_type)
+            self._root.exchanges.check(group, all_gather(digest, group))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import name_group
 from vescale_parallel._plan.plan import ParallelPlan
@@ -14,14 +18,31 @@ from .process_group import this_device
 
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:
-    """Return the plan's mesh, axes outermost first, without the axes of size 1.
+    """Return the plan's mesh, without the axes of size 1. Every rank must call this.
 
-    Every rank must call this.
+    Ranks are counted with the axes in the order of the plan, the last one fastest. In the mesh
+    ``dp_shard`` is last: placements of one dim nest in its order, and what data-parallel ranks
+    shard is a tensor-parallel rank's part.
     """
     axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
+    return _mesh_of(axes, sorted(axes, key="dp_shard".__eq__))
+
+
+def batch_mesh(plan: ParallelPlan) -> DeviceMesh:
+    """Return the mesh of data- and tensor-parallel ranks, in the order in which rows are cut.
+
+    Every rank must call this; there are no other ranks.
+    """
+    axes = {name: size for name, size in plan.axes.items() if size > 1}
+    return _mesh_of(axes, tuple(axes))
+
+
+def _mesh_of(axes: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
+    order = [[*axes].index(name) for name in names]
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values()).permute(order)
     barrier()
-    mesh = init_device_mesh(this_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for name in axes:
+    mesh = DeviceMesh(this_device().type, ranks, mesh_dim_names=tuple(names))
+    for name in names:
         set_timeout(mesh.get_group(name))
         name_group(mesh.get_group(name), name)
     return mesh

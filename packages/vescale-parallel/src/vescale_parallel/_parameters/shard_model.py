@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -16,8 +17,9 @@ from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
+from .flat_shards import FlatPlace, groups_of, place_in_buffers
 from .replaced import mark_replaced
-from .sharded_parameter import ShardedParameter, placements_of, shard_dim_of
+from .sharded_parameter import ShardedParameter, placements_of
 
 Read = Callable[[Tensor, Box], Tensor]
 # The pipeline stages that use a parameter, given all its names; the owner first.
@@ -40,39 +42,50 @@ def shard_parameters(
     model: nn.Module,
     mesh: DeviceMesh,
     sharding: TensorSharding,
+    blocks: Sequence[str],
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
-    ``stages_of`` returns the pipeline stages that use a parameter, ``placeholder`` what takes the
-    place of one that no stage of this rank uses, ``read`` the values of a box of a tensor.
+    Those of one of ``blocks`` travel together. ``stages_of`` returns the pipeline stages that use
+    a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
+    ``read`` the values of a box of a tensor.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
         tensors[id(parameter)] = parameter
+    tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
+    stages = {key: stages_of(fqns) for key, fqns in names.items()}
+    places: dict[int, FlatPlace] = {}
+    if axis_size(mesh, "dp_shard") > 1:
+        group_of = groups_of(model, blocks)
+        places = place_in_buffers(
+            {
+                key: ((group_of(fqns), _owner(plan, stages[key])), tensors[key], tp[key])
+                for key, fqns in names.items()
+            },
+            tp_size=axis_size(mesh, "tp"),
+            ranks=axis_size(mesh, "dp_shard"),
+            rank=axis_rank(mesh, "dp_shard"),
+            compute_dtype=functools.partial(_compute_dtype, plan),
+            device=this_device(),
+        )
     params: list[ShardedParameter] = []
-    tp = sharding.placements
     for key, fqns in names.items():
-        placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
-        if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: {fqns} are one tied parameter and need one "
-                f"placement each, all equal, got {placed}"
-            )
-        partial = [fqn for fqn in fqns if fqn in sharding.spec.grads]
         param = _shard_parameter(
             plan,
             mesh,
             tensors[key],
             fqns=tuple(fqns),
             sites=tuple(_site(model, fqn) for fqn in fqns),
-            tp=next(iter(placed.values()), Replicate()),
-            partial_over_tp=bool(partial),
-            stages=stages_of(fqns),
+            tp=tp[key],
+            partial_over_tp=any(fqn in sharding.spec.grads for fqn in fqns),
+            stages=stages[key],
+            place=places.get(key),
             read=read,
         )
         if param.unsharded is None:
@@ -85,6 +98,28 @@ def shard_parameters(
     return params
 
 
+def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
+    """Return how tensor parallelism cuts a parameter, given all its names."""
+    tp = sharding.placements
+    placed = {fqn: tp[fqn] for fqn in fqns if fqn in tp}
+    if placed and (len(placed) < len(fqns) or len(set(placed.values())) > 1):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {list(fqns)} are one tied parameter and need one "
+            f"placement each, all equal, got {placed}"
+        )
+    return next(iter(placed.values()), Replicate())
+
+
+def _owner(plan: ParallelPlan, stages: Sequence[int]) -> int:
+    return stages[0] % plan.pipeline_parallel.size
+
+
+def _compute_dtype(plan: ParallelPlan, tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter in forward and backward."""
+    wanted = torch_dtype(plan.precision.param) if tensor.is_floating_point() else None
+    return wanted or tensor.dtype
+
+
 def _shard_parameter(
     plan: ParallelPlan,
     mesh: DeviceMesh,
@@ -95,13 +130,16 @@ def _shard_parameter(
     tp: Placement,
     partial_over_tp: bool,
     stages: tuple[int, ...],
+    place: FlatPlace | None,
     read: Read,
 ) -> ShardedParameter:
-    shape = parameter.shape
-    shard_dim = shard_dim_of(shape, tp) if axis_size(mesh, "dp_shard") > 1 else None
-    pp_size = plan.pipeline_parallel.size
-    placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=stages[0] % pp_size)
-    local = _read_local(parameter, mesh, placements, read)
+    shape, owner = parameter.shape, _owner(plan, stages)
+    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner)
+    part = torch.Size(
+        local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
+    )
+    is_owner = owner == axis_rank(mesh, "pp")
+    local = _read_local(parameter, mesh, placements, read, place if is_owner else None, part)
     sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
@@ -113,33 +151,33 @@ def _shard_parameter(
     for hook in (parameter._backward_hooks or {}).values():
         sharded.register_hook(hook)
     unsharded, shares = None, False
-    if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
-        wanted = torch_dtype(plan.precision.param) if local.is_floating_point() else None
-        owner = stages[0] % pp_size == axis_rank(mesh, "pp")
+    size, dtype = plan.pipeline_parallel.size, _compute_dtype(plan, local)
+    if any(stage % size == axis_rank(mesh, "pp") for stage in stages):
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
-        shares = owner and shard_dim is None and wanted in (None, local.dtype)
-        data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
+        shares = is_owner and place is None and dtype == local.dtype
+        data = local
+        if is_owner and place is not None:
+            data = place.shards.whole_of(place.index, part)
+        elif not shares:
+            data = torch.empty(part, dtype=dtype, device=local.device)
         unsharded = nn.Parameter(data, parameter.requires_grad)
-        if owner and not shares:
-            # Gathered before every use; together they would be all of the model. What is tied
-            # to another stage's is received instead.
+        if is_owner and not shares and place is None:
+            # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns, sites, sharded, unsharded, shares, shard_dim, partial_over_tp, stages
+        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages
     )
 
 
-def _unfilled(
-    shape: torch.Size, mesh: DeviceMesh, tp: Placement, like: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return memory for a tensor-parallel rank's shard of a parameter."""
-    part = local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
-    return torch.empty(part, dtype=dtype, device=like.device)
-
-
 def _read_local(
-    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], read: Read
+    parameter: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    read: Read,
+    place: FlatPlace | None,
+    part: torch.Size,
 ) -> Tensor:
+    """Return this rank's shard, in its place if it has one; ``part`` is that of its tp rank."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shape = parameter.shape
@@ -147,13 +185,13 @@ def _read_local(
         own = parameter.detach()
         if own.device == this_device() and own.is_contiguous() and _has_own_memory(own):
             return own  # not held twice, and in its place
-    local = torch.empty(
-        local_shape(shape, mesh.shape, coordinate, placements),
-        dtype=parameter.dtype,
-        device=this_device(),
-    )
+    sizes = torch.Size(local_shape(shape, mesh.shape, coordinate, placements))
+    if place is not None:
+        local = place.shards.shard_of(place.index, part.numel(), sizes)
+    else:
+        local = torch.empty(sizes, dtype=parameter.dtype, device=this_device())
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
-        local[held.local_slices] = read(parameter, held.box).to(local.device)
+        held.of(local).copy_(read(parameter, held.box))
     return local
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
-from vescale_dtensor import DTensor, InterleavedShard, RaggedShard
+from vescale_dtensor import DTensor, RaggedShard
+
+from .flat_shards import FlatPlace
 
 
 @dataclass(eq=False)
@@ -26,7 +28,7 @@ class ShardedParameter:
         shares_storage: Whether the unsharded parameter is the sharded one's own storage; the
             same on all ranks that exchange the parameter.
         placeholder: What forward finds in its place on stages that do not use it.
-        shard_dim: Dim that the ``dp_shard`` axis cuts, None if it does not.
+        place: In a flat buffer that the ``dp_shard`` axis cuts, None if it does not.
         partial_over_tp: Whether tensor-parallel ranks hold partial values of its gradient.
         stages: Pipeline stages that use it; the first one owns it, and
             sends it to the others for a step.
@@ -37,7 +39,7 @@ class ShardedParameter:
     sharded: nn.Parameter
     unsharded: nn.Parameter | None
     shares_storage: bool
-    shard_dim: int | None
+    place: FlatPlace | None
     partial_over_tp: bool
     stages: tuple[int, ...]
     placeholder: Tensor | None = None
@@ -110,28 +112,22 @@ def _check_part(name: str, fqn: str, shape: torch.Size, module: nn.Module, args:
         )
 
 
-def shard_dim_of(shape: torch.Size, tp: Placement) -> int | None:
-    """Return the dim that data-parallel ranks shard: the first that tp leaves whole."""
-    taken = tp.dim if isinstance(tp, Shard | InterleavedShard) else None
-    return next((dim for dim in range(min(len(shape), 2)) if dim != taken), None)
-
-
 def placements_of(
     mesh: DeviceMesh,
     shape: torch.Size,
     *,
     tp: Placement,
-    shard_dim: int | None,
+    place: FlatPlace | None,
     owner: int,
 ) -> tuple[Placement, ...]:
     """Return a parameter's placement on every mesh axis.
 
-    ``shard_dim`` is cut by the ``dp_shard`` axis, None for a copy on each of its ranks; ``owner``
-    is the stage that owns it.
+    ``place`` says how the ``dp_shard`` axis cuts it, None for a copy on each of its ranks;
+    ``owner`` is the stage that owns it.
     """
     by_axis: dict[str, Placement] = {"tp": tp}
-    if shard_dim is not None:
-        by_axis["dp_shard"] = Shard(shard_dim)
+    if place is not None:
+        by_axis["dp_shard"] = place.placement
     names = mesh.mesh_dim_names or ()
     if "pp" in names:
         param_groups = [0] * mesh.size(names.index("pp"))

@@ -1,0 +1,154 @@
+"""Parameters that ranks hold as ranges of one flat buffer; see [Note: flat buffers]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
+
+from vescale_dtensor import InterleavedShard, local_shape
+
+from .flat_layout import FlatLayout, FlatShape, flat_layout
+
+
+@dataclass(eq=False)
+class FlatShards:
+    """A flat buffer of parameters: this rank's range, and what all ranges are gathered to.
+
+    Memory is taken when it is first asked for: a stage of a pipeline has none for what other
+    stages own.
+
+    Attributes:
+        layout: Where parameters are.
+        rank: Whose range this is.
+        dtype: Of the range.
+        compute_dtype: Of the buffer that is gathered.
+        device: Of both.
+    """
+
+    layout: FlatLayout
+    rank: int
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    device: torch.device
+    _own: Tensor | None = None
+    _whole: Tensor | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's range."""
+        if self._own is None:
+            # Zeros: padding is summed and sent with the rest.
+            self._own = torch.zeros(self.layout.shard, dtype=self.dtype, device=self.device)
+        return self._own
+
+    @property
+    def whole(self) -> Tensor:
+        """All ranges, (ranks, shard); without memory until it is gathered."""
+        if self._whole is None:
+            shape = self.layout.ranks, self.layout.shard
+            self._whole = torch.empty(shape, dtype=self.compute_dtype, device=self.device)
+            release(self._whole)
+        return self._whole
+
+    def shard_of(self, index: int, numel: int, shape: torch.Size) -> Tensor:
+        """Return the shard of a parameter of ``numel`` elements, in this rank's range."""
+        where = self.layout.in_shard(index, self.rank, numel)
+        # Not detach(): a write to one parameter must not count as one to all.
+        return self.own[where].view(shape).data
+
+    def whole_of(self, index: int, shape: torch.Size) -> Tensor:
+        """Return a whole parameter, in the buffer that is gathered; without memory, too."""
+        allocate(self.whole)  # or torch makes no views of it
+        where = self.layout.in_whole(index, shape.numel())
+        whole = self.whole.view(-1)[where].view(shape).data
+        release(self.whole)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlace:
+    """A parameter's place in a flat buffer."""
+
+    shards: FlatShards
+    index: int
+
+    @property
+    def placement(self) -> Placement:
+        """How ranks hold the parameter."""
+        return self.shards.layout.placement(self.index)
+
+
+def place_in_buffers(
+    parameters: Mapping[int, tuple[Hashable, nn.Parameter, Placement]],
+    *,
+    tp_size: int,
+    ranks: int,
+    rank: int,
+    compute_dtype: Callable[[Tensor], torch.dtype],
+    device: torch.device,
+) -> dict[int, FlatPlace]:
+    """Return where each parameter is.
+
+    Args:
+        parameters: By key: what travels with it, the parameter, its placement over tensor-parallel
+            ranks.
+        tp_size: Tensor-parallel ranks.
+        ranks: Those that hold ranges.
+        rank: This one.
+        compute_dtype: That of a parameter in forward and backward.
+        device: Of the buffers.
+    """
+    # Those that train apart from those that do not, whose gradients have no room then.
+    together: dict[Hashable, list[int]] = {}
+    for key, (group, parameter, _) in parameters.items():
+        like = parameter.dtype, compute_dtype(parameter), parameter.requires_grad
+        together.setdefault((group, *like), []).append(key)
+    places: dict[int, FlatPlace] = {}
+    for keys in together.values():
+        _, like, _ = parameters[keys[0]]
+        shapes = tuple(_flat_shape(parameters[key][1:], tp_size) for key in keys)
+        dtype = compute_dtype(like)
+        layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize))
+        shards = FlatShards(layout, rank, like.dtype, dtype, device)
+        places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
+    return places
+
+
+def _flat_shape(parameter: tuple[nn.Parameter, Placement], tp_size: int) -> FlatShape:
+    """Return the largest part of a parameter that a tensor-parallel rank has."""
+    whole, tp = parameter
+    parts = {local_shape(whole.shape, (tp_size,), (rank,), (tp,)) for rank in range(tp_size)}
+    dim = tp.dim if isinstance(tp, Shard | InterleavedShard) else 0
+    # Where rows differ in length, only elements are in the same range on all ranks.
+    return FlatShape(max(parts), is_flattened=len(parts) > 1 and dim > 0)
+
+
+def groups_of(model: nn.Module, blocks: Sequence[str]) -> Callable[[Sequence[str]], int | None]:
+    """Return what tells the block that a parameter is of; None outside, and for several."""
+    block_of = {
+        f"{fqn}.{name}": index
+        for index, fqn in enumerate(blocks)
+        for name, _ in model.get_submodule(fqn).named_parameters(remove_duplicate=False)
+    }
+
+    def group_of(fqns: Sequence[str]) -> int | None:
+        where = {block_of.get(fqn) for fqn in fqns}
+        return where.pop() if len(where) == 1 else None
+
+    return group_of
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give a tensor whose memory was released new memory."""
+    storage = tensor.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(tensor.numel() * tensor.element_size())
+
+
+def release(tensor: Tensor) -> None:
+    """Give back the memory of a tensor; views of it stay valid once it has memory again."""
+    tensor.untyped_storage().resize_(0)
