@@ -25,7 +25,7 @@ _ALIGNMENT = 128
 # Vector loads and stores of kernels are, in bytes.
 _START_ALIGNMENT = 16
 # Padding that is worth a coarser unit: of all elements.
-_MAX_PADDING = 0.01
+_MAX_PADDING = 0.005
 _MAX_TRIES = 256
 
 
@@ -132,7 +132,7 @@ class FlatLayout:
 def flat_layout(
     shapes: tuple[FlatShape, ...], ranks: int, itemsize: int, multiple: int = 1
 ) -> FlatLayout:
-    """Return the layout whose ranges are shortest, with units as large as 1% of padding allows.
+    """Return the layout whose ranges are shortest, with units as large as ``_MAX_PADDING`` allows.
 
     Args:
         shapes: The parameters, in order.
@@ -145,7 +145,7 @@ def flat_layout(
     least = _round_up(least, align)
     for limit in _limits(shapes):
         units = tuple(_coarsest(shape, limit) for shape in shapes)
-        most = max(math.floor(least * (1 + _MAX_PADDING)), least + align)
+        most = math.floor(least * (1 + _MAX_PADDING))
         found = _shortest(shapes, units, ranks, itemsize, range(least, most + 1, align))
         if found is not None:
             return found
