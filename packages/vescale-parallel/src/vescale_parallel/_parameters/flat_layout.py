@@ -66,8 +66,9 @@ class FlatShape:
         """Yield the units it may be cut into, the largest first."""
         sizes, ndim = self.sizes, len(self.sizes)
         for num_dims in range(1, ndim):
-            if not self.is_flattened:
-                yield Unit(num_dims, 1, math.prod(sizes[num_dims:]))
+            numel = math.prod(sizes[num_dims:])
+            if numel and not self.is_flattened:
+                yield Unit(num_dims, 1, numel)
         length = sizes[-1] if ndim > 1 else 0
         while length and length % 2 == 0:
             length //= 2
