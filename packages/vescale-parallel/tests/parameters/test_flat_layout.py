@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import local_boxes, local_shape
 from vescale_parallel._parameters.flat_layout import FlatLayout, FlatShape, flat_layout
 
-SIZES = st.lists(st.integers(0, 12), max_size=3)
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=3)
 SHAPES = st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=6)
 
 
@@ -114,9 +114,9 @@ OUTSIDE = [(128256, H), (H,), (128256, H)]
 MLA = [(1536, 7168), (1536,), (24576, 1536), (576, 7168), (512,), (32768, 512), (7168, 16384)]
 EXPERTS = [(256, 4096, 7168), (256, 7168, 2048), (256, 7168), (256,)]
 SHARED = [(2048, 7168), (2048, 7168), (7168, 2048), (7168,), (7168,)]
-GPT_OSS = [(4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,)]
-GPT_OSS += [(64,), (128, 2880), (128,), (128, 2880, 5760), (128, 5760), (128, 2880, 2880)]
-GPT_OSS += [(128, 2880), (2880,), (2880,)]
+HEADS = [(4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,)]
+ROUTED = [(128, 2880), (128,), (128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)]
+GPT_OSS = [*HEADS, (64,), *ROUTED, (2880,), (2880,)]
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32, 48, 64, 100, 128, 256, 512, 1024])

@@ -49,7 +49,7 @@ class FlatShape:
     """A parameter of a flat buffer.
 
     Attributes:
-        sizes: Its shape; with tensor parallelism that of a rank's part, the largest one.
+        sizes: Its shape, no scalar's; with tensor parallelism that of the largest part.
         is_flattened: Whether all dims are cut as one, in any case: parts of other ranks have
             shorter rows, and an element has to be on one rank in all of them.
     """
@@ -73,7 +73,7 @@ class FlatShape:
         while length and length % 2 == 0:
             length //= 2
             yield Unit(ndim, length, length)
-        yield Unit(max(ndim, 1), 1, 1)
+        yield Unit(ndim, 1, 1)
 
 
 @dataclass(frozen=True)

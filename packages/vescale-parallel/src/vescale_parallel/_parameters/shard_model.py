@@ -67,6 +67,8 @@ def shard_parameters(
             {
                 key: ((group_of(fqns), _owner(plan, stages[key])), tensors[key], tp[key])
                 for key, fqns in names.items()
+                # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
+                if tensors[key].ndim
             },
             tp_size=axis_size(mesh, "tp"),
             ranks=axis_size(mesh, "dp_shard"),
