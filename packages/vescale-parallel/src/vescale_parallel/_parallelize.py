@@ -21,6 +21,7 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.param_group import group_parameters
 from ._data_parallel.zero_state import ZeroState
+from ._loss.kernels import leave_in_blocks
 from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
@@ -172,6 +173,7 @@ def _carry_out(
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = _zero_state(plan, model, mesh, params, run_here)
+    leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
