@@ -30,12 +30,14 @@ import torch
 from torch import nn
 
 from .engine import Engine
+from .model_copies import ModelCopies
 
 
 class ParallelModule(nn.Module):
     """Mixed into the class of a parallelized model; its calls go through an :class:`Engine`."""
 
     _vescale_engine: Engine
+    _vescale_copies: ModelCopies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._vescale_engine
@@ -47,13 +49,9 @@ class ParallelModule(nn.Module):
                 call = cast("Any", torch.compiler).disable(call)
         return call(super().__call__, self, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        raise TypeError(
-            "a parallelized model cannot be copied: its process groups are this process's. "
-            "Copy its parameters, average = [p.detach().clone() for p in model.parameters()], "
-            "which averages of weights (AveragedModel) are made of: get_ema_multi_avg_fn(0.999)"
-            "(average, [p.detach() for p in model.parameters()], None) updates it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the model, its shards on each rank. Every rank must call this."""
+        return self._vescale_copies.copy(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
