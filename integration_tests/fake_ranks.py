@@ -28,12 +28,12 @@ def rank_0_of(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def llama() -> Any:
+def llama(layers: int = 4) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=512,

@@ -215,8 +215,12 @@ def average_swapped_in(run: Run) -> None:
 
 def copied(run: Run) -> None:
     model, _ = run.start(Plain())
+    model.eval()
     other = copy.deepcopy(model)
+    assert not other.training
+    loop(run, other.train(), SGD(other.parameters(), 0.1))
     run.finish(other)
+    run.finish(model)
 
 
 class Recurrent(nn.Module):

@@ -107,8 +107,26 @@ def averaged_by_torch(run: Run) -> None:
 
 
 def averaged_model(run: Run) -> None:
-    model, _ = run.start(Plain())
-    AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    """Two kinds of averages, which are evaluated between forward and backward of the model."""
+    model, optimizer = run.start(Plain())
+    averages = [
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        AveragedModel(model, use_buffers=True),
+        AveragedModel(model, avg_fn=lambda old, new, count: old + (new - old) / (count + 2)),
+    ]
+    for batch in rows(3):
+        loss = model(run.part(batch))
+        for average in averages:
+            with torch.no_grad():
+                run.keep(average(run.part(batch)).detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for average in averages:
+            average.update_parameters(model)
+    for average in averages:
+        assert int(average.n_averaged) == 3
+        run.finish(average)
 
 
 class Normed(Plain):
@@ -131,3 +149,16 @@ def statistics_anew(run: Run) -> None:
     for buffer in model.buffers():
         run.keep(buffer)
     run.finish(model)
+
+
+def statistics_of_an_average(run: Run) -> None:
+    model, optimizer = run.start(Normed())
+    average, same = AveragedModel(model), AveragedModel(model, use_buffers=True)
+    for _ in range(3):
+        loop(run, model, optimizer)
+        average.update_parameters(model)
+        same.update_parameters(model)
+    update_bn([[run.part(batch)] for batch in rows(3)], average)
+    for buffer in (*average.module.buffers(), *same.module.buffers(), *model.buffers()):
+        run.keep(buffer)
+    run.finish(average)

@@ -36,9 +36,13 @@ RIGHT: list[Program] = [
     models.averaged_before, models.average_by_hand, models.average_swapped_in,
     optimizers.switches, optimizers.zeroed_in_place, optimizers.clipped_by_a_hook,
     optimizers.unfrozen_in_steps, optimizers.scheduled_by_two, optimizers.averaged_by_torch,
+    models.copied, optimizers.averaged_model,
 ]  # fmt: skip
 RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent, models.paired]
-RIGHT_ON_ROWS: list[Program] = [optimizers.statistics_anew]
+RIGHT_ON_ROWS: list[Program] = [
+    optimizers.statistics_anew,
+    optimizers.statistics_of_an_average,
+]
 COMPILED: list[Program] = [models.compiled, models.compiled_in_place, models.compiled_before]
 REFUSED: dict[str, tuple[Program, str]] = {
     "lbfgs": (
@@ -50,8 +54,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "tied_later": (models.tied_later, "'head.weight' was replaced after parallelize"),
     "added_later": (models.added_later, "'head.weight' was added to the model after"),
     "adapted_later": (models.adapted_later, "'blocks.1.adapter.weight' was added to the model"),
-    "copied": (models.copied, "a parallelized model cannot be copied"),
-    "averaged_model": (optimizers.averaged_model, "AveragedModel"),
 }
 REFUSED_ON_ROWS: dict[str, tuple[Program, str]] = {
     "method": (models.trained_by_a_method, "'embed' was called from outside of a call"),

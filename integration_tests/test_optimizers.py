@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import vescale
 from vescale_dtensor import CommCounter
@@ -167,26 +168,37 @@ def named(optimizer: Any) -> dict[str, Any]:
 def first_half(made: str, constraints: Constraints, path: str) -> None:
     run = Run(constraints)
     model, optimizer = run.start(construct("llama"), MAKE[made])
-    train(run, model, optimizer, 0, 2)
-    vescale.save(path, {"model": model, **named(optimizer)})
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in (0, 1):
+        train(run, model, optimizer, step, step + 1)
+        average.update_parameters(model)
+    vescale.save(path, {"model": model, "average": average, **named(optimizer)})
 
 
 def second_half(made: str, constraints: Constraints, path: str) -> list[Tensor]:
     run = Run(constraints)
     model, optimizer = run.start(construct("llama"), MAKE[made])
-    vescale.load(path, {"model": model, **named(optimizer)})
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    vescale.load(path, {"model": model, "average": average, **named(optimizer)})
     train(run, model, optimizer, 2, STEPS)
+    average.update_parameters(model)
     run.finish(model)
+    run.finish(average)
     return run.results
 
 
 def uninterrupted(made: str) -> list[Tensor]:
     run = Run(None)
     model, optimizer = run.start(construct("llama"), MAKE[made])
-    train(run, model, optimizer, 0, 2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in (0, 1):
+        train(run, model, optimizer, step, step + 1)
+        average.update_parameters(model)
     run.results.clear()
     train(run, model, optimizer, 2, STEPS)
+    average.update_parameters(model)
     run.finish(model)
+    run.finish(average)
     return run.results
 
 

@@ -548,7 +548,6 @@ def doubled_whole(module: nn.Module) -> dict[str, Any]:
 X = torch.ones(2, 24, dtype=torch.float64)
 functional_call = torch.func.functional_call
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "deepcopy": (copy.deepcopy, "TypeError: .* cannot be copied"),
     "pickle": (pickle.dumps, "TypeError: .* cannot be pickled.*state_dict"),
     "functional": (
         lambda model: functional_call(model, doubled(model), ({},)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.param_group import group_parameters
 from ._data_parallel.zero_state import ZeroState
+from ._loss.kernels import leave_in_blocks
 from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
@@ -62,11 +62,13 @@ from ._runtime.checks import (
     described_arguments,
 )
 from ._runtime.engine import Engine
+from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
 from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
 from ._runtime.outside import KnownModules, refuse_parts
 from ._runtime.recompute import keep_no_caches, recompute
 from ._runtime.same_inputs import SameInputs
+from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
@@ -146,6 +148,20 @@ def _carry_out(
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
     barrier()  # a data set that failed on one rank; what comes next may take long
+
+    def change(copied: nn.Module, read: Read) -> None:
+        _change(plan, copied, batch, None, read)
+
+    copies = ModelCopies(model, change)
+    loader = _change(plan, model, batch, dataset, read)
+    object.__setattr__(model, "_vescale_copies", copies)
+    return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
+
+
+def _change(
+    plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None, read: Read
+) -> ParallelLoader | None:
+    """Change a model in place; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     sharding, proofs, left_whole = _shard(plan, model, batch)
     stages, blocks = stage_map(plan, model), blocks_of(model)
@@ -180,6 +196,7 @@ def _carry_out(
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = _zero_state(plan, model, mesh, params, run_here)
+    leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
@@ -189,26 +206,8 @@ def _carry_out(
         engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
-    _tell_result(plan, mesh, params, stages)
-    return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
-
-
-def _tell_result(
-    plan: ParallelPlan,
-    mesh: DeviceMesh,
-    params: Sequence[ShardedParameter],
-    stages: StageMap | None,
-) -> None:
-    if not _log.isEnabledFor(logging.INFO):
-        return
-    if stages is not None:
-        firsts = ", ".join(stages.blocks[start] for start in stages.starts)
-        _log.info("pipeline stages begin at %s", firsts)
-    local = [param.local for param in params]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    own, total = sum(t.numel() for t in local), sum(p.sharded.numel() for p in params)
-    _log.info("mesh %s of %s: %s", mesh.mesh_dim_names, mesh.device_type, plan.axes)
-    _log.debug("this rank owns %d of %d parameter elements, %d bytes", own, total, nbytes)
+    tell_result(plan, mesh, params, stages)
+    return loader
 
 
 def _train_parts(

@@ -27,6 +27,10 @@ from torch.utils import _pytree as pytree
 # Documented, though its module has an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Where F.cross_entropy and F.nll_loss look up what they end in, at every call; without it a
+# function mode would have to see every function to hear of these two.
+loss_kernels: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]: not in its stubs
+
 # Copies lists of tensors, in one operator; FSDP2 packs its parameters with it.
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
@@ -45,6 +49,7 @@ __all__ = [
     "foreach_zero_",
     "group_timeout",
     "is_in_backward",
+    "loss_kernels",
     "num_views",
     "pytree",
     "set_timeout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -75,9 +76,31 @@ def test_generate_runs_through_calls_and_keeps_its_documentation() -> None:
     assert model.generate.__doc__ == "Say more."
 
 
-def test_a_copy_is_refused_with_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"cannot be copied: .* for p in model.parameters\(\)\]"):
-        copy.deepcopy(parallel())
+def test_a_copy_has_values_settings_and_hooks_of_its_model() -> None:
+    heard: list[nn.Module] = []
+    plain = Named()
+    plain.register_forward_hook(lambda module, args, output: heard.append(module))
+    model = parallel(plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    copied = copy.deepcopy(model.eval())
+    x = torch.ones(4, 3)
+    assert torch.equal(copied(x), model(x))
+    assert not copied.training
+    assert heard == [copied, model]
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not torch.equal(copied(x), model(x))
+    assert torch.equal(copy.deepcopy(copied)(x), copied(x))
+
+
+def test_a_copy_of_what_cannot_be_copied_is_refused() -> None:
+    plain = Named()
+    vars(plain)["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match=r"Named cannot be copied: before parallelize .*lock"):
+        copy.deepcopy(parallel(plain))
 
 
 def test_a_pickle_is_refused_with_what_to_do() -> None:

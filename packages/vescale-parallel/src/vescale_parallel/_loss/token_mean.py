@@ -3,24 +3,30 @@
 A rank's batch, or micro-batch, is one of R equal parts of the global batch. Gradients are
 averaged over the parts, which is one device's gradient if the loss is a mean over equally
 many items. A mean over counted tokens is not: parts may count different numbers. While a
-module runs, :class:`TokenMeans` therefore divides such sums by the global count instead.
+module runs, :class:`TokenMeans` therefore divides such sums by the global count instead. How it
+hears of them is in [Note: where losses are seen].
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._torch_private import FakeTensor, current_function_mode
+
+from . import kernels
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
+_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # of at::Reduction
 
 
 class TokenMeans(TorchFunctionMode):
@@ -40,14 +46,83 @@ class TokenMeans(TorchFunctionMode):
         self._num_parts = num_parts
         self._denominator = denominator
         self.means: list[Tensor] = []
+        self._wholes: list[Tensor] = []
+        # A model that is called in this one counts its own.
+        self._outer: TokenMeans | None = None
+        self._is_covered = False
+        self._left_at: nn.Module | None = None
+
+    def __enter__(self) -> TokenMeans:
+        self._outer = kernels.innermost()
+        if self._outer is not None:
+            self._outer._is_covered = True
+        kernels.begin(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        kernels.end()
+        if self._outer is not None:
+            self._outer._is_covered = False
+        if self._left_at is None:
+            super().__exit__(*raised)
+        self._outer = self._left_at = None
+
+    def leave(self, block: nn.Module) -> None:
+        """Cost nothing while a block runs; :meth:`of_kernel` hears of what it computes."""
+        if self._left_at is None and current_function_mode() is self:
+            super().__exit__(None, None, None)
+            self._left_at = block
+
+    def come_back(self, block: nn.Module) -> None:
+        """Go on behind a block."""
+        if self._left_at is block:
+            self._left_at = None
+            super().__enter__()
+
+    def as_now(self) -> TokenMeans:
+        """Return what counts for code that runs again as this one does from now on."""
+        start = len(self._wholes)
+        return TokenMeans(self._num_parts, lambda index, _: self._wholes[start + index])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counted = _counted(func, args, kwargs or {})
+        given = kwargs or {}
+        if func not in _COUNTED or self._is_covered or _Arguments.is_old(given):
+            return func(*args, **given)
+        counted = _counted(func, args, given)
         if counted is None or isinstance(counted, DTensor):
             # Distributed targets are those of the global batch.
-            return func(*args, **(kwargs or {}))
+            return func(*args, **given)
+        return self._mean(counted, func(*args, **{**given, "reduction": "sum"}))
+
+    def of_kernel(
+        self,
+        kernel: Callable[..., Tensor],
+        given: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        *more: Any,
+    ) -> Tensor:
+        """Compute what no mode saw."""
+        is_mean = reduction == _MEAN_REDUCTION and not target.is_floating_point()
+        if not is_mean or isinstance(target, DTensor):
+            return kernel(given, target, weight, reduction, ignore_index, *more)
+        if isinstance(target, FakeTensor):
+            raise ValueError(
+                "torch.compile compiles a function that computes a mean over targets, within a "
+                "block of a parallelized model, where the number of targets of all ranks is not "
+                "known to it. Compile the block, block.compile(), or leave out the function"
+            )
+        counted = _Arguments(given, target, weight, ignore_index=ignore_index).counted().detach()
+        return self._mean(
+            counted, kernel(given, target, weight, _SUM_REDUCTION, ignore_index, *more)
+        )
+
+    def _mean(self, counted: Tensor, local: Tensor) -> Tensor:
         whole = self._denominator(len(self.means), counted)
-        local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
+        self._wholes.append(whole)
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
         mean = local * self._num_parts / whole.to(local.dtype)
         self.means.append(mean)
@@ -70,7 +145,6 @@ class TokenMeans(TorchFunctionMode):
 _SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
 # A scalar that was distributed over tensor-parallel ranks: vocab_parallel.Returned.
 _RETURNED = "Returned"
-_SUM_REDUCTION = 2  # at::Reduction::Sum
 
 
 def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
@@ -89,6 +163,20 @@ def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
         elif name.startswith((*_SCALAR_NODES, _RETURNED)):
             todo += [following for following, _ in node.next_functions]
     return found
+
+
+def means_as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what makes the context in which a block that runs again computes its losses."""
+    running = kernels.innermost()
+    if running is None:
+        return contextlib.nullcontext
+    means = running.as_now()
+
+    def again() -> contextlib.AbstractContextManager[None]:
+        means.means.clear()
+        return kernels.heard(means)
+
+    return again
 
 
 class TokenCounts(TorchFunctionMode):
@@ -138,6 +226,18 @@ class _Arguments:
     ) -> None:
         self.input, self.target, self.weight = input, target, weight
         self.ignore_index, self.reduction = ignore_index, reduction
+        if size_average is not None or reduce is not None:  # which torch lets go before reduction
+            is_summed = reduce is not False
+            mean_or_sum = "sum" if size_average is False else "mean"
+            self.reduction = mean_or_sum if is_summed else "none"
+
+    @staticmethod
+    def is_old(kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call's reduction is said in the way of long ago, which its kernel has plain.
+
+        Functions hand on whatever has a default by name.
+        """
+        return kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
 
     def counted(self) -> Tensor:
         """Return the number, or summed weight, of the targets that count."""

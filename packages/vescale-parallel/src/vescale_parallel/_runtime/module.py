@@ -8,14 +8,15 @@ What ``parallelize`` adds to a model, in the order in which one call meets it, o
    :class:`~vescale_parallel._pipeline.stage_module.StagedModule` before theirs.
 2. modes, entered by the engine for one call: the rows of the batch, random numbers, token means,
    and, under tensor parallelism, the mode that lifts plain tensors to distributed ones.
-3. hooks before forward: ZeRO's gather (prepended, so first), then those that enter
-   tensor-parallel regions, then users' own that were there before, which see local activations.
+3. hooks before forward: leaving the mode of token means (prepended last, so first; see
+   [Note: where losses are seen]), ZeRO's gather, then those that enter tensor-parallel regions,
+   then users' own that were there before, which see local activations.
 4. forward of the instance, innermost first: tensor parallelism's sum in parts or lookup of own
    rows; random numbers in part; coupled rows; recomputation in backward.
 5. parameters: plain ones of this rank while forward and backward run, else DTensors of global
    shape. See :class:`~vescale_parallel._parameters.sharded_parameter.ShardedParameter`.
 6. hooks after forward: tensor parallelism's (prepended, so that users' hooks see whole
-   activations), users' own, then ZeRO's free, which also runs when forward raises.
+   activations), users' own, then ZeRO's free and the mode again, also when forward raises.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import torch
 from torch import nn
 
 from .engine import Engine
+from .model_copies import ModelCopies
 
 
 class ParallelModule(nn.Module):
     """Mixed into the class of a parallelized model; its calls go through an :class:`Engine`."""
 
     _vescale_engine: Engine
+    _vescale_copies: ModelCopies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._vescale_engine
@@ -46,13 +49,9 @@ class ParallelModule(nn.Module):
                 call = cast("Any", torch.compiler).disable(call)
         return call(super().__call__, self, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        raise TypeError(
-            "a parallelized model cannot be copied: its process groups are this process's. "
-            "Copy its parameters, average = [p.detach().clone() for p in model.parameters()], "
-            "which averages of weights (AveragedModel) are made of: get_ema_multi_avg_fn(0.999)"
-            "(average, [p.detach() for p in model.parameters()], None) updates it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the model, its shards on each rank. Every rank must call this."""
+        return self._vescale_copies.copy(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vescale_parallel._loss.token_mean import means_as_now
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
 
@@ -43,6 +44,7 @@ def _run(
     form = buffers.form()
     held = buffers.now(form)
     ran: list[Around] = []
+    means = means_as_now()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not ran:
@@ -51,7 +53,7 @@ def _run(
             _learn(buffers, form, held)
             return output
         args, kwargs = snapshot(before)
-        with ran[0](), held.back():
+        with ran[0](), means(), held.back():
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
