@@ -99,8 +99,8 @@ def _shard_parameter(
 ) -> ShardedParameter:
     shape = parameter.shape
     shard_dim = shard_dim_of(shape, tp) if axis_size(mesh, "dp_shard") > 1 else None
-    pp_size = plan.pipeline_parallel.size
-    placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=stages[0] % pp_size)
+    ranks = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
+    placements = placements_of(mesh, shape, tp=tp, shard_dim=shard_dim, owner=ranks[0])
     local = _read_local(parameter, mesh, placements, read)
     sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
@@ -113,9 +113,9 @@ def _shard_parameter(
     for hook in (parameter._backward_hooks or {}).values():
         sharded.register_hook(hook)
     unsharded, shares = None, False
-    if any(stage % pp_size == axis_rank(mesh, "pp") for stage in stages):
+    if axis_rank(mesh, "pp") in ranks:
         wanted = torch_dtype(plan.precision.param) if local.is_floating_point() else None
-        owner = stages[0] % pp_size == axis_rank(mesh, "pp")
+        owner = ranks[0] == axis_rank(mesh, "pp")
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         shares = owner and shard_dim is None and wanted in (None, local.dtype)
         data = local if shares else _unfilled(shape, mesh, tp, local, wanted or local.dtype)
