@@ -113,9 +113,7 @@ def refused_microbatches(
     return None
 
 
-def check_schedule(
-    schedule: str, *, size: int, virtual_stages: int, microbatches: int
-) -> None:
+def check_schedule(schedule: str, *, size: int, virtual_stages: int, microbatches: int) -> None:
     """Raise if a schedule has no order for these numbers.
 
     Raises:

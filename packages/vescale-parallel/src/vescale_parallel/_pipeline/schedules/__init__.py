@@ -8,6 +8,9 @@
 - ``picture.py``: a Gantt chart of that
 """
 
-from .actions import Action as Action
-from .actions import actions_of as actions_of
-from .actions import forward_actions as forward_actions
+from .action import Action as Action
+from .actions import (
+    actions_of as actions_of,
+    forward_actions as forward_actions,
+    forward_order as forward_order,
+)

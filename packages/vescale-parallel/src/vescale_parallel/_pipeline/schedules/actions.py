@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_parallel._plan.pipeline_schedules import StagePlacement, Style, rule_of
+from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 
 from . import loops, v_shaped
 from .action import Action
@@ -57,18 +57,22 @@ def actions_of(
 
 
 def forward_actions(
-    rank: int, *, size: int, virtual_stages: int, microbatches: int, style: Style = "loop"
+    rank: int, *, size: int, virtual_stages: int, microbatches: int
 ) -> tuple[Action, ...]:
+    """Return the forward passes alone of stages that go round the ranks; see below."""
+    return forward_order(rank, StagePlacement(size, virtual_stages), microbatches)
+
+
+def forward_order(rank: int, placement: StagePlacement, microbatches: int) -> tuple[Action, ...]:
     """Return the forward passes alone, for evaluation: of any number of micro-batches.
 
     Stages in a loop take groups of ``size`` micro-batches, as in training; the last group may be
     smaller. In a V the first stages of all ranks come before the second ones.
     """
-    stages = StagePlacement(size, virtual_stages, style).stages_of(rank)
-    group = size if style == "loop" else max(1, microbatches)
+    group = placement.size if placement.style == "loop" else max(1, microbatches)
     return tuple(
         Action("F", stage, microbatch)
         for first in range(0, microbatches, group)
-        for stage in stages
+        for stage in placement.stages_of(rank)
         for microbatch in range(first, min(first + group, microbatches))
     )

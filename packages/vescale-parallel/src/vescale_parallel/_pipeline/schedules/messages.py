@@ -2,21 +2,21 @@
 
 [Note: channels without tags]
 NCCL ignores tags, and runs the operations of a communicator on a rank in the order in which they
-were issued; a send ends when its receive has begun. So two ranks that send to each other first, over
-one communicator, wait forever, and so does a ring of ranks that all do. A lane is the messages of
-one kind from one rank to another; both have them in one order. Every channel (a process group of
-all ranks of the pipeline) carries lanes that have no rank in common: on a channel a rank only sends
-to one rank, or only receives from one. No message then waits for another one that does not come
-before it in its lane. Megatron-LM's groups of even and odd ranks are the two channels of the forward
-passes of a plain pipeline.
+were issued; a send ends when its receive has begun. So two ranks that send to each other first,
+over one communicator, wait forever, and so does a ring of ranks that all do. A lane is the
+messages of one kind from one rank to another; both have them in one order. Every channel (a
+process group of all ranks of the pipeline) carries lanes that have no rank in common: on a channel
+a rank only sends to one rank, or only receives from one. No message then waits for another one
+that does not come before it in its lane. Megatron-LM's groups of even and odd ranks are the two
+channels of the forward passes of a plain pipeline.
 
 [Note: when a tensor is let go]
 A rank that waits for a send to end may wait for a rank that waits for it. So it only does when a
-message from there says that the tensor has arrived: an activation's gradient is one. Gradients of the
-last micro-batches are answered by nothing. Where a rank has one stage, they go one way only, from
-the last rank to the first, and all but two are waited for; else those that are left are let go at
-the end. (Backends that tell whether a send has ended are asked at every send.) Windows for all
-messages deadlock: a first stage runs ahead by as many micro-batches as the schedule says.
+message from there says that the tensor has arrived: an activation's gradient is one. Gradients of
+the last micro-batches are answered by nothing. Where a rank has one stage, they go one way only,
+from the last rank to the first, and all but two are waited for; else those that are left are let
+go at the end. (Backends that tell whether a send has ended are asked at every send.) Windows for
+all messages deadlock: a first stage runs ahead by as many micro-batches as the schedule says.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def operations_of(
     returned = set[Message]().union(*(told.get(m, ()) for m in _awaited(operations)))
     in_flight: dict[Lane, list[Message]] = {}
     done: list[Operation] = []
+    arrived: frozenset[Message] = frozenset()
     for operation in operations:
         if isinstance(operation, Send):
             kept = in_flight.setdefault(operation.message.lane, [])
@@ -138,16 +139,17 @@ def operations_of(
             kept.append(operation.message)
         done.append(operation)
         if isinstance(operation, Await):
-            arrived = told.get(operation.message, frozenset[Message]())
+            arrived = told.get(operation.message, arrived)
+        # Behind the action, which waits for the message that tells it where it needs it.
+        if isinstance(operation, Compute) and arrived:
             for lane, kept in in_flight.items():
                 done += [Retire(each) for each in kept if each in arrived]
                 in_flight[lane] = [each for each in kept if each not in arrived]
+            arrived = frozenset()
     return (*done, *(Retire(each) for kept in in_flight.values() for each in kept))
 
 
-def _without_retiring(
-    actions: Sequence[Action], placement: StagePlacement
-) -> Iterator[Operation]:
+def _without_retiring(actions: Sequence[Action], placement: StagePlacement) -> Iterator[Operation]:
     needs = [received_by(action, placement) for action in actions]
     if needs and needs[0] is not None:
         yield Receive(needs[0])

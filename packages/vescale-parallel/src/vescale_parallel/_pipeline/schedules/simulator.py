@@ -1,9 +1,9 @@
 """Run all ranks of a schedule in one process, with the semantics of a communicator.
 
-On a channel a rank runs its sends and receives in the order in which it issued them, one at a time.
-A send and a receive meet when both are first in line, whatever they carry: there are no tags. A
-send ends when its receive does (NCCL's rendezvous). Nothing else lets a rank wait but its own
-``Await`` and ``Retire``.
+On a channel a rank runs its sends and receives in the order in which it issued them, one at a
+time. A send and a receive meet when both are first in line, whatever they carry: there are no
+tags. A send ends when its receive does (NCCL's rendezvous). Nothing else lets a rank wait but its
+own ``Await`` and ``Retire``.
 """
 
 from __future__ import annotations
