@@ -78,7 +78,7 @@ class ScheduleRule:
     splits_backward: bool = False
 
 
-RULES: dict[ScheduleName, ScheduleRule] = {
+SCHEDULE_RULES: dict[ScheduleName, ScheduleRule] = {
     "gpipe": ScheduleRule((1, 1)),
     "1f1b": ScheduleRule((1, 1)),
     "interleaved_1f1b": ScheduleRule((2, None), in_groups=True),
@@ -91,7 +91,7 @@ RULES: dict[ScheduleName, ScheduleRule] = {
 
 def rule_of(schedule: str) -> ScheduleRule:
     """Return what a schedule asks for."""
-    return next(rule for name, rule in RULES.items() if name == schedule)
+    return next(rule for name, rule in SCHEDULE_RULES.items() if name == schedule)
 
 
 def refused_microbatches(

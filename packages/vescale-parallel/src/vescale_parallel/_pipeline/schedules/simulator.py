@@ -88,7 +88,7 @@ class _Rank:
         default_factory=dict[tuple[bool, Message], _Queued]
     )
     done: set[Action] = field(default_factory=set[Action])
-    arrived: set[Message] = field(default_factory=set[Message])
+    arrived: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     spans: list[Span] = field(default_factory=list[Span])
     waiting: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     peak_activations: int = 0
@@ -180,7 +180,7 @@ def _run(
             rank.clock = max(rank.clock, queued.done)
             rank.num_sends -= is_send
             if not is_send:
-                rank.arrived.add(message)
+                rank.arrived.add((message.lane.kind, message.stage, message.microbatch))
     return True
 
 
@@ -207,7 +207,8 @@ def _check_dependencies(rank: _Rank, action: Action, placement: StagePlacement) 
         needed.append([Action("I", stage, microbatch)])
     missing = [each for each in needed if not rank.done & {*each}]
     message = received_by(action, placement)
-    if missing or (message is not None and message not in rank.arrived):
+    key = ("F" if action.kind == "F" else "B", stage, microbatch)
+    if missing or (message is not None and key not in rank.arrived):
         raise ValueError(
             f"rank {rank.index} runs {action} before "
             f"{missing[0][0] if missing else message} is there"
