@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -204,7 +205,7 @@ def of_torch(case: Case, rank: int) -> list[Action]:
     """Return torch's order of a rank; without its constructor, which wants modules."""
     schedule, size, virtual, count = case
     cls = _CLASSES[schedule]
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     rounds = max(1, count // size)
     vars(made).update(
         pp_group_size=size, rank=rank, _n_microbatches=count, n_local_stages=virtual,
@@ -212,16 +213,16 @@ def of_torch(case: Case, rank: int) -> list[Action]:
         microbatches_per_round=count // rounds, _stages=[None] * virtual,
     )  # fmt: skip
     order = (
-        made._get_pipeline_order()[rank]  # pyright: ignore[reportPrivateUsage, reportOptionalSubscript]
+        made._get_pipeline_order()[rank]
         if schedule in ("gpipe", "1f1b")
-        else made._calculate_single_rank_operations(rank)  # pyright: ignore[reportAttributeAccessIssue]
+        else made._calculate_single_rank_operations(rank)
     )
     found: list[Action] = []
     for each in order:
         for part in () if each is None else each.sub_actions or (each,):
             kind = _KINDS.get(part.computation_type.name)
             if kind is not None:  # not what data parallelism does at the end
-                found.append(Action(kind, part.stage_index, part.microbatch_index))  # pyright: ignore[reportArgumentType]
+                found.append(Action(kind, part.stage_index, part.microbatch_index))
     return found
 
 
