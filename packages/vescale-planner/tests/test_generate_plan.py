@@ -108,6 +108,7 @@ def test_an_observation_says_what_runs_around_the_blocks() -> None:
         {"pipeline_parallel.size": 4, "pipeline_parallel.schedule": "gpipe"},
         {"pipeline_parallel.size": 2, "tensor_parallel.size": 2},
         {"pipeline_parallel.schedule": "interleaved_1f1b"},
+        {"pipeline_parallel.schedule": "zbv"},
         {"pipeline_parallel.size": 2, "pipeline_parallel.virtual_stages": 2},
         {"pipeline_parallel.size": 2, "pipeline_parallel.microbatches": 4},
         {"pipeline_parallel.microbatches": 8, "batch.global_size": 16},

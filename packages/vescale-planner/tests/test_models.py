@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Layout, Rows, candidates, layouts
 from vescale_planner._cost import step_cost
@@ -62,7 +63,8 @@ def _ranks(candidate: Candidate, *, sequence: bool = False) -> tuple[PipelineRan
     sharded = frozenset(f"{index}.weight" for index in range(8))
     parts = local_parts(workload, sharded, candidate.layout.tp, sequence=sequence)
     starts = list(range(0, 8, 8 // candidate.stages))
-    return pipeline_ranks(workload, parts, starts, candidate.layout.pp)
+    placement = StagePlacement(candidate.layout.pp, candidate.virtual_stages)
+    return pipeline_ranks(workload, parts, starts, placement)
 
 
 def _memory(candidate: Candidate) -> float:
@@ -150,6 +152,10 @@ def test_mixed_precision_keeps_a_copy_of_the_parameters() -> None:
         ("1f1b", 1, 3, 1),
         ("interleaved_1f1b", 2, 0, 11),
         ("interleaved_1f1b", 2, 3, 5),
+        ("looped_bfs", 2, 0, 16),
+        ("interleaved_zero_bubble", 1, 3, 4),
+        ("zbv", 2, 0, 8),
+        ("dualpipev", 2, 3, 9),
     ],
 )
 def test_schedules_keep_as_many_passes_as_the_literature_says(

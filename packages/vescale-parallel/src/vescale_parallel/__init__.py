@@ -33,6 +33,7 @@ from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.partition import split_blocks as split_blocks
+from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
 from ._plan.config import (
     Batch as Batch,
@@ -46,6 +47,13 @@ from ._plan.config import (
 from ._plan.constraints import (
     check_constraints as check_constraints,
     with_constraints as with_constraints,
+)
+from ._plan.pipeline_schedules import (
+    SCHEDULE_RULES as SCHEDULE_RULES,
+    ScheduleName as ScheduleName,
+    StagePlacement as StagePlacement,
+    refused_microbatches as refused_microbatches,
+    rule_of as rule_of,
 )
 from ._plan.plan import (
     Estimate as Estimate,

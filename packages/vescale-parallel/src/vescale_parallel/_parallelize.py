@@ -327,9 +327,9 @@ def _zero_state(
     params: Sequence[ShardedParameter],
     blocks: Sequence[str],
 ) -> ZeroState:
-    rank, size = axis_rank(mesh, "pp"), plan.pipeline_parallel.size
+    rank, placement = axis_rank(mesh, "pp"), plan.pipeline_parallel.placement
     # Not with a tied weight of another stage: it is gathered and reduced where it is owned.
-    owned = [param for param in params if param.stages[0] % size == rank]
+    owned = [param for param in params if placement.rank_of(param.stages[0]) == rank]
     root, param_groups = group_parameters(
         model,
         mesh,

@@ -18,9 +18,13 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import build_mesh
+from vescale_parallel._pipeline.execution import watching
+from vescale_parallel._pipeline.links import Links
 from vescale_parallel._pipeline.placeholders import Placeholder
 from vescale_parallel._pipeline.runner import Pipeline
-from vescale_parallel._pipeline.schedules import Action
+from vescale_parallel._pipeline.schedules import actions_of
+from vescale_parallel._pipeline.schedules.messages import Operation, operations_of
+from vescale_parallel._pipeline.schedules.simulator import simulate_schedule
 from vescale_parallel._pipeline.stage_assignment import stage_map
 from vescale_parallel._pipeline.stage_module import Staging, stage_model
 
@@ -59,6 +63,14 @@ def net() -> Model:
 
 
 @dataclass(eq=False)
+class _TurnLinks(Links):
+    turns: Callable[..., Any] = lambda wait: wait()
+
+    def waiting(self, wait: Callable[[], object]) -> None:
+        self.turns(wait)
+
+
+@dataclass(eq=False)
 class TakingTurns(Pipeline):
     """A pipeline in a thread: it lets others run while it waits for them.
 
@@ -76,11 +88,11 @@ class TakingTurns(Pipeline):
             self.turn.acquire()
             Placeholder.usable = usable
 
-    def _receive(self, into: Tensor, stage: int, action: Action) -> None:
-        self._waiting(super()._receive, into, stage, action)
-
-    def _finish_sends(self) -> None:
-        self._waiting(super()._finish_sends)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        links = _TurnLinks(self.links.groups, self.links.device)
+        links.turns = self._waiting
+        self.links = links
 
     def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
         return self._waiting(super()._agree, told, tensors)
@@ -130,6 +142,9 @@ def plan_of(size: int, microbatches: int, schedule: str, virtual: int) -> Parall
 CASES = [
     (2, 1, "1f1b", 1), (2, 4, "1f1b", 1), (2, 8, "gpipe", 1), (3, 4, "1f1b", 1),
     (4, 4, "gpipe", 1), (4, 8, "1f1b", 1), (2, 4, "interleaved_1f1b", 2),
+    (2, 4, "looped_bfs", 2), (2, 8, "interleaved_zero_bubble", 2),
+    (4, 4, "interleaved_zero_bubble", 1),
+    (2, 4, "zbv", 2), (2, 1, "zbv", 2), (2, 4, "dualpipev", 2), (2, 8, "dualpipev", 2),
 ]  # fmt: skip
 
 
@@ -155,6 +170,36 @@ def test_loss_and_gradients_of_all_stages_are_those_of_one_device(
     for name, parameter in expected.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(found[name], parameter.grad, rtol=0, atol=ROUNDING), name
+
+
+@pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1:])
+def test_ranks_do_what_the_simulator_ran_and_keep_no_more(
+    in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int
+) -> None:
+    plan = plan_of(size, microbatches, schedule, virtual)
+    stages = Stages(plan, [net() for _ in range(size)])
+    done: dict[int, list[Operation]] = {}
+    kept: dict[int, list[tuple[int, int]]] = {}
+
+    def watch(operation: Operation, waiting: int, num_kept: int) -> None:
+        done.setdefault(threading.get_ident(), []).append(operation)
+        kept.setdefault(threading.get_ident(), []).append((waiting, num_kept))
+
+    def step(rank: int) -> int:
+        stages.step(rank, X, TARGETS)
+        return threading.get_ident()
+
+    with watching(watch):
+        threads = in_threads(size, step)
+    shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
+    orders = [actions_of(schedule, rank, **shape) for rank in range(size)]
+    simulated = simulate_schedule(schedule, **shape)
+    for rank, thread in enumerate(threads):
+        placement = plan.pipeline_parallel.placement
+        assert done[thread] == [*operations_of(orders, rank, placement)]
+        waiting, num_kept = (max(column) for column in zip(*kept[thread], strict=True))
+        assert waiting == simulated.peak_activations[rank]
+        assert num_kept == simulated.peak_sends[rank]
 
 
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1::2])

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vescale_parallel import ScheduleName, refused_microbatches, rule_of
+
 ACCUMULATION = "batch.gradient_accumulation"
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
 @dataclass(frozen=True, order=True)
@@ -37,7 +38,7 @@ class Candidate:
     layout: Layout
     zero_stage: int
     replicate: int
-    schedule: Schedule
+    schedule: ScheduleName
     virtual_stages: int
     microbatches: int
     recompute: Literal["none", "full"]
@@ -233,15 +234,17 @@ def _zero_stages(layout: Layout, replicate: int, fixed: int | None) -> tuple[int
 
 def _pipelines(
     layout: Layout, rows: Rows, num_blocks: int, constraints: Mapping[str, Any]
-) -> Iterator[tuple[Schedule, int, int, int] | str]:
+) -> Iterator[tuple[ScheduleName, int, int, int] | str]:
     """Yield (schedule, virtual stages, micro-batches, rows of a replica)."""
     get = constraints.get
     any_rows = False
     schedules = _schedules(layout.pp, num_blocks, constraints)
     if not schedules:
+        named = get("pipeline_parallel.schedule")
         yield (
-            f"pipeline_parallel.schedule 'interleaved_1f1b' needs pipeline_parallel.size above 1 "
-            f"and two blocks a rank, got size {layout.pp} and {num_blocks} blocks"
+            f"pipeline_parallel.schedule {named or 'interleaved_1f1b'!r} needs "
+            "pipeline_parallel.size above 1 and two blocks a rank, "
+            f"got size {layout.pp} and {num_blocks} blocks"
         )
     points = get("pipeline_parallel.split_points")
     for schedule, virtual_stages in schedules:
@@ -265,13 +268,15 @@ def _pipelines(
                     "at the same time, and a replica gets one row"
                 )
         for microbatches in options:
-            if virtual_stages > 1 and microbatches % layout.pp:
-                if not _is_interleaving_asked_for(constraints):
-                    continue
-                yield (
-                    f"pipeline_parallel.schedule 'interleaved_1f1b' needs a multiple of "
-                    f"pipeline_parallel.size ({layout.pp}) microbatches, got {microbatches}"
-                )
+            refused = refused_microbatches(
+                schedule,
+                size=layout.pp,
+                virtual_stages=virtual_stages,
+                microbatches=microbatches,
+            )
+            if refused is not None:
+                if _is_interleaving_asked_for(constraints):
+                    yield refused
                 continue
             accumulation = get(ACCUMULATION) or 1
             found = rows.of_replica(layout.dp, microbatches * accumulation)
@@ -307,24 +312,32 @@ def is_pipeline_asked_for(constraints: Mapping[str, Any]) -> bool:
 def _is_interleaving_asked_for(constraints: Mapping[str, Any]) -> bool:
     virtual_stages = constraints.get("pipeline_parallel.virtual_stages") or 1
     schedule = constraints.get("pipeline_parallel.schedule")
-    return schedule == "interleaved_1f1b" or virtual_stages > 1
+    return virtual_stages > 1 or (schedule is not None and rule_of(schedule).virtual_stages[0] > 1)
 
 
 def _schedules(
     pp: int, num_blocks: int, constraints: Mapping[str, Any]
-) -> list[tuple[Schedule, int]]:
-    schedule: Schedule | None = constraints.get("pipeline_parallel.schedule")
+) -> list[tuple[ScheduleName, int]]:
+    """Return every schedule that may be, and its stages per rank.
+
+    Those besides 1F1B and its interleaved form only if constrained: "gpipe" takes the time of
+    "1f1b" and more memory; what the others win depends on times that are not known this well.
+    """
+    schedule: ScheduleName | None = constraints.get("pipeline_parallel.schedule")
     virtual: int | None = constraints.get("pipeline_parallel.virtual_stages")
     interleaved = _is_interleaving_asked_for(constraints)
+    if schedule is None and interleaved:
+        schedule = "interleaved_1f1b"
     if pp == 1:
         return [] if interleaved else [(schedule or "1f1b", 1)]
-    if interleaved:
-        options = [virtual] if virtual else [v for v in (2, 3, 4) if pp * v <= num_blocks]
-        return [("interleaved_1f1b", v) for v in options]
     if schedule is not None:
-        return [(schedule, 1)]
-    # "gpipe" takes the time of "1f1b" and more memory: only if constrained.
-    plain: list[tuple[Schedule, int]] = [("1f1b", 1)]
+        least, most = rule_of(schedule).virtual_stages
+        if most == 1:
+            return [(schedule, 1)]
+        options = range(least, (most or 4) + 1)
+        fitting = [virtual] if virtual else [v for v in options if pp * v <= num_blocks]
+        return [(schedule, v) for v in fitting]
+    plain: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     return plain if virtual == 1 or 2 * pp > num_blocks else [*plain, ("interleaved_1f1b", 2)]
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from vescale_parallel import (
+    SCHEDULE_RULES,
     ParallelPlan,
     PipelineParallel,
     Precision,
@@ -96,11 +97,11 @@ def _check_pipeline(constraints: Mapping[str, Any]) -> None:
         ):
             raise ValueError(f"expected {prefix}{name} to be a positive integer, got {value!r}")
     virtual, schedule = given.get("virtual_stages"), given.get("schedule")
+    fewest: dict[Any, int] = {
+        name: rule.virtual_stages[0] for name, rule in SCHEDULE_RULES.items()
+    }
     if "schedule" in given:
-        PipelineParallel(
-            schedule=given["schedule"],
-            virtual_stages=2 if schedule == "interleaved_1f1b" else 1,
-        )
+        PipelineParallel(schedule=given["schedule"], virtual_stages=fewest.get(schedule, 1))
     if "split_method" in given:
         PipelineParallel(split_method=given["split_method"])
     if virtual is not None and schedule is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+from vescale_parallel import simulate_schedule
 
 from ._candidates import Candidate
 from ._partition import PipelineRank
@@ -138,11 +141,18 @@ def passes_in_flight(candidate: Candidate, rank: int) -> int:
     """Return how many forward passes of one stage wait for their backward at most.
 
     ``gpipe`` all; ``1f1b`` one for each stage behind and itself; interleaved
-    2 (p - rank - 1) + (v - 1) p + 1 (Narayanan et al. 2021).
+    2 (p - rank - 1) + (v - 1) p + 1 (Narayanan et al. 2021); others as many as their simulation.
     """
     p, v, m = candidate.layout.pp, candidate.virtual_stages, candidate.parts
+    if candidate.schedule not in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return _simulated(candidate.schedule, p, v, m)[rank]
     if candidate.schedule == "gpipe":
         return m
     if v == 1:
         return min(m, p - rank)
     return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
+
+
+@functools.cache
+def _simulated(schedule: str, p: int, v: int, m: int) -> tuple[int, ...]:
+    return simulate_schedule(schedule, size=p, virtual_stages=v, microbatches=m).peak_activations

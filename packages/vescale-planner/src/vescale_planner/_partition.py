@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_parallel import split_blocks
+from vescale_parallel import StagePlacement, split_blocks
 
 from ._workload import Part, Workload
 
@@ -103,9 +103,12 @@ def local_parts(
 
 
 def pipeline_ranks(
-    workload: Workload, parts: Sequence[LocalPart], starts: Sequence[int], pp: int
+    workload: Workload,
+    parts: Sequence[LocalPart],
+    starts: Sequence[int],
+    placement: StagePlacement,
 ) -> tuple[PipelineRank, ...]:
-    """Return what every pipeline rank owns; stage ``s`` lives on rank ``s % pp``.
+    """Return what every pipeline rank owns.
 
     Tied parameters are on the first and the last stage.
     """
@@ -122,7 +125,10 @@ def pipeline_ranks(
             twice = Part(parameters=workload.tied)
             owned.append(LocalPart(twice, parts[-1].share, parts[-1].tp, False))
         stages.append(tuple(owned))
-    return tuple(PipelineRank(tuple(stages[rank::pp])) for rank in range(pp))
+    return tuple(
+        PipelineRank(tuple(stages[stage] for stage in placement.stages_of(rank)))
+        for rank in range(placement.size)
+    )
 
 
 def stage_starts(workload: Workload, num_stages: int, split_method: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel import ShardingProposal, propose_sharding
+from vescale_parallel import ShardingProposal, StagePlacement, propose_sharding, rule_of
 
 from ._candidates import Candidate, Layout, Rows, candidates, layouts
 from ._cost import Cost, step_cost
@@ -79,8 +79,8 @@ class Search:
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
-    _ranks: dict[tuple[int, int, int], tuple[PipelineRank, ...]] = field(
-        default_factory=dict["tuple[int, int, int]", "tuple[PipelineRank, ...]"]
+    _ranks: dict[tuple[int, int, int, str], tuple[PipelineRank, ...]] = field(
+        default_factory=dict["tuple[int, int, int, str]", "tuple[PipelineRank, ...]"]
     )
     _starts: dict[int, list[int]] = field(default_factory=dict["int", "list[int]"])
 
@@ -213,7 +213,8 @@ class Search:
 
     def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
         tp, pp = candidate.layout.tp, candidate.layout.pp
-        key = (tp, pp, candidate.virtual_stages)
+        style = rule_of(candidate.schedule).style
+        key = (tp, pp, candidate.virtual_stages, style)
         if key not in self._ranks:
             sharding = self.sharding(tp)
             assert not isinstance(sharding, str)
@@ -221,7 +222,8 @@ class Search:
             sharded = plan.sharded_parameters(self.model)
             parts = local_parts(self.workload, sharded, tp, sequence=self.sequence)
             starts = self.starts(candidate.stages)
-            self._ranks[key] = pipeline_ranks(self.workload, parts, starts, pp)
+            placement = StagePlacement(pp, candidate.virtual_stages, style)
+            self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
         return self._ranks[key]
 
 

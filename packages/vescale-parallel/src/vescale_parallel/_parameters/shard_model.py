@@ -113,7 +113,8 @@ def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
 
 
 def _owner(plan: ParallelPlan, stages: Sequence[int]) -> int:
-    return stages[0] % plan.pipeline_parallel.size
+    """Return the pipeline rank that owns what these stages use."""
+    return plan.pipeline_parallel.placement.rank_of(stages[0])
 
 
 def _compute_dtype(plan: ParallelPlan, tensor: Tensor) -> torch.dtype:
@@ -153,8 +154,9 @@ def _shard_parameter(
     for hook in (parameter._backward_hooks or {}).values():
         sharded.register_hook(hook)
     unsharded, shares = None, False
-    size, dtype = plan.pipeline_parallel.size, _compute_dtype(plan, local)
-    if any(stage % size == axis_rank(mesh, "pp") for stage in stages):
+    ranks = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
+    if axis_rank(mesh, "pp") in ranks:
+        dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         shares = is_owner and place is None and dtype == local.dtype
         data = local

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,31 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import named_failures, profiler_range
 from vescale_parallel._cross_replica.borders import Rows
-from vescale_parallel._loss.output import DTYPES, is_loss, loss_of, marked_scalars, mean_of_parts
+from vescale_parallel._loss.output import is_loss, loss_of, marked_scalars, mean_of_parts
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
-from vescale_parallel._mesh.transfers import tell_sent
+from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
 from .count_targets import run_counting, summed_counts
+from .execution import Execution, signature_of
+from .links import Links
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for, share
-from .schedules import Action, actions_of, forward_actions
+from .schedules import actions_of, forward_order
+from .schedules.messages import Operation, channels_of, operations_of
 from .stage_module import StageDone, StageRun, Staging
-
-_HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
-
-
-@dataclass(eq=False)
-class _Pass:
-    """What a stage keeps of one micro-batch between forward and backward."""
-
-    received: Tensor | None
-    output: Any
 
 
 @dataclass(eq=False)
@@ -58,27 +51,25 @@ class Pipeline:
     starts: Sequence[int]
     num_blocks: int
     total: Callable[[Tensor], Tensor]
-    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
-    _sending: list[tuple[dist.Work, Tensor]] = field(
-        default_factory=list[tuple[dist.Work, Tensor]]
-    )
-
-    _headers: dict[object, tuple[torch.Size, torch.dtype]] = field(
-        default_factory=dict[object, tuple[torch.Size, torch.dtype]]
-    )
     _checked_loss: bool = False
+    _said_whole: bool = False
     _microbatches: int = 1
 
     def __post_init__(self) -> None:
-        # Gradients travel on a group of their own: on one, two neighbours that send to each
-        # other first would wait for each other. Neither is the mesh's own group, whose sends
-        # and receives wait for torch's half hour whatever the default group's timeout is.
-        self._groups["F"] = second_group(self.mesh, "pp")
-        self._groups["B"] = second_group(self.mesh, "pp")
+        self._placement = self.plan.pipeline_parallel.placement
+        self._rank = axis_rank(self.mesh, "pp")
+        # See [Note: channels without tags]. None is the mesh's own group, whose sends and
+        # receives wait for torch's half hour whatever the default group's timeout is.
+        num_channels = max(2, 1 + max(channels_of(self._placement).values(), default=0))
+        groups = [second_group(self.mesh, "pp") for _ in range(num_channels)]
+        device = torch.device(self.mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.links = Links(groups, device)
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
-        """Return the ranks of this pipeline, to send activations or gradients over."""
-        return self._groups[kind]
+        """Return the ranks of this pipeline, for what is sent before its passes or after them."""
+        return self.links.groups["FB".index(kind)]
 
     def run(
         self,
@@ -97,25 +88,9 @@ class Pipeline:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
             for other tensors.
         """
-        pipeline = self.plan.pipeline_parallel
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
-        actions = actions_of(pipeline.schedule, **self._shape(len(microbatches)))
-        passes: dict[tuple[int, int], _Pass] = {}
-        outputs: list[Any] = []
-        counts = self._count(forward, microbatches) if self._has_last_stage else []
-        for action in actions:
-            key = (action.stage, action.microbatch)
-            if action.kind == "B":
-                with profiler_range(*_words("backward", action)):
-                    self._backward(action, passes.pop(key), len(microbatches))
-                continue
-            with profiler_range(*_words("forward", action)):
-                done = self._forward(action, forward, microbatches[action.microbatch], counts)
-            if action.stage == len(self.starts) - 1:
-                outputs.append(done.output)
-                done.output = loss_of(done.output)
-            passes[key] = done
-        self._finish_sends()
+        schedule = self.plan.pipeline_parallel.schedule
+        outputs = self._execute(schedule, forward, microbatches, _only_scalars)
         return self._agree(marked_scalars(outputs, self._mean) if outputs else None)
 
     def predict(
@@ -143,14 +118,7 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        actions = forward_actions(**self._shape(len(microbatches)))
-        outputs: list[Any] = []
-        counts = self._count(forward, microbatches) if self._has_last_stage else []
-        for action in actions:
-            done = self._forward(action, forward, microbatches[action.microbatch], counts)
-            if action.stage == len(self.starts) - 1:
-                outputs.append(done.output)
-        self._finish_sends()
+        outputs = self._execute(None, forward, microbatches, lambda output: output)
         if not outputs:
             return self._agree(None)
         return self._agree(*joined(outputs, returned, num_rows // len(microbatches), self._mean))
@@ -172,30 +140,46 @@ class Pipeline:
             found = [any(map(is_loss, pytree.tree_leaves(output)))]
         return bool(self._agree(found[0]))
 
-    def _shape(self, num_microbatches: int) -> dict[str, int]:
-        """Note how many micro-batches run now; return what a schedule depends on."""
-        self._microbatches = num_microbatches
-        rank, pipeline = axis_rank(self.mesh, "pp"), self.plan.pipeline_parallel
-        sizes = {"size": pipeline.size, "virtual_stages": pipeline.virtual_stages}
-        return {"rank": rank, "microbatches": num_microbatches, **sizes}
-
-    def _forward(
+    def _execute(
         self,
-        action: Action,
+        schedule: str | None,
+        forward: Callable[..., Any],
+        microbatches: Sequence[tuple[Any, Any]],
+        report: Callable[[Any], Any],
+    ) -> list[Any]:
+        """Do what the schedule's list for this rank says, None being forward passes alone.
+
+        Returns:
+            What ``report`` keeps of the output of every micro-batch, on the last stage.
+        """
+        self._microbatches = len(microbatches)
+        counts = self._count(forward, microbatches) if self._has_last_stage else []
+
+        def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
+            return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
+
+        execution = Execution(
+            self.links,
+            len(self.starts),
+            [signature_of(each) for each in microbatches],
+            run,
+            report,
+            schedule is not None and self._may_split(schedule),
+            self._say_whole,
+        )
+        return execution.execute(
+            _operations(schedule, self._rank, self._placement, len(microbatches))
+        )
+
+    def _run_stage(
+        self,
+        stage: int,
         forward: Callable[..., Any],
         microbatch: tuple[Any, Any],
         counts: Sequence[Tensor],
-    ) -> _Pass:
-        received: list[Tensor] = []
-
-        def receive(like: Tensor) -> Tensor:
-            activation = self._receive_activation(action, signature, like.device)
-            received.append(activation.requires_grad_(torch.is_grad_enabled()))
-            # A new tensor, so that a block may write to its input in place.
-            return activation.view_as(activation) if torch.is_grad_enabled() else activation
-
-        stage = action.stage
-        signature = _signature(microbatch)
+        receive: Callable[[Tensor], Tensor],
+    ) -> Any:
+        """Return what a stage sends for a micro-batch; the last one what the module returns."""
         last = stage == len(self.starts) - 1
         end = self.num_blocks if last else self.starts[stage + 1]
         run = StageRun(stage, self.starts[stage], end, last, receive)
@@ -209,9 +193,7 @@ class Pipeline:
             with means:
                 output = forward(*microbatch[0], **microbatch[1])
         except StageDone as done:
-            activation = done.activation
-            self._send_activation(activation.detach(), action, signature)
-            return _Pass(received[0] if received else None, activation)
+            return done.activation
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
@@ -219,7 +201,7 @@ class Pipeline:
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
-        return _Pass(received[0] if received else None, output)
+        return output
 
     def _count(
         self, forward: Callable[..., Any], microbatches: Sequence[tuple[Any, Any]]
@@ -241,105 +223,67 @@ class Pipeline:
 
     @property
     def _has_last_stage(self) -> bool:
-        return axis_rank(self.mesh, "pp") == (len(self.starts) - 1) % self._size
+        return self._rank == self._placement.last_rank
 
     @property
     def _num_parts(self) -> int:
         """Equal shards and micro-batches that the global batch is in."""
         return self.plan.data_parallel.size * self._microbatches
 
-    def _backward(self, action: Action, done: _Pass, num_microbatches: int) -> None:
-        stage = action.stage
-        if stage == len(self.starts) - 1:
-            torch.autograd.backward(done.output / num_microbatches)
-        else:
-            grad = torch.empty(
-                done.output.shape, dtype=done.output.dtype, device=done.output.device
+    def _may_split(self, schedule: str) -> bool:
+        """Whether input and weight gradients are computed apart."""
+        if not rule_of(schedule).splits_backward:
+            return False
+        refusal = None
+        if self.plan.recompute != "none":
+            refusal = f"recompute={self.plan.recompute!r} would run blocks again for each part"
+        elif self.plan.data_parallel.zero_stage == 3:
+            refusal = "data_parallel.zero_stage 3 frees weights behind the first part"
+        if refusal is not None:
+            self._say_whole(self._placement.stages_of(self._rank)[-1], refusal)
+        return refusal is None
+
+    def _say_whole(self, stage: int, refusal: str) -> None:
+        if not self._said_whole:
+            self._said_whole = True
+            warn_at_user_line(
+                f"pipeline_parallel.schedule {self.plan.pipeline_parallel.schedule!r} computes "
+                "gradients of inputs and of weights apart. Stage "
+                f"{stage} computes them together, with the same result and a larger bubble: "
+                f"{refusal}",
             )
-            self._receive(grad, stage + 1, action)
-            # A stage whose parameters are all frozen has nothing to differentiate.
-            if done.output.requires_grad:
-                torch.autograd.backward(done.output, grad)
-        if stage > 0:
-            assert done.received is not None
-            grad = done.received.grad
-            self._send(
-                torch.zeros_like(done.received) if grad is None else grad, stage - 1, action
-            )
-
-    def _send_activation(self, activation: Tensor, action: Action, signature: object) -> None:
-        """Send an activation, the first time with its shape and dtype."""
-        key = (action.stage, signature)
-        if key not in self._headers:
-            self._headers[key] = (activation.shape, activation.dtype)
-            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
-            header[0], header[1] = DTYPES.index(activation.dtype), activation.ndim
-            header[2 : 2 + activation.ndim] = torch.tensor(activation.shape)
-            self._send(header.to(activation.device), action.stage + 1, action)
-        self._send(activation, action.stage + 1, action)
-
-    def _receive_activation(
-        self, action: Action, signature: object, device: torch.device
-    ) -> Tensor:
-        key = (action.stage - 1, signature)
-        if key not in self._headers:
-            header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=device)
-            self._receive(header, action.stage - 1, action)
-            dtype, ndim, *sizes = header.tolist()
-            self._headers[key] = (torch.Size(sizes[:ndim]), DTYPES[dtype])
-        shape, dtype = self._headers[key]
-        activation = torch.empty(shape, dtype=dtype, device=device)
-        self._receive(activation, action.stage - 1, action)
-        return activation
-
-    def _send(self, tensor: Tensor, stage: int, action: Action) -> None:
-        tensor = tensor.contiguous()
-        group = self._groups[action.kind]
-        tell_sent("send activations" if action.kind == "F" else "send gradients", tensor)
-        with profiler_range("send over pp to stage", stage), named_failures():
-            work = dist.isend(
-                tensor, group=group, group_dst=stage % self._size, tag=self._tag(action, stage)
-            )
-        assert work is not None
-        # Kept alive until the schedule ends: the backend reads it later.
-        self._sending.append((work, tensor))
-
-    def _receive(self, into: Tensor, stage: int, action: Action) -> None:
-        group = self._groups[action.kind]
-        with profiler_range("receive over pp from stage", stage), named_failures():
-            dist.recv(
-                into,
-                group=group,
-                group_src=stage % self._size,
-                tag=self._tag(action, action.stage),
-            )
-
-    def _tag(self, action: Action, receiving_stage: int) -> int:
-        return action.microbatch * len(self.starts) + receiving_stage
-
-    @property
-    def _size(self) -> int:
-        return self.plan.pipeline_parallel.size
-
-    def _finish_sends(self) -> None:
-        with named_failures():
-            for work, _ in self._sending:
-                work.wait()
-        self._sending.clear()
 
     def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
         """Give all stages what the last one has: a structure, with :class:`Sent` for tensors."""
-        last = (len(self.starts) - 1) % self._size
-        return share(told, tensors, mesh=self.mesh, group=self._groups["F"], source=last)
+        source, group = self._placement.last_rank, self.group_of("F")
+        return share(told, tensors, mesh=self.mesh, group=group, source=source)
 
     def _mean(self, scalars: Sequence[Tensor]) -> float:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return mean_of_parts(scalars, self.total, self._num_parts)
 
 
-def _words(direction: str, action: Action) -> tuple[object, ...]:
-    """Return what profiles call a pass."""
-    return direction, "of stage", action.stage, "micro-batch", action.microbatch
+@functools.cache
+def _operations(
+    schedule: str | None, rank: int, placement: StagePlacement, microbatches: int
+) -> tuple[Operation, ...]:
+    """Return what a rank does in a step, None being forward passes alone."""
+    size, virtual = placement.size, placement.virtual_stages
+    if schedule is None:
+        orders = [forward_order(r, placement, microbatches) for r in range(size)]
+    else:
+        shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
+        orders = [actions_of(schedule, r, **shape) for r in range(size)]
+    return operations_of(orders, rank, placement)
+
+
+def _only_scalars(output: Any) -> Any:
+    """Return an output without other tensors and without a graph: both would be kept."""
+
+    def kept(leaf: Tensor) -> Tensor | None:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if is_loss(leaf) else None
+
+    return pytree.tree_map_only(Tensor, kept, output)
 
 
 def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
@@ -349,14 +293,3 @@ def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tenso
             "when its targets were counted; under pipeline parallelism the loss comes last"
         )
     return counts[index]
-
-
-def _signature(microbatch: tuple[Any, Any]) -> object:
-    """Return what the shape and dtype of activations can depend on, the same on all stages."""
-    tensors = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
-    autocast = [
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
-    ]
-    shapes = tuple((t.shape, t.dtype) for t in tensors)
-    return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())

@@ -62,7 +62,8 @@ class PipelineStep:
         pipeline = self._pipeline
         coupling = RowCoupling() if coupling is None else coupling
         rows = coupling.rows_of(args, kwargs)
-        send_tied_weights(self._params, pipeline.group_of("F"))
+        placement = pipeline.plan.pipeline_parallel.placement
+        send_tied_weights(self._params, pipeline.group_of("F"), placement)
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
             runs = self._buffers.call(forward)
@@ -77,7 +78,7 @@ class PipelineStep:
                     output = pipeline.predict(forward, args, kwargs, rows, returned)
         device = pipeline.mesh.device_type
         if train:
-            return_tied_gradients(self._params, pipeline.group_of("B"))
+            return_tied_gradients(self._params, pipeline.group_of("B"), placement)
             return with_deferred_backward(output, self._params, self._finish, device)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output

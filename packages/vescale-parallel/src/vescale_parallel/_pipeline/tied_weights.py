@@ -16,33 +16,48 @@ from torch import Tensor, nn
 from vescale_dtensor import named_failures, profiler_range
 from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._plan.pipeline_schedules import StagePlacement
 
 
-def pipeline_ranks(param: ShardedParameter, size: int) -> list[int]:
-    """Return the pipeline ranks that use a parameter, its owner first."""
-    return list(dict.fromkeys(stage % size for stage in param.stages))
+def pipeline_ranks(
+    param: ShardedParameter, size: int, placement: StagePlacement | None = None
+) -> list[int]:
+    """Return the pipeline ranks that use a parameter, its owner first.
+
+    ``placement`` says where stages are; None is round ``size`` ranks.
+    """
+    placement = StagePlacement(size) if placement is None else placement
+    return list(dict.fromkeys(placement.rank_of(stage) for stage in param.stages))
 
 
-def send_tied_weights(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+def send_tied_weights(
+    params: Sequence[ShardedParameter],
+    group: dist.ProcessGroup,
+    placement: StagePlacement | None = None,
+) -> None:
     """Send tied weights to the stages that do not own them.
 
     Every rank of the pipeline's group must call this.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    for owner, user, param in _transfers(params, size):
+    for owner, user, param in _transfers(params, size, placement):
         if rank in (owner, user):
             assert param.unsharded is not None
             _move(param.unsharded.data, group, owner, user)
 
 
-def return_tied_gradients(params: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+def return_tied_gradients(
+    params: Sequence[ShardedParameter],
+    group: dist.ProcessGroup,
+    placement: StagePlacement | None = None,
+) -> None:
     """Add other stages' gradients to the owner's.
 
     Every rank of the pipeline's group must call this.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     transfers: dict[tuple[int, int], list[ShardedParameter]] = {}
-    for owner, user, param in _transfers(params, size):
+    for owner, user, param in _transfers(params, size, placement):
         if rank in (owner, user) and param.sharded.requires_grad:
             transfers.setdefault((owner, user), []).append(param)
     for (owner, user), sent in transfers.items():
@@ -70,12 +85,12 @@ def _return_gradient(
 
 
 def _transfers(
-    params: Sequence[ShardedParameter], size: int
+    params: Sequence[ShardedParameter], size: int, placement: StagePlacement | None
 ) -> list[tuple[int, int, ShardedParameter]]:
     """Return (owner, user, param) for every stage but the owner, in an order all ranks share."""
     found: list[tuple[int, int, ShardedParameter]] = []
     for param in params:
-        owner, *users = pipeline_ranks(param, size)
+        owner, *users = pipeline_ranks(param, size, placement)
         found += [(owner, user, param) for user in users]
     return found
 

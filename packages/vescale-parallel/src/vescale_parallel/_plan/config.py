@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
+from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
+
 
 def check_choices(prefix: str, section: object) -> None:
     """Raise if a field annotated with a Literal or bool holds something else.
@@ -96,18 +98,20 @@ class PipelineParallel:
 
     Attributes:
         size: Ranks in the pipeline.
-        schedule: Order of forward and backward passes.
+        schedule: Order of forward and backward passes; ``docs/concepts/pipelines.md`` compares
+            them.
         split_method: Who wrote ``split_points``.
         split_points: FQN of the first block of every stage but the first.
         microbatches: Equal parts that each rank's batch is cut into.
-        virtual_stages: Stages per rank, more than one only with an interleaved schedule.
+        virtual_stages: Stages per rank: one with ``"gpipe"`` and ``"1f1b"``, two or more with
+            ``"interleaved_1f1b"``, two with ``"zbv"`` and ``"dualpipev"``, else any number.
         tail_modules: FQNs of modules outside the blocks, defined before them but called after
             them, so that they belong on the last stage.
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
     """
 
     size: int = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     split_method: Literal["uniform", "parameters", "flops", "manual"] = "uniform"
     split_points: tuple[str, ...] = ()
     microbatches: int = 1
@@ -120,6 +124,11 @@ class PipelineParallel:
         """Stages over all ranks."""
         return self.size * self.virtual_stages
 
+    @property
+    def placement(self) -> StagePlacement:
+        """Which rank has which stages."""
+        return StagePlacement(self.size, self.virtual_stages, rule_of(self.schedule).style)
+
     def __post_init__(self) -> None:
         check_choices("pipeline_parallel.", self)
         _check_size("pipeline_parallel.size", self.size)
@@ -128,17 +137,12 @@ class PipelineParallel:
         object.__setattr__(self, "split_points", tuple(self.split_points))
         object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
         object.__setattr__(self, "head_modules", tuple(self.head_modules))
-        if (self.virtual_stages > 1) != (self.schedule == "interleaved_1f1b"):
-            raise ValueError(
-                "expected pipeline_parallel.virtual_stages > 1 exactly with schedule "
-                f"'interleaved_1f1b', got {self.virtual_stages} with {self.schedule!r}"
-            )
-        if self.virtual_stages > 1 and self.microbatches % self.size:
-            raise ValueError(
-                "expected pipeline_parallel.microbatches to be a multiple of "
-                f"pipeline_parallel.size ({self.size}) with schedule 'interleaved_1f1b', "
-                f"got {self.microbatches}"
-            )
+        check_schedule(
+            self.schedule,
+            size=self.size,
+            virtual_stages=self.virtual_stages,
+            microbatches=self.microbatches,
+        )
         if self.size == 1 and self.microbatches > 1:
             raise ValueError(
                 "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "

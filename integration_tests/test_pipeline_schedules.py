@@ -1,0 +1,159 @@
+"""Every schedule of a pipeline: the bits of one device that accumulates the same micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import vescale
+from vescale_testing import World
+
+from .models import HandWritten, batches
+from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints, make_plan
+from .training import whole
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+
+
+def model_of(name: str, depth: int, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "hand_written":
+        return HandWritten(depth=depth).to(dtype)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "llama": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": depth,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40,
+        },
+        "gpt2": {
+            "n_embd": 16, "n_layer": depth, "n_head": 2, "vocab_size": 40, "n_positions": 16,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+    }[name]  # fmt: skip
+    config = AutoConfig.for_model(name, **sizes)
+    return Loss(AutoModelForCausalLM.from_config(config)).to(dtype)
+
+
+class Loss(nn.Module):
+    """The loss of a causal language model, in the dtype of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def constraints_of(schedule: str, size: int, microbatches: int) -> Constraints:
+    virtual = SCHEDULES[schedule]
+    return {PP: size, PARTS: microbatches, SCHEDULE: schedule, VIRTUAL: virtual}
+
+
+def accumulated(model: nn.Module, microbatches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two steps on one device, one micro-batch after the other."""
+    losses: list[Tensor] = []
+    for batch in batches(2, rows=8, length=6):
+        parts = [
+            dict(zip(batch, tensors, strict=True))
+            for tensors in zip(*(x.chunk(microbatches) for x in batch.values()), strict=True)
+        ]
+        found: list[Tensor] = []
+        model.zero_grad()
+        for part in parts:
+            loss = model(part)
+            (loss / microbatches).backward()
+            found.append(loss.detach())
+        losses.append(torch.stack(found).double().mean().to(found[0].dtype))
+    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compared(name: str, constraints: Constraints, dtype: torch.dtype) -> None:
+    """Two steps of a pipeline, compared with one device."""
+    plan = make_plan(constraints)
+    pipeline = plan.pipeline_parallel
+    depth = pipeline.num_stages
+    losses, grads = accumulated(model_of(name, depth, dtype), pipeline.microbatches)
+    model, _ = vescale.parallelize(
+        plan, model_of(name, depth, dtype), lambda m: SGD(m.parameters(), lr=0.1)
+    )
+    for batch, expected in zip(batches(2, rows=8, length=6), losses, strict=True):
+        model.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        assert torch.equal(loss.detach(), expected), (loss, expected)
+    for fqn, parameter in model.named_parameters():
+        assert parameter.grad is not None, fqn
+        # A tied weight is summed over micro-batches on each of its two stages first.
+        if "wte" in fqn:
+            torch.testing.assert_close(whole(parameter.grad), grads[fqn], rtol=1e-12, atol=1e-15)
+        else:
+            assert torch.equal(whole(parameter.grad), grads[fqn]), fqn
+
+
+def _check(world: World, name: str, schedule: str, size: int, microbatches: int) -> None:
+    # The tied weight's sums are in another order; float64 tells that from an error.
+    dtype = torch.float64 if name == "gpt2" else torch.float32
+    world.run(compared, name, constraints_of(schedule, size, microbatches), dtype)
+
+
+CASES = [(schedule, 4) for schedule in SCHEDULES] + [
+    ("interleaved_zero_bubble", 8), ("zbv", 8),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "microbatches"), CASES)
+def test_two_ranks_have_the_bits_of_one_device(
+    world2: World, schedule: str, microbatches: int
+) -> None:
+    _check(world2, "hand_written", schedule, 2, microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "zbv"), ("gpt2", "dualpipev")])
+def test_models_of_transformers_too(world2: World, name: str, schedule: str) -> None:
+    _check(world2, name, schedule, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dualpipev"])
+def test_four_ranks_too(world4: World, schedule: str) -> None:
+    _check(world4, "hand_written", schedule, 4, 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["hand_written", "llama", "gpt2"])
+def test_every_model_under_every_schedule_on_two_ranks(
+    world2: World, name: str, schedule: str, microbatches: int
+) -> None:
+    _check(world2, name, schedule, 2, microbatches)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [(each, m) for each in SCHEDULES for m in (4, 8) if (each, m) != ("dualpipev", 4)],
+)
+@pytest.mark.parametrize("name", ["hand_written", "llama", "gpt2"])
+def test_every_model_under_every_schedule_on_four_ranks(
+    world4: World, name: str, schedule: str, microbatches: int
+) -> None:
+    _check(world4, name, schedule, 4, microbatches)

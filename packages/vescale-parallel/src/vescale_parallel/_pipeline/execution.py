@@ -1,0 +1,212 @@
+"""One run of a schedule on one rank: does what its list of operations says, in that order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from vescale_dtensor import profiler_range
+from vescale_parallel._loss.output import loss_of
+from vescale_parallel._torch_private import pytree
+
+from .links import Links
+from .schedules import Action
+from .schedules.messages import Await, Compute, Message, Operation, Receive, Retire, Send
+from .split_backward import HookedNodes, SplitBackward
+
+# Told every operation when it is done, how many micro-batches of stages wait for their backward,
+# and how many messages are kept.
+Watcher = Callable[[Operation, int, int], None]
+_watchers: list[Watcher] = []
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell ``watcher`` what this rank does in the order in which it does it."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What a stage keeps of one micro-batch between forward and backward.
+
+    Attributes:
+        received: What the stage before sent, None on the first one.
+        output: What goes to the next stage; on the last one the loss.
+        hooked: Nodes of its graph with hooks of tensors.
+        split: Its backward while only the gradient of the input is computed.
+    """
+
+    received: Tensor | None
+    output: Any
+    hooked: set[Node]
+    split: SplitBackward | None = None
+
+
+_Key = tuple[str, int, int]  # kind of tensor, stage and micro-batch that need it
+
+
+@dataclass(eq=False)
+class Execution:
+    """Runs the operations of one step.
+
+    Attributes:
+        links: To other ranks.
+        num_stages: Of the pipeline.
+        signatures: What shapes depend on, for every micro-batch.
+        run: Runs forward of a stage and micro-batch, given what receives its input; returns what
+            it sends, on the last stage what the module returns.
+        report: Returns what is kept of the latter.
+        may_split: Whether there are input and weight gradients apart.
+        say_whole: Called with a stage and why they could not be computed apart.
+        outputs: What was kept, in the order of micro-batches.
+    """
+
+    links: Links
+    num_stages: int
+    signatures: Sequence[object]
+    run: Callable[[int, int, Callable[[Tensor], Tensor]], Any]
+    report: Callable[[Any], Any]
+    may_split: bool
+    say_whole: Callable[[int, str], None]
+    outputs: list[Any] = field(default_factory=list[Any])
+    _tensors: dict[_Key, Tensor] = field(default_factory=dict[_Key, Tensor])
+    _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
+    _passes: dict[tuple[int, int], _Pass] = field(default_factory=dict[tuple[int, int], _Pass])
+
+    def execute(self, operations: Sequence[Operation]) -> list[Any]:
+        """Do what a list says; return the outputs of the last stage."""
+        for operation in operations:
+            if isinstance(operation, Compute):
+                self._compute(operation.action)
+            else:
+                self._communicate(operation)
+            if not isinstance(operation, Await):
+                self._tell(operation)
+        return self.outputs
+
+    def _tell(self, operation: Operation) -> None:
+        for watcher in _watchers:
+            watcher(operation, len(self._passes), self.links.num_kept)
+
+    def _compute(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        words = (_WORDS[action.kind], "of stage", action.stage, "micro-batch", action.microbatch)
+        with profiler_range(*words):
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "W":
+                split = self._passes.pop(key).split
+                if split is not None:
+                    split.weight_gradients()
+            else:
+                self._backward(action, self._passes[key])
+        if action.kind == "B":
+            del self._passes[key]
+
+    def _communicate(self, operation: Receive | Await | Send | Retire) -> None:
+        message = operation.message
+        key = (message.lane.kind, message.stage, message.microbatch)
+        signature = self.signatures[message.microbatch]
+        match operation:
+            case Receive():
+                self.links.receive(message, signature, self._like(message))
+            case Await():
+                # Waited for where it is used: what comes before that needs no other rank.
+                self._arriving[key] = message
+            case Send():
+                self.links.send(message, self._tensors.pop(key), signature)
+            case Retire():
+                self.links.retire(message)
+
+    def _take(self, kind: Literal["F", "B"], action: Action) -> Tensor:
+        """Return what a pass needs of another stage, of this rank or another one."""
+        key = (kind, action.stage, action.microbatch)
+        message = self._arriving.pop(key, None)
+        if message is None:
+            return self._tensors.pop(key)
+        signature = self.signatures[action.microbatch]
+        found = self.links.arrived(message, signature, self._like(message))
+        self._tell(Await(message))
+        return found
+
+    def _like(self, message: Message) -> Tensor | None:
+        done = self._passes.get((message.stage, message.microbatch))
+        return done.output if done is not None and message.lane.kind == "B" else None
+
+    def _forward(self, action: Action) -> None:
+        received: list[Tensor] = []
+
+        def receive(like: Tensor) -> Tensor:
+            activation = self._take("F", action)
+            received.append(activation.requires_grad_(torch.is_grad_enabled()))
+            # A new tensor, so that a block may write to its input in place.
+            return activation.view_as(activation) if torch.is_grad_enabled() else activation
+
+        stage, microbatch = action.stage, action.microbatch
+        hooked = HookedNodes() if self.may_split and stage > 0 else None
+        with hooked or contextlib.nullcontext():
+            output = self.run(stage, microbatch, receive)
+        is_last = stage == self.num_stages - 1
+        if is_last:
+            self.outputs.append(self.report(output))
+        else:
+            self._tensors["F", stage + 1, microbatch] = output.detach()
+        if torch.is_grad_enabled():
+            self._passes[stage, microbatch] = _Pass(
+                received[0] if received else None,
+                loss_of(output) if is_last else output,
+                set() if hooked is None else hooked.nodes,
+            )
+
+    def _backward(self, action: Action, done: _Pass) -> None:
+        """Run backward, or with ``"I"`` as much of it as the stage before waits for."""
+        stage, grad, output = action.stage, None, done.output
+        if stage == self.num_stages - 1:
+            output = output / len(self.signatures)
+        else:
+            grad = self._take("B", action)
+        # A stage whose parameters are all frozen has nothing to differentiate.
+        if output.requires_grad:
+            self._differentiate(action, done, output, grad)
+        if stage > 0:
+            assert done.received is not None
+            found = done.received.grad
+            found = torch.zeros_like(done.received) if found is None else found
+            self._tensors["B", stage - 1, action.microbatch] = found
+        # What is left to do needs neither.
+        done.received = done.output = None
+
+    def _differentiate(
+        self, action: Action, done: _Pass, output: Tensor, grad: Tensor | None
+    ) -> None:
+        # The first stage has no input: nobody waits for a part of its backward.
+        if action.kind == "I" and self.may_split and done.received is not None:
+            split = SplitBackward.of(output, done.received, done.hooked)
+            if split.refusal is None:
+                done.split, done.received.grad = split, split.input_gradient(grad)
+                return
+            self.say_whole(action.stage, split.refusal)
+        torch.autograd.backward(output, grad)
+
+
+def signature_of(microbatch: tuple[Any, Any]) -> object:
+    """Return what the shape and dtype of activations can depend on, the same on all stages."""
+    tensors = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    ]
+    shapes = tuple((t.shape, t.dtype) for t in tensors)
+    return (shapes, *autocast, torch.get_default_dtype(), torch.is_grad_enabled())

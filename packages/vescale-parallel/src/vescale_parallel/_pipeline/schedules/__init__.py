@@ -1,0 +1,16 @@
+"""Schedules as data: who computes what in which order, and which messages go where.
+
+- ``actions.py``: an action, and the order of a rank by the name of a schedule
+- ``loops.py``: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble
+- ``v_shaped.py``: zbv, dualpipev
+- ``messages.py``: what is sent, over which channel, and when
+- ``simulator.py``: runs all ranks' orders with a communicator's semantics
+- ``picture.py``: a Gantt chart of that
+"""
+
+from .action import Action as Action
+from .actions import (
+    actions_of as actions_of,
+    forward_actions as forward_actions,
+    forward_order as forward_order,
+)
