@@ -20,6 +20,7 @@ def test_public_names_are_these() -> None:
         "constraint_keys",
         "data_parallel_rank",
         "declare_optimizer",
+        "draw_schedule",
         "explain",
         "observe",
         "parallelize",

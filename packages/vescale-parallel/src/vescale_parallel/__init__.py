@@ -33,6 +33,7 @@ from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.partition import split_blocks as split_blocks
+from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
 from ._plan.config import (
@@ -90,6 +91,7 @@ __all__ = [
     "constraint_keys",
     "data_parallel_rank",
     "declare_optimizer",
+    "draw_schedule",
     "explain",
     "observe",
     "parallelize",

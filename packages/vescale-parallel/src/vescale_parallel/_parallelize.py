@@ -171,14 +171,13 @@ def _change(
     if row_guard is not None and loader is not None:
         row_guard.is_rows_first = loader.gave
     # The model, changed in the order of [Note: who wraps a module], innermost first.
-    param_dtype = torch_dtype(plan.precision.param)
-    staging = Staging()
+    param_dtype, staging = torch_dtype(plan.precision.param), Staging()
     if stages is not None:
         stage_model(model, stages, staging, param_dtype)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
-    stages_of = _only_stage if stages is None else stages.stages_of
+    stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
     params = shard_parameters(plan, model, mesh, sharding, run_here, stages_of, placeholder, read)
     move_buffers(model, read)
@@ -299,15 +298,12 @@ def _batch_rows(
     axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
     regions = None
     if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
-        has_tp = "tp" in names
-        over_all = batch_mesh(plan) if has_tp else None
-        regions = RowRegions(mesh[axes], mesh["tp"] if has_tp else None, over_all, lift)
+        tp_mesh = mesh["tp"] if "tp" in names else None
+        regions = RowRegions(
+            mesh[axes], tp_mesh, None if tp_mesh is None else batch_mesh(plan), lift
+        )
     num_parts = plan.data_parallel.size * plan.num_microbatches
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
-
-
-def _only_stage(fqns: Sequence[str]) -> tuple[int, ...]:
-    return (0,)
 
 
 def _place(mesh: DeviceMesh) -> Place:

@@ -189,7 +189,12 @@ def test_few_messages_are_kept_however_many_microbatches(schedule: str) -> None:
     assert max(peaks[24].peak_sends) <= 4 * virtual
 
 
-_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_KINDS: dict[str, Any] = {
+    "FORWARD": "F",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}
 _CLASSES = {
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
     "looped_bfs": torch_schedules.ScheduleLoopedBFS,

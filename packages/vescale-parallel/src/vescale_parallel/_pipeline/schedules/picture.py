@@ -1,0 +1,86 @@
+"""A Gantt chart of a schedule, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vescale_parallel._plan.plan import ParallelPlan
+
+from .action import Kind
+from .simulator import Simulated, Span, simulate_schedule
+
+_FILLS: Mapping[Kind, str] = {"F": "#9ecae1", "B": "#a1d99b", "I": "#c7e9c0", "W": "#fdd0a2"}
+_WORDS: Mapping[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradients of weights",
+}
+_ROW, _LEFT, _TOP = 24, 60, 24
+
+
+def draw_schedule(plan: ParallelPlan, *, second: int = 20) -> str:
+    """Return a Gantt chart of a plan's pipeline as SVG, as the simulator runs it.
+
+    A forward pass of a stage takes a second, a backward pass two, each of its parts one; messages
+    take none. Later stages of a rank are darker; numbers are micro-batches.
+
+    Args:
+        plan: With a pipeline or without one.
+        second: Pixels for each.
+
+    Example:
+        >>> draw_schedule(ParallelPlan()).count("<rect")
+        3
+    """
+    pipeline = plan.pipeline_parallel
+    found = simulate_schedule(
+        pipeline.schedule,
+        size=pipeline.size,
+        virtual_stages=pipeline.virtual_stages,
+        microbatches=plan.num_microbatches,
+    )
+    title = (
+        f"{pipeline.schedule}, {pipeline.size} ranks x {pipeline.virtual_stages}, "
+        f"{plan.num_microbatches} micro-batches: ranks wait {found.bubble:.0%} of the time and "
+        f"keep up to {max(found.peak_activations)} activations"
+    )
+    return _svg(found, pipeline.size, title, second)
+
+
+def _svg(found: Simulated, size: int, title: str, second: int) -> str:
+    width = _LEFT + max(round(found.seconds * second), 9 * len(title)) + 10
+    height = _TOP + size * _ROW + 30
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        "<style>text { font: 11px sans-serif }</style>",
+        f"<title>{title}</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{_LEFT}" y="16">{title}</text>',
+    ]
+    lines += [f'<text x="8" y="{_TOP + r * _ROW + 16}">rank {r}</text>' for r in range(size)]
+    for span in found.spans:
+        lines += _box(span, size, second)
+    lines += _legend({span.action.kind for span in found.spans}, height - 18)
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def _box(span: Span, size: int, second: int) -> Sequence[str]:
+    x, y = _LEFT + span.start * second, _TOP + span.rank * _ROW
+    wide, action = (span.end - span.start) * second, span.action
+    shade = max(0.55, 1 - 0.2 * (action.stage // size))
+    style = f"fill:{_FILLS[action.kind]};stroke:#555;filter:brightness({shade:g})"
+    return (
+        f'<rect x="{x:g}" y="{y}" width="{wide:g}" height="{_ROW - 4}" style="{style}"/>',
+        f'<text x="{x + wide / 2:g}" y="{y + 14}" text-anchor="middle">{action.microbatch}</text>',
+    )
+
+
+def _legend(kinds: set[Kind], y: int) -> Sequence[str]:
+    lines: list[str] = []
+    shown: list[Kind] = [kind for kind in _FILLS if kind in kinds]
+    for index, kind in enumerate(shown):
+        x = _LEFT + 150 * index
+        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_FILLS[kind]}"/>')
+        lines.append(f'<text x="{x + 18}" y="{y + 10}">{_WORDS[kind]}</text>')
+    return lines
