@@ -294,11 +294,10 @@ def _add_collectives(
 def _batch_rows(
     mesh: DeviceMesh, guard: RowGuard | None, lift: LiftPlain | None, plan: ParallelPlan
 ) -> BatchRows:
-    names = mesh.mesh_dim_names or ()
-    axes = tuple(name for name in names if name in ("dp_replicate", "dp_shard"))
+    axes = tuple(n for n in mesh.mesh_dim_names or () if n in ("dp_replicate", "dp_shard"))
     regions = None
     if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
-        tp_mesh = mesh["tp"] if "tp" in names else None
+        tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
         regions = RowRegions(
             mesh[axes], tp_mesh, None if tp_mesh is None else batch_mesh(plan), lift
         )
