@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -14,7 +15,7 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches
-from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints, make_plan
+from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
 from .training import whole
 
 SCHEDULES = {
@@ -135,6 +136,48 @@ def test_models_of_transformers_too(world2: World, name: str, schedule: str) -> 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dualpipev"])
 def test_four_ranks_too(world4: World, schedule: str) -> None:
     _check(world4, "hand_written", schedule, 4, 8)
+
+
+def composed(constraints: Constraints) -> list[str]:
+    """Compare two steps with one device in float64; return what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = make_plan(constraints)
+        microbatches = plan.num_microbatches * plan.data_parallel.size
+        _, grads = accumulated(model_of("hand_written", 4, torch.float64), microbatches)
+        model, _ = vescale.parallelize(
+            plan,
+            model_of("hand_written", 4, torch.float64),
+            lambda m: SGD(m.parameters(), lr=0.1),
+        )
+        replica = vescale.data_parallel_rank(model)
+        for batch in batches(2, rows=8, length=6):
+            model.zero_grad()
+            parts = {key: x.chunk(plan.data_parallel.size) for key, x in batch.items()}
+            model({key: chunks[replica] for key, chunks in parts.items()}).backward()
+        for fqn, parameter in model.named_parameters():
+            assert parameter.grad is not None, fqn
+            # Sums over ranks are in another order.
+            torch.testing.assert_close(whole(parameter.grad), grads[fqn], rtol=1e-10, atol=1e-12)
+    return [str(each.message) for each in caught if "computes them together" in str(each.message)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({TP: 2}, None),
+        ({DP: 2, ZERO: 2}, None),
+        ({DP: 2, ZERO: 3}, "zero_stage 3 frees weights"),
+        ({DP: 2, "recompute": "full"}, "would run blocks again"),
+    ],
+)
+def test_zero_bubble_beside_other_parallelism(
+    world4: World, others: Constraints, why: str | None
+) -> None:
+    for said in world4.run(composed, {**constraints_of("zbv", 2, 4), **others}):
+        assert len(said) == (why is not None), said
+        assert why is None or why in said[0]
 
 
 @pytest.mark.nightly

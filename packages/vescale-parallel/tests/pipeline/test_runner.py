@@ -19,7 +19,7 @@ from vescale_parallel._loss.output import Scalar
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import build_mesh
 from vescale_parallel._pipeline.execution import watching
-from vescale_parallel._pipeline.links import Links
+from vescale_parallel._pipeline.execution.links import Links
 from vescale_parallel._pipeline.placeholders import Placeholder
 from vescale_parallel._pipeline.runner import Pipeline
 from vescale_parallel._pipeline.schedules import actions_of

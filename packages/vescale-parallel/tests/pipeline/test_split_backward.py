@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._pipeline.split_backward import HookedNodes, SplitBackward
+from vescale_parallel._pipeline.execution.split_backward import HookedNodes, SplitBackward
 
 WIDTH = 6
 

@@ -22,8 +22,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
 from .count_targets import run_counting, summed_counts
-from .execution import Execution, signature_of
-from .links import Links
+from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for, share

@@ -12,8 +12,7 @@ from torch import Tensor
 from vescale_dtensor import named_failures, profiler_range
 from vescale_parallel._loss.output import DTYPES
 from vescale_parallel._mesh.transfers import tell_sent
-
-from .schedules.messages import Lane, Message
+from vescale_parallel._pipeline.schedules.messages import Lane, Message
 
 _HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
 

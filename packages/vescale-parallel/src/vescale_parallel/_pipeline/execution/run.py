@@ -13,11 +13,19 @@ from torch.autograd.graph import Node
 
 from vescale_dtensor import profiler_range
 from vescale_parallel._loss.output import loss_of
+from vescale_parallel._pipeline.schedules import Action
+from vescale_parallel._pipeline.schedules.messages import (
+    Await,
+    Compute,
+    Message,
+    Operation,
+    Receive,
+    Retire,
+    Send,
+)
 from vescale_parallel._torch_private import pytree
 
 from .links import Links
-from .schedules import Action
-from .schedules.messages import Await, Compute, Message, Operation, Receive, Retire, Send
 from .split_backward import HookedNodes, SplitBackward
 
 # Told every operation when it is done, how many micro-batches of stages wait for their backward,

@@ -1,0 +1,4 @@
+"""One rank's run of a schedule: its operations, its messages, its backward passes in two parts."""
+
+from .links import Links as Links
+from .run import Execution as Execution, signature_of as signature_of, watching as watching
