@@ -33,7 +33,7 @@ def _program(path: str, level: int) -> list[tuple[str, int, str, int]]:
     above.setLevel(level)
     try:
         torch.manual_seed(0)
-        model = vescale.deferred_init(nn.Linear, 4, 4)
+        model = vescale.deferred_init(nn.Linear, 7, 8)
         plan = vescale.generate_plan(model, {"data_parallel.zero_stage": 3}, cluster="cpu")
         model = vescale.parallelize(plan, model)
         vescale.save(path, {"model": model})
@@ -50,7 +50,7 @@ def test_what_was_decided_is_said_by_rank_0_alone(world2: World, tmp_path: objec
     said = {name: message for name, _, message, _ in first}
     assert said["vescale.planner"].startswith("chose data parallel 2, ZeRO 3 for cpu, in")
     assert any("parallelizing Linear on 2 ranks: plan for 2" in m for *_, m, _ in first)
-    assert said["vescale.deferred"] == "constructed Linear without its 80 bytes"
+    assert said["vescale.deferred"] == "constructed Linear without its 256 bytes"
     assert any("saved 2 tensors of 2 ranks to" in message for *_, message, _ in first)
     assert said["vescale.ckpt"].startswith("loaded ")
     assert all(rank == 0 for *_, rank in first)
@@ -61,7 +61,7 @@ def test_what_a_rank_does_every_rank_says(world2: World, tmp_path: object) -> No
         detail = [(name, message, of) for name, level, message, of in seen if level < logging.INFO]
         assert all(of == rank for *_, of in detail)
         owned = [message for name, message, _ in detail if name == "vescale.parallel"]
-        assert owned == ["this rank owns 10 of 20 parameter elements, 40 bytes"]
+        assert owned == ["this rank owns 32 of 64 parameter elements, 128 bytes"]
 
 
 @pytest.mark.slow

@@ -30,8 +30,10 @@ def draw_schedule(plan: ParallelPlan, *, second: int = 20) -> str:
         second: Pixels for each.
 
     Example:
+        One micro-batch on one rank: a paper, two passes, and a legend of two.
+
         >>> draw_schedule(ParallelPlan()).count("<rect")
-        3
+        5
     """
     pipeline = plan.pipeline_parallel
     found = simulate_schedule(
