@@ -47,7 +47,8 @@ class TokenMeans(TorchFunctionMode):
             # Distributed targets are those of the global batch.
             return func(*args, **(kwargs or {}))
         whole = self._denominator(len(self.means), counted)
-        local = func(*args, **{**(kwargs or {}), "reduction": "sum"})
+        old = {"size_average": None, "reduce": None}  # said so, they go before reduction
+        local = func(*args, **{**(kwargs or {}), **old, "reduction": "sum"})
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
         mean = local * self._num_parts / whole.to(local.dtype)
         self.means.append(mean)
@@ -138,6 +139,9 @@ class _Arguments:
     ) -> None:
         self.input, self.target, self.weight = input, target, weight
         self.ignore_index, self.reduction = ignore_index, reduction
+        if size_average is not None or reduce is not None:  # which torch lets go before reduction
+            mean_or_sum = "sum" if size_average is False else "mean"
+            self.reduction = "none" if reduce is False else mean_or_sum
 
     def counted(self) -> Tensor:
         """Return the number, or summed weight, of the targets that count."""
