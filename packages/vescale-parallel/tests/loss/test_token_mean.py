@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_distributed_scalars_are_known_by_their_name() -> None:
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
-def test_a_reduction_said_in_the_way_of_long_ago(said: dict[str, bool]) -> None:
+def test_a_reduction_said_in_the_way_of_long_ago(said: dict[str, Any]) -> None:
     logits, target = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 5
     expected = F.cross_entropy(logits, target, **said)
     with TokenMeans(1, lambda _, count: count):
