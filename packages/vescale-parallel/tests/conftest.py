@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -65,10 +66,17 @@ def _run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
                 dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # torch makes the tensor of get_rng_state while it holds the generator's lock. A collection
+    # that begins there may let another thread run, which waits for that lock and never lets go
+    # of Python's.
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.enable()
     if errors:
         raise errors[0]
     return results

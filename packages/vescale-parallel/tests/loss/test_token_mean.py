@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,16 @@ def test_means_get_no_warning(name: str) -> None:
 
 def test_distributed_scalars_are_known_by_their_name() -> None:
     assert Returned.__name__ == _RETURNED
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"size_average": False}, {"size_average": True}, {"reduce": False}, {"reduce": True}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
+def test_a_reduction_said_in_the_way_of_long_ago(said: dict[str, Any]) -> None:
+    logits, target = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 5
+    expected = F.cross_entropy(logits, target, **said)
+    with TokenMeans(1, lambda _, count: count):
+        assert torch.equal(F.cross_entropy(logits, target, **said), expected)
