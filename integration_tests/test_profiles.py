@@ -138,9 +138,8 @@ def test_explain_counts_what_data_parallelism_sends(world2: World) -> None:
     for found in world2.run(explained, DP):
         axes = {(a.axis, a.what): (a.calls, a.nbytes) for a in found.axes}
         # A gather and a reduce-scatter (an all-to-all, summed in rank order) of every block:
-        # the half that this rank owns of 2 x 8 x 16 elements, and 128 bytes of a tag, to which
-        # rows are aligned.
-        half = 4 * WIDTH * 16 + 128
+        # the half that this rank owns of 2 x 8 x 16 elements, and nothing besides.
+        half = 4 * WIDTH * 16
         assert axes[("dp_shard", "all_to_all")] == (2, 2 * half)
         assert axes[("dp_shard", "all_gather")][1] >= 2 * half
         assert sum(a.nbytes for a in found.axes) == found.counted.nbytes

@@ -24,6 +24,7 @@ def test_public_names_are_these() -> None:
         "Replicate",
         "Shard",
         "Unsupported",
+        "abandon",
         "all_gather",
         "all_reduce",
         "all_to_all",
@@ -51,6 +52,7 @@ def test_public_names_are_these() -> None:
         "reduce_scatter",
         "strict",
         "visualize",
+        "while_waiting",
         "zeros",
     ]
     for name in vescale_dtensor.__all__:

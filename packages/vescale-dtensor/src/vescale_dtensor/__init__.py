@@ -43,6 +43,7 @@ from ._comm.failures import (
     named_failures as named_failures,
 )
 from ._comm.profiling import name_group as name_group, profiler_range as profiler_range
+from ._comm.waiting import abandon as abandon, while_waiting as while_waiting
 from ._debug.comm_counter import CommCounter as CommCounter
 from ._debug.explain import Explanation as Explanation, Operation as Operation, explain as explain
 from ._debug.forbid_gathers import (
@@ -99,6 +100,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Unsupported",
+    "abandon",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -126,6 +128,7 @@ __all__ = [
     "reduce_scatter",
     "strict",
     "visualize",
+    "while_waiting",
     "zeros",
 ]
 

@@ -16,7 +16,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed.distributed_c10d import _get_default_group
+
+# The rendezvous store, where ranks leave words for each other beside their collectives.
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store as default_store,
+)
 
 # The function mode that sees calls first; without it one could not leave it for a while.
 from torch.overrides import _get_current_function_mode as current_function_mode
@@ -43,6 +48,7 @@ __all__ = [
     "TorchDispatchMode",
     "call_after_backward",
     "current_function_mode",
+    "default_store",
     "fake_like",
     "follow_step",
     "foreach_copy_",

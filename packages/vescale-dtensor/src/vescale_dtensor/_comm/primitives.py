@@ -23,6 +23,7 @@ from .events import Communication, CommunicationKind, is_anyone_listening, tell
 from .failures import named_failures
 from .groups import Peers, peers_along
 from .profiling import collective_range, name_of
+from .waiting import run_collective
 
 # Renamed in torch 2.13, where the old names warn; remove the old ones with torch 2.12.
 _all_gather_single: Callable[..., object] = getattr(
@@ -95,7 +96,7 @@ def all_gather_into(gathered: Tensor, part: Tensor, peers: Peers) -> None:
         return
     tell_peers("all_gather", (peers.num_ranks - 1) * part.numel(), part.dtype, peers)
     with collective_range("all_gather", peers), named_failures():
-        _all_gather_single(gathered, part.unsqueeze(0), group=peers.group)
+        run_collective(_all_gather_single, gathered, part.unsqueeze(0), group=peers.group)
 
 
 def all_gather_uneven_parts(parts: Parts, sizes: Splits, peers: Peers) -> Parts:
@@ -187,7 +188,7 @@ def _all_gather(part: Tensor, peers: Peers) -> Tensor:
         return functional.all_gather(part, peers.num_ranks, peers.group)
     gathered = part.new_empty(peers.num_ranks * part.shape[0], *part.shape[1:])
     with collective_range("all_gather", peers), named_failures():
-        _all_gather_single(gathered, part, group=peers.group)
+        run_collective(_all_gather_single, gathered, part, group=peers.group)
     return gathered
 
 
@@ -214,7 +215,8 @@ def _all_to_all(
         return functional.all_to_all(part, received or equally, sent or equally, peers.group)
     arrived = part.new_empty(part.shape[0] if received is None else sum(received), *part.shape[1:])
     with collective_range("all_to_all", peers), named_failures():
-        dist.all_to_all_single(
+        run_collective(
+            dist.all_to_all_single,
             arrived,
             part,
             None if received is None else list(received),
@@ -233,7 +235,7 @@ def all_to_all_into(arrived: Tensor, part: Tensor, peers: Peers) -> None:
     away = part.numel() // peers.num_ranks * (peers.num_ranks - 1)
     tell_peers("all_to_all", away, part.dtype, peers)
     with collective_range("all_to_all", peers), named_failures():
-        dist.all_to_all_single(arrived, part, group=peers.group)
+        run_collective(dist.all_to_all_single, arrived, part, group=peers.group)
 
 
 def _emulated_all_to_all(
@@ -250,7 +252,7 @@ def library_all_reduce(part: Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) 
     """Reduce in whatever order the backend likes. Between processes only."""
     reduced = part.clone(memory_format=torch.contiguous_format)
     with collective_range("all_reduce", peers), named_failures():
-        dist.all_reduce(reduced, op, group=peers.group)
+        run_collective(dist.all_reduce, reduced, op, group=peers.group)
     return reduced
 
 
@@ -264,7 +266,7 @@ def library_reduce_scatter(
         part = torch.cat([_padded(splits[place], row) for place in peers.by_group_rank])
     reduced = part.new_empty(row, *part.shape[1:])
     with collective_range("reduce_scatter", peers), named_failures():
-        _reduce_scatter_single(reduced, part.contiguous(), op, group=peers.group)
+        run_collective(_reduce_scatter_single, reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
 
 

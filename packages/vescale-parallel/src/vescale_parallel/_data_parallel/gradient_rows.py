@@ -28,11 +28,15 @@ class RowBuffer:
 
     Attributes:
         rows: (ranks, row) of gradients, or one row of their sums.
+        pieces: Views of the parameters that were written to it, by layout and place.
         is_busy: Whether it is being written to.
         is_recent: Whether it was used since the last :meth:`GradientBuffers.trim`.
     """
 
     rows: Tensor
+    pieces: dict[tuple[FlatLayout, int], Tensor] = field(
+        default_factory=dict[tuple[FlatLayout, int], Tensor]
+    )
     is_busy: bool = False
     is_recent: bool = True
 
@@ -43,6 +47,14 @@ class RowBuffer:
     def is_free(self) -> bool:
         """Whether nobody reads it or writes to it."""
         return not self.is_busy and num_views(self.rows) == self._own_views
+
+    def piece(self, layout: FlatLayout, place: int, shape: torch.Size) -> Tensor:
+        """Return the view of a parameter, made once: to make one is an operator."""
+        if (layout, place) not in self.pieces:
+            where = layout.in_whole(place, shape.numel())
+            self.pieces[layout, place] = self.rows.view(-1)[where].view(shape)
+            self._own_views += 1
+        return self.pieces[layout, place]
 
 
 @dataclass(eq=False)
@@ -226,9 +238,8 @@ class GradientRows:
             self._buffer = self._buffers.rows(self._layout, param.local, self.dtype)
         if param not in self._targets:
             assert param.unsharded is not None
-            where = self._layout.in_whole(self._places[param], _numel(param))
-            flat = self._buffer.rows.view(-1)[where]
-            self._targets[param] = flat.view(param.unsharded.shape)
+            shape = param.unsharded.shape
+            self._targets[param] = self._buffer.piece(self._layout, self._places[param], shape)
         return self._targets[param]
 
 

@@ -1,69 +1,165 @@
-"""Find ranks that exchanged parameters or gradients of different groups with each other."""
+"""Find ranks that exchange parameters or gradients of different groups with each other.
+
+[Note: mixed-up ranks] Collectives pair by order alone, so ranks that run other blocks get each
+other's parameters; gloo ends the process where sizes differ, NCCL waits. Once a step, before
+anybody sees a gradient, ranks compare a digest of their order. An order that was compared is
+known, and costs nothing from then on.
+
+A rank that comes to an exchange which no known order has next may be the only one. So it asks
+before it begins, and goes on once all ranks ask for the same. Ranks that began something else wait
+for it in their collective, look for questions meanwhile, and refuse. They leave that collective
+then, so that the process group is of no more use. On a GPU the host does not wait in a collective,
+and so does not answer: whoever asks gives up after the timeout of the process group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor import all_gather
+from vescale_dtensor import all_gather, while_waiting
 
-_DIGEST_NBYTES = 8
+from .order_questions import OrderQuestions, OthersDiffer
+
+# What is exchanged besides groups of parameters, whose numbers come after these.
+END_OF_BACKWARD, END_OF_FORWARD = 0, 1
+_NUM_OTHERS = 2
+
+_NBYTES = 8  # of a digest, and of a token
+
+
+def gather_of(group: int) -> int:
+    """Return the number of a gather of a group's parameters."""
+    return _NUM_OTHERS + 2 * group
+
+
+def reduction_of(group: int) -> int:
+    """Return the number of a reduction of a group's gradients."""
+    return _NUM_OTHERS + 2 * group + 1
 
 
 class Exchanges:
-    """The groups of parameters that this rank exchanged, in order.
+    """The groups of parameters that this rank exchanges, in order; see [Note: mixed-up ranks].
 
-    Collectives pair by order alone, so ranks that run other blocks get each other's parameters.
-    Ranks compare their order once a step, before anybody sees a gradient.
+    Attributes:
+        with_gathers: Whether the order of gathers is that of a program's blocks.
+        with_reductions: Whether that of reductions is.
     """
 
     def __init__(self) -> None:
-        self._numbers: list[int] = []
+        self.with_gathers = self.with_reductions = False
+        # Since ranks compared last: what came before each exchange, hashed, and its number.
+        self._done: list[tuple[int, int]] = []
+        self._digest = self._before = 0
+        self._next: dict[int, set[int]] = {}
+        # Names this among the models of a program: that of the first rank is taken over.
+        self._token = secrets.token_bytes(_NBYTES)
+        self._questions: dict[dist.ProcessGroup, OrderQuestions] = {}
+        self._answers = False
 
-    def add(self, number: int) -> None:
-        """Note an exchange of the group with this number."""
-        self._numbers.append(number)
+    def begin_forward(self) -> None:
+        """Note that a forward pass begins: what comes next does not depend on what was before."""
+        self._before = 0
 
-    def digest(self) -> Tensor:
+    def begin(self, number: int, *groups: dist.ProcessGroup | None) -> None:
+        """Note an exchange that comes now.
+
+        Args:
+            number: Tells it from others.
+            groups: Over which ranks, one group after the other; None for this rank alone.
+
+        Raises:
+            ValueError: If ranks of a group came to different ones.
+        """
+        if torch.compiler.is_compiling():
+            return
+        questions = [self._questions[each] for each in groups if each in self._questions]
+        if questions and number not in self._next.get(self._before, ()):
+            with self._telling_which():
+                for each in questions:
+                    each.ask(number)
+            self._learn(self._before, number)
+        for each in questions:
+            each.begin()
+        self._done.append((self._before, number))
+        self._before = hash((self._before, number))
+        self._digest = hash((self._digest, number))
+
+    def forget(self) -> None:
+        """Forget the order of passes that failed."""
+        self._done.clear()
+        self._digest = self._before = 0
+
+    def bytes_to_compare(self) -> Tensor:
         """Return bytes that tell this order from others."""
-        return torch.tensor(
-            [*hash(tuple(self._numbers)).to_bytes(_DIGEST_NBYTES, signed=True)], dtype=torch.uint8
-        )
+        digest = self._digest.to_bytes(_NBYTES, signed=True)
+        return torch.tensor([*digest, *self._token], dtype=torch.uint8)
 
-    def check(self, group: dist.ProcessGroup, digests: Tensor) -> None:
-        """Forget the order; raise if that of other ranks was another one.
+    def compare(self, group: dist.ProcessGroup, everyones: Tensor) -> None:
+        """Raise if the order of other ranks is another one.
 
         Args:
             group: The ranks that exchanged with each other. All of them must call this.
-            digests: Theirs, (ranks, bytes).
+            everyones: Their bytes, (ranks, bytes).
         """
-        numbers, self._numbers = self._numbers, []
-        if torch.equal(digests, digests[:1].expand_as(digests)):
-            return
-        device = digests.device
+        digests = everyones[:, :_NBYTES]
+        if not torch.equal(digests, digests[:1].expand_as(digests)):
+            self._raise_first_difference(group, digests.device)
+        if group not in self._questions:
+            self._token = bytes(everyones[0, _NBYTES:].tolist())
+            self._questions[group] = OrderQuestions(group, self._token)
+            if not self._answers:
+                self._answers = True
+                while_waiting(self._answer)
+
+    def end(self) -> None:
+        """Know the order since the last call, which all ranks have compared."""
+        for before, number in self._done:
+            self._learn(before, number)
+        self.forget()
+
+    def _learn(self, before: int, number: int) -> None:
+        self._next.setdefault(before, set()).add(number)
+
+    def _raise_first_difference(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        numbers = [number for _, number in self._done]
         count = torch.tensor([len(numbers)], device=device)
         most = int(all_gather(count, group).max())
         padded = torch.tensor([*numbers, *[-1] * (most - len(numbers))], device=device)
-        everyones = all_gather(padded, group)
-        differs = (everyones != everyones[:1]).any(0)
-        raise mixed_up_error(group, everyones[:, int(differs.int().argmax())].tolist())
+        rows = all_gather(padded, group)
+        first = int((rows != rows[:1]).any(0).int().argmax())
+        tags, ranks = rows[:, first].tolist(), dist.get_process_group_ranks(group)
+        own = tags[dist.get_rank(group)]
+        self.forget()
+        # Ranks began different numbers of exchanges.
+        self._questions, self._token = {}, secrets.token_bytes(_NBYTES)
+        raise _mixed_up([rank for rank, tag in zip(ranks, tags, strict=True) if tag != own])
+
+    def _answer(self) -> None:
+        with self._telling_which():
+            for each in self._questions.values():
+                each.answer()
+
+    @contextlib.contextmanager
+    def _telling_which(self) -> Iterator[None]:
+        try:
+            yield
+        except OthersDiffer as differs:
+            self.forget()
+            own = dist.get_rank()
+            raise _mixed_up([rank for rank in differs.ranks if rank != own]) from None
 
 
-def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueError:
-    """Return what to raise where ranks exchanged parameters of different groups.
-
-    Args:
-        group: The ranks that did.
-        tags: What the ranks said their group of parameters is, in the order of the group.
-    """
-    ranks, own = dist.get_process_group_ranks(group), tags[dist.get_rank(group)]
-    other = [rank for rank, tag in zip(ranks, tags, strict=True) if tag != own]
+def _mixed_up(others: Sequence[int]) -> ValueError:
+    """Return what to raise where this rank and others exchanged different groups."""
     return ValueError(
         f"data-parallel ranks ran different blocks of the model at the same time (rank "
-        f"{dist.get_rank()} another one than {_ranks(other)}), so "
+        f"{dist.get_rank()} another one than {_ranks(others)}), so "
         "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
         "depend on this rank's data: every rank runs the same blocks, as often. Use "
         "data_parallel.zero_stage 1"

@@ -22,7 +22,7 @@ from vescale_parallel._parameters.flat_shards import FlatShards, allocate, group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .gradient_rows import GradientBuffers, GradientRows
-from .mix_up import Exchanges
+from .mix_up import Exchanges, gather_of, reduction_of
 from .stray_gradients import refuse_graphs
 
 
@@ -45,8 +45,8 @@ class ParamGroup:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     number: int
-    buffers: GradientBuffers = field(default_factory=GradientBuffers)
-    exchanges: Exchanges = field(default_factory=Exchanges)
+    buffers: GradientBuffers
+    exchanges: Exchanges
     _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
@@ -108,11 +108,12 @@ class ParamGroup:
         group = axis_group(self.mesh, "dp_shard")
         if group is None:
             return
+        if self._flat and self.exchanges.with_gathers:
+            self.exchanges.begin(gather_of(self.number), group)
         for shards in self._flat:
             allocate(shards.whole)
             # This rank's range as it is, but where parameters compute in another dtype.
             all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
-            self.exchanges.add(self.number)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
@@ -203,11 +204,13 @@ class ParamGroup:
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
             return
         shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
-        for rows in dict.fromkeys(self._rows_of(self._trained()).values()):
+        together = [*dict.fromkeys(self._rows_of(self._trained()).values())]
+        if together and self.exchanges.with_reductions:
+            self.exchanges.begin(reduction_of(self.number), shards, copies)
+        for rows in together:
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
             mean, held = rows.mean(shards, copies), self._pending.get(rows)
-            self.exchanges.add(self.number)
             self._pending[rows] = mean if held is None else held.add_(mean)
 
     def take(self) -> dict[ShardedParameter, Tensor]:

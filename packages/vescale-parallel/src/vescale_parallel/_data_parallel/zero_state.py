@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,7 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
+from .mix_up import END_OF_BACKWARD, END_OF_FORWARD
 from .param_group import ParamGroup, reduce_together
 from .public_gradients import accumulate, settle
 from .stray_gradients import refuse_stray_gradients
@@ -64,6 +66,7 @@ class ZeroState:
     ) -> None:
         self._mesh, self.params = mesh, params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
+        self._exchanges = root.exchanges
         self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
@@ -79,6 +82,9 @@ class ZeroState:
             else set[ShardedParameter]()
         )
         if self._guarded:
+            # Otherwise all ranks exchange in one order, whatever they run.
+            self._exchanges.with_gathers = self._frees
+            self._exchanges.with_reductions = self._reduces_early
             for module, param_group in blocks:
                 self._add_hooks(module, param_group)
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
@@ -109,6 +115,7 @@ class ZeroState:
             self._open.clear()
             self._show_sharded()
             self._num_reduced = 0
+            self._exchanges.forget()
             for param_group in self._order:
                 param_group.forget()
         refuse_stray_gradients(self.params)
@@ -116,6 +123,7 @@ class ZeroState:
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
         self._show_unsharded()
+        self._exchanges.begin_forward()
         self._root.gather()
         if not self._frees:
             for param_group in self._param_groups:
@@ -240,18 +248,35 @@ class ZeroState:
             dtype=torch.uint8,
         )
         flags = flags.to(self._mesh.device_type)
-        for axis in ("dp_replicate", "dp_shard", "pp"):
-            group = axis_group(self._mesh, axis)
-            if group is None:
-                continue
-            if axis != "dp_shard":
-                flags = all_gather(flags, group).amax(0)
-                continue
-            digest = self._root.exchanges.digest().to(flags.device)
-            everyones = all_gather(torch.cat([flags, digest]), group)
-            self._root.exchanges.check(group, everyones[:, len(flags) :])
-            flags = everyones[:, : len(flags)].amax(0)
+        flags = self._exchange_flags(flags)
+        pipeline = axis_group(self._mesh, "pp")
+        if pipeline is not None:
+            flags = all_gather(flags, pipeline).amax(0)
         return dict(zip(self.params, flags.tolist(), strict=True))
+
+    def _exchange_flags(self, flags: Tensor) -> Tensor:
+        """Return the largest flags of all data-parallel ranks."""
+        groups = [axis_group(self._mesh, axis) for axis in ("dp_replicate", "dp_shard")]
+        if not self._guarded:
+            for group in filter(None, groups):
+                flags = all_gather(flags, group).amax(0)
+            return flags
+        self._exchanges.begin(END_OF_BACKWARD, *groups)
+        for group in filter(None, groups):
+            order = self._exchanges.bytes_to_compare().to(flags.device)
+            everyones = all_gather(torch.cat([flags, order]), group)
+            self._compare_order(group, everyones[:, len(flags) :])
+            flags = everyones[:, : len(flags)].amax(0)
+        self._exchanges.end()
+        return flags
+
+    def _compare_order(self, group: dist.ProcessGroup, everyones: Tensor) -> None:
+        try:
+            self._exchanges.compare(group, everyones)
+        except ValueError:
+            for param_group in self._order:
+                param_group.forget()
+            raise
 
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""
@@ -308,5 +333,7 @@ class ZeroState:
         """Raise if ranks ran different blocks while they exchanged parameters."""
         group = axis_group(self._mesh, "dp_shard")
         if group is not None:
-            digest = self._root.exchanges.digest().to(self._mesh.device_type)
-            self._root.exchanges.check(group, all_gather(digest, group))
+            self._exchanges.begin(END_OF_FORWARD, group)
+            order = self._exchanges.bytes_to_compare().to(self._mesh.device_type)
+            self._compare_order(group, all_gather(order, group))
+            self._exchanges.end()

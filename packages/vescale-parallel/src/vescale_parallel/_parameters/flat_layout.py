@@ -76,9 +76,9 @@ class FlatShape:
         yield Unit(ndim, 1, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Where parameters are in a flat buffer.
+    """Where parameters are in a flat buffer. There is one of each, see :func:`flat_layout`.
 
     Attributes:
         shapes: The parameters, in order.
