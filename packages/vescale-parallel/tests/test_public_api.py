@@ -19,6 +19,7 @@ def test_public_names_are_these() -> None:
         "TensorParallel",
         "constraint_keys",
         "data_parallel_rank",
+        "declare_matrices",
         "declare_optimizer",
         "draw_schedule",
         "explain",

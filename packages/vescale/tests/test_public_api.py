@@ -11,6 +11,7 @@ def test_public_names_are_these() -> None:
         "PeerError",
         "Progress",
         "data_parallel_rank",
+        "declare_matrices",
         "declare_optimizer",
         "deferred_init",
         "export",

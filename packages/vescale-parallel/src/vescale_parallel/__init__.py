@@ -63,6 +63,7 @@ from ._plan.plan import (
     constraint_keys as constraint_keys,
 )
 from ._runtime.optimizer.kinds import declare_optimizer as declare_optimizer
+from ._runtime.optimizer.matrices import declare_matrices as declare_matrices
 from ._runtime.position import data_parallel_rank as data_parallel_rank
 from ._tensor_parallel.explain import (
     ParallelExplanation as ParallelExplanation,
@@ -90,6 +91,7 @@ __all__ = [
     "TensorParallel",
     "constraint_keys",
     "data_parallel_rank",
+    "declare_matrices",
     "declare_optimizer",
     "draw_schedule",
     "explain",

@@ -6,6 +6,7 @@ from vescale_dtensor import PeerError as PeerError
 from vescale_parallel import (
     ParallelPlan as ParallelPlan,
     data_parallel_rank as data_parallel_rank,
+    declare_matrices as declare_matrices,
     declare_optimizer as declare_optimizer,
 )
 from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
@@ -23,6 +24,7 @@ __all__ = [
     "PeerError",
     "Progress",
     "data_parallel_rank",
+    "declare_matrices",
     "declare_optimizer",
     "deferred_init",
     "export",

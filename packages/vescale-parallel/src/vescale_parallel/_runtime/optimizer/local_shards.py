@@ -53,6 +53,12 @@ class LocalShards:
         """Return the shard of a distributed parameter; what is none as it is."""
         return self._plain_of.get(public, public)
 
+    def parts_of(self, public: Any) -> None:
+        """Return that there are none: elements do not ask which matrix they are of."""
+
+    def part_of(self, plain: Any) -> None:
+        """Return that it is none."""
+
     def end(self, *, is_complete: bool) -> None:
         """Hold no gradients on; that of a shard is the parameter's own, written in place."""
         if not self._is_torchs:

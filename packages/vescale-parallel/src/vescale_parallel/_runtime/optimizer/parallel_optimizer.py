@@ -65,9 +65,12 @@ class ParallelOptimizer(Optimizer):
             vars(self).update(own_hooks)
             for group, public in zip(self.param_groups, public_groups, strict=True):
                 group["params"] = public
-            self._vescale_state.end(public_state, cast("Any", self.state))
-            self.state = public_state
-            self._vescale_plain.end(is_complete=is_complete)
+            try:
+                # First: what a step has assigned to a parameter's data is still there.
+                self._vescale_plain.end(is_complete=is_complete)
+            finally:
+                self._vescale_state.end(public_state, cast("Any", self.state))
+                self.state = public_state
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

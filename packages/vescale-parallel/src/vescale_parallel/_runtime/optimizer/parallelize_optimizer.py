@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -16,6 +17,7 @@ from vescale_parallel._torch_private import follow_step
 from .example_check import check_updates
 from .kinds import advice, is_torchs, refusal, updates_of
 from .local_shards import LocalShards
+from .matrices import Matrices, matrices_of
 from .parallel_optimizer import ParallelOptimizer, is_cut
 from .plain import PlainParameters, PlainState
 from .whole_parameters import WholeParameters
@@ -71,15 +73,30 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
         )
     if updates is not None and not is_torchs(cls) and any(map(is_cut, names)):
         check_updates(optimizer, updates)
+    matrices = matrices_of(model, names)
+    if updates is None and (several := [names[p] for p in held if p in matrices]):
+        raise ValueError(
+            f"{cls.__name__}.step is not known to update every parameter on its own, but "
+            f"{several[0]!r} is declared to be several matrices; {advice(cls)}"
+        )
     if updates == "parameters" and names:
         mesh = cast(DTensor, next(iter(names))).device_mesh
-        if mesh.size() > 1:
-            return _with(optimizer, model, names, _owned(optimizer, WholeParameters(mesh)))
+        if mesh.size() > 1 or matrices:
+            whole = _owned(optimizer, WholeParameters(mesh, matrices), matrices)
+            return _with(optimizer, model, names, whole)
     return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls)))
 
 
-def _owned(optimizer: Optimizer, whole: WholeParameters) -> WholeParameters:
+def _owned(
+    optimizer: Optimizer, whole: WholeParameters, matrices: Mapping[Any, Matrices]
+) -> WholeParameters:
     """Leave what the constructor has put into the state with the owners."""
+    if any(values and parameter in matrices for parameter, values in optimizer.state.items()):
+        raise ValueError(
+            f"{type(optimizer).__name__} makes the state of a parameter when it is constructed, "
+            "so it cannot be that of each of several matrices (vescale.declare_matrices); make "
+            "it at the first step, or split the parameter in the model"
+        )
     whole.own(p for group in optimizer.param_groups for p in group["params"])
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     for parameter, values in optimizer.state.items():

@@ -52,6 +52,14 @@ class PlainParameters(Protocol):
         """Return the plain parameter of a distributed one, None if this rank has none of it."""
         ...
 
+    def parts_of(self, public: Any) -> Sequence[nn.Parameter] | None:
+        """Return the matrices that a step has in place of the plain one; None for one matrix."""
+        ...
+
+    def part_of(self, plain: Any) -> tuple[Any, int] | None:
+        """Return the distributed parameter of such a matrix, and its number there."""
+        ...
+
     def end(self, *, is_complete: bool) -> None:
         """Bring what a step has updated to where it belongs. Every rank calls this."""
         ...
@@ -73,6 +81,7 @@ class PlainState:
     """The state of an optimizer by plain parameter, which a step uses.
 
     Its dicts are those of the state by distributed parameter, so that nothing is moved in a step.
+    Of a parameter that is several matrices these are by number: ``{"0": {...}, "1": {...}}``.
     """
 
     def __init__(self, plain: PlainParameters) -> None:
@@ -90,8 +99,11 @@ class PlainState:
                     values[name] = value._local_tensor
         if len(public) != len(self._state):
             for key, values in public.items():
+                parts = self._plain.parts_of(key)
+                for index, part in enumerate(parts or ()):
+                    self._state[part] = values.setdefault(str(index), {})
                 plain = self._plain.plain_of(key)
-                if plain is not None:
+                if parts is None and plain is not None:
                     self._state[plain] = values
         return self._state
 
@@ -101,11 +113,15 @@ class PlainState:
         if _is_same(public, state):
             return
         for key in list(public):
-            plain = self._plain.plain_of(key)
-            if plain is not None and plain not in state:
+            plain, parts = self._plain.plain_of(key), self._plain.parts_of(key)
+            here = (plain,) if parts is None else parts
+            if plain is not None and not any(each in state for each in here):
                 del public[key]
         for plain, values in state.items():
-            public[self._plain.public_of(plain)] = values
+            if (part := self._plain.part_of(plain)) is not None:
+                public.setdefault(part[0], {})[str(part[1])] = values
+            else:
+                public[self._plain.public_of(plain)] = values
 
 
 def _is_same(public: Mapping[Any, dict[str, Any]], plain: Mapping[Any, dict[str, Any]]) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, all_gather
 
 from .exchange import Exchange, Traveller
+from .matrices import Matrices
 from .owned_state import empty_state, shown_state, taken_state
 from .owners import StageRanks, assign_owners, pieces_of
 from .plain import Saved, StateOf, local_gradient, take_assigned
@@ -20,11 +21,15 @@ from .plain import Saved, StateOf, local_gradient, take_assigned
 class WholeParameters:
     """The parameters that this rank owns, whole while a step runs; see [Note: owners of ...].
 
-    Every rank of ``mesh`` must construct one.
+    Every rank of ``mesh`` must construct one. ``matrices`` are the parameters that consist of
+    several.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.version = 0
+    def __init__(self, mesh: DeviceMesh, matrices: Mapping[Any, Matrices] | None = None) -> None:
+        self.version, self._matrices = 0, dict(matrices or {})
+        # By distributed parameter; where they are in it by matrix.
+        self._parts: dict[Any, tuple[nn.Parameter, ...]] = {}
+        self._place_of: dict[Any, tuple[nn.Parameter, int]] = {}
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         names = mesh.mesh_dim_names or ()
@@ -68,7 +73,12 @@ class WholeParameters:
                 [each for pair in pairs for each in pair if not each.pieces.has_all(each.owner)]
             )
         return [
-            [self._plain_of[public] for public in group if self._is_mine(public)]
+            [
+                each
+                for public in group
+                if self._is_mine(public)
+                for each in self._parts.get(public, (self._plain_of[public],))
+            ]
             for group in stepping
         ]
 
@@ -77,13 +87,14 @@ class WholeParameters:
         travelling, self._travelling = self._travelling, []
         for public, each in zip(self._stepping, travelling, strict=True):
             if each.whole is not None:
-                take_assigned(self._plain_of[public], each.whole)
+                self._take_assigned(public, each.whole)
         if is_complete and self._exchange.num_ranks > 1:
             with torch.no_grad():
                 self._exchange.scatter(travelling)
         for public, each in zip(self._stepping, travelling, strict=True):
             if each.whole is not None:
-                self._plain_of[public].grad = None
+                for plain in (self._plain_of[public], *self._parts.get(public, ())):
+                    plain.grad = None
                 if each.whole is not each.local:
                     each.whole.untyped_storage().resize_(0)
         self._stepping = []
@@ -111,6 +122,19 @@ class WholeParameters:
         if public not in self._owner_of:
             return public
         return self._plain(public) if self._is_mine(public) else None
+
+    def parts_of(self, public: Any) -> tuple[nn.Parameter, ...] | None:
+        """Return the matrices of a parameter, none of them if another rank owns it."""
+        if public not in self._matrices or public not in self._owner_of:
+            return None
+        if not self._is_mine(public):
+            return ()
+        self._plain(public)
+        return self._parts[public]
+
+    def part_of(self, plain: Any) -> tuple[nn.Parameter, int] | None:
+        """Return the parameter that a matrix is of, and its number there."""
+        return self._place_of.get(plain)
 
     def shown(self, state: Mapping[str, StateOf]) -> dict[str, dict[str, Any]]:
         """Return the state of all ranks as distributed tensors. Every rank must call this."""
@@ -151,6 +175,8 @@ class WholeParameters:
                 whole, whole_grad = plain.detach(), _whole_like(public.grad, local_grad)
                 whole.untyped_storage().resize_(_nbytes(whole))
             plain.grad = whole_grad
+            for part, grad in self._pairs(public, whole_grad):
+                part.grad = grad
         return (
             Traveller(local=local, whole=whole, pieces=pieces, owner=owner),
             Traveller(local=local_grad, whole=whole_grad, pieces=pieces, owner=owner),
@@ -164,11 +190,25 @@ class WholeParameters:
         is_local = pieces.has_all(self._exchange.rank)
         if own is None or (is_local and own.data_ptr() != local.data_ptr()):
             own = nn.Parameter(local if is_local else _whole_like(public, local))
-            if not is_local:
-                own.untyped_storage().resize_(0)
             self.version += 1
             self._plain_of[public], self._public_of[own] = own, public
+            if (matrices := self._matrices.get(public)) is not None:
+                parts = tuple(nn.Parameter(part) for part in matrices.split(own.detach()))
+                self._parts[public] = parts
+                self._place_of.update({part: (public, i) for i, part in enumerate(parts)})
+            if not is_local:
+                own.untyped_storage().resize_(0)  # filled while a step runs
         return own
+
+    def _pairs(self, public: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the matrices of a parameter, each with its part of another tensor like it."""
+        if public not in self._matrices:
+            return []
+        return list(zip(self._parts[public], self._matrices[public].split(whole), strict=True))
+
+    def _take_assigned(self, public: nn.Parameter, whole: Tensor) -> None:
+        for part, memory in self._pairs(public, whole) or [(self._plain_of[public], whole)]:
+            take_assigned(part, memory)
 
 
 def _distributed(public: nn.Parameter) -> DTensor:
