@@ -1,7 +1,7 @@
 """Foreach operators: a pointwise operator on every position of some lists.
 
 Positions need not share a layout, or even a mesh. What is written stays where it is; the other
-tensors of its position move there.
+tensors of its position move there. The fused steps of optimizers are such operators, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
 
+_FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
 
 @cache
 def is_foreach(func: OpOverload) -> bool:
     """Whether ``func`` does something pointwise to every position of lists."""
+    if func.name().removeprefix("aten::").partition(".")[0] in _FUSED_STEPS:
+        return True
     prefix, _, name = func.name().partition("_foreach_")
     if prefix != "aten::":
         return False
@@ -39,12 +43,17 @@ def is_foreach(func: OpOverload) -> bool:
 def plan_foreach(call: OpCall) -> Plan:
     """Return the plan of a foreach operator."""
     lists = [arg for arg in call.args if _is_tensor_list(arg)]
-    writes = bool(written_names(call.func))
+    written, writes = _written_lists(call), bool(written_names(call.func))
     targets: list[Layout | None] = []
     for position in zip(*lists, strict=True):
         target = _target(position, call, writes)
         if target is None and any(isinstance(t, DISTRIBUTED) for t in position):
             return gathered
+        if any(
+            is_written and not _lies_at(t, target, call)
+            for t, is_written in zip(position, written, strict=True)
+        ):
+            return gathered  # a copy would be written
         targets.append(target)
 
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -65,6 +74,19 @@ def plan_foreach(call: OpCall) -> Plan:
         return finish(args, kwargs, func(*local_args, **local_kwargs))
 
     return run
+
+
+def _written_lists(call: OpCall) -> list[bool]:
+    """Return which of the lists of tensors are written."""
+    names = {*written_names(call.func)} - {"state_steps"}  # which kernels read, whatever they say
+    arguments = zip(call.func._schema.arguments, call.args, strict=False)
+    return [argument.name in names for argument, arg in arguments if _is_tensor_list(arg)]
+
+
+def _lies_at(tensor: Tensor, target: Layout | None, call: OpCall) -> bool:
+    if target is None:
+        return not isinstance(tensor, DISTRIBUTED)
+    return isinstance(tensor, DISTRIBUTED) and layout_of(tensor, call.mesh) is target
 
 
 def _is_laid_out(call: OpCall, lists: list[Any], targets: list[Layout | None]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._cross_replica.borders import Rows
+from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import is_loss, loss_of, marked_scalars, mean_of_parts
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
@@ -42,6 +43,7 @@ class Pipeline:
         starts: Index of the first block of every stage.
         num_blocks: Number of blocks.
         total: Sums a float64 tensor over data-parallel ranks.
+        loss_scale: What losses are multiplied with before they are differentiated.
     """
 
     plan: ParallelPlan
@@ -50,6 +52,7 @@ class Pipeline:
     starts: Sequence[int]
     num_blocks: int
     total: Callable[[Tensor], Tensor]
+    loss_scale: LossScale = field(default_factory=LossScale)
     _checked_loss: bool = False
     _said_whole: bool = False
     _microbatches: int = 1
@@ -164,6 +167,7 @@ class Pipeline:
             run,
             report,
             schedule is not None and self._may_split(schedule),
+            self.loss_scale.value,
             self._say_whole,
         )
         return execution.execute(

@@ -79,7 +79,12 @@ class PipelineStep:
         device = pipeline.mesh.device_type
         if train:
             return_tied_gradients(self._params, pipeline.group_of("B"), placement)
-            return with_deferred_backward(output, self._params, self._finish, device)
+            used = pipeline.loss_scale.value
+
+            def finish(scale: Tensor) -> None:
+                self._finish(pipeline.loss_scale.correction(scale, used))
+
+            return with_deferred_backward(output, self._params, finish, device)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output
 

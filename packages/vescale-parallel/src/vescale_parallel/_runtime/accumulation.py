@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
+from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
@@ -90,6 +91,7 @@ class AccumulatedStep:
     _counts_by_running: bool | None = None
     _checked_loss: bool = False
     _seen: list[Tensor] = field(default_factory=list[Tensor])
+    _loss_scale: LossScale = field(default_factory=LossScale)
 
     def run(
         self,
@@ -123,11 +125,11 @@ class AccumulatedStep:
             totals = self.ranks.total(torch.stack(local)).unbind() if local else ()
             outputs = self._microbatches(forward, microbatches, rows, totals, check)
         self._check_counts(local)
-        put_back = self.parameters.take_reduced()
+        put_back, used = self.parameters.take_reduced(), self._loss_scale.value
 
         def finish(scale: Tensor) -> None:
             put_back()
-            self.parameters.finish_backward(scale)
+            self.parameters.finish_backward(self._loss_scale.correction(scale, used))
 
         marked = marked_scalars(outputs, self._mean)
         return with_deferred_backward(marked, self.parameters.params, finish, self.device)
@@ -157,7 +159,8 @@ class AccumulatedStep:
                     means.warn_of_sums(loss)
                 outputs.append(only_scalars(output, detach=index + 1 < len(microbatches)))
                 del output
-                torch.autograd.backward(loss / len(microbatches))
+                loss = loss / len(microbatches)
+                torch.autograd.backward(loss, torch.full_like(loss, self._loss_scale.value))
             self.parameters.end_microbatch()
         return outputs
 

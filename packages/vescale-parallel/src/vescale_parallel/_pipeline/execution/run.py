@@ -77,6 +77,7 @@ class Execution:
             it sends, on the last stage what the module returns.
         report: Returns what is kept of the latter.
         may_split: Whether there are input and weight gradients apart.
+        loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
         outputs: What was kept, in the order of micro-batches.
     """
@@ -87,6 +88,7 @@ class Execution:
     run: Callable[[int, int, Callable[[Tensor], Tensor]], Any]
     report: Callable[[Any], Any]
     may_split: bool
+    loss_scale: float
     say_whole: Callable[[int, str], None]
     outputs: list[Any] = field(default_factory=list[Any])
     _tensors: dict[_Key, Tensor] = field(default_factory=dict[_Key, Tensor])
@@ -183,6 +185,7 @@ class Execution:
         stage, grad, output = action.stage, None, done.output
         if stage == self.num_stages - 1:
             output = output / len(self.signatures)
+            grad = torch.full_like(output, self.loss_scale)
         else:
             grad = self._take("B", action)
         # A stage whose parameters are all frozen has nothing to differentiate.
