@@ -25,10 +25,10 @@ from .groups import Peers, peers_along
 from .profiling import collective_range, name_of
 
 # Renamed in torch 2.13, where the old names warn; remove the old ones with torch 2.12.
-_all_gather_single: Callable[..., object] = getattr(
+all_gather_single: Callable[..., object] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
-_reduce_scatter_single: Callable[..., object] = getattr(
+reduce_scatter_single: Callable[..., object] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
@@ -95,7 +95,7 @@ def all_gather_into(gathered: Tensor, part: Tensor, peers: Peers) -> None:
         return
     tell_peers("all_gather", (peers.num_ranks - 1) * part.numel(), part.dtype, peers)
     with collective_range("all_gather", peers), named_failures():
-        _all_gather_single(gathered, part.unsqueeze(0), group=peers.group)
+        all_gather_single(gathered, part.unsqueeze(0), group=peers.group)
 
 
 def all_gather_uneven_parts(parts: Parts, sizes: Splits, peers: Peers) -> Parts:
@@ -187,7 +187,7 @@ def _all_gather(part: Tensor, peers: Peers) -> Tensor:
         return functional.all_gather(part, peers.num_ranks, peers.group)
     gathered = part.new_empty(peers.num_ranks * part.shape[0], *part.shape[1:])
     with collective_range("all_gather", peers), named_failures():
-        _all_gather_single(gathered, part, group=peers.group)
+        all_gather_single(gathered, part, group=peers.group)
     return gathered
 
 
@@ -264,7 +264,7 @@ def library_reduce_scatter(
         part = torch.cat([_padded(splits[place], row) for place in peers.by_group_rank])
     reduced = part.new_empty(row, *part.shape[1:])
     with collective_range("reduce_scatter", peers), named_failures():
-        _reduce_scatter_single(reduced, part.contiguous(), op, group=peers.group)
+        reduce_scatter_single(reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
 
 
