@@ -330,6 +330,7 @@ def _zero_state(
         blocks,
         param_dtype=torch_dtype(plan.precision.param),
         reduce_dtype=torch_dtype(plan.precision.reduce),
+        order=plan.data_parallel.reduction,
     )
     return ZeroState(
         mesh,
@@ -338,6 +339,7 @@ def _zero_state(
         param_groups,
         stage=plan.data_parallel.zero_stage,
         pipelined=plan.pipeline_parallel.size > 1,
+        prefetch=plan.data_parallel.prefetch,
     )
 
 

@@ -133,7 +133,9 @@ def test_buffers_have_memory_only_between_packing_and_their_release() -> None:
         return [t.untyped_storage().size() > 0 for t in (whole, rows.sent, rows.rows)]
 
     assert sizes() == [False, False, False]
-    rows.pack()
+    rows.pack()  # what is filled takes memory when it is: others compute meanwhile
+    assert sizes() == [False, True, True]
+    rows.unpack()
     assert sizes() == [True, True, True]
     rows.release()
     assert sizes() == [True, False, False]

@@ -9,21 +9,33 @@ loop keeps, or that another backward pass is added to, stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor import all_gather, all_reduce, all_to_all, ordered_sum
+from vescale_dtensor import (
+    CollectiveWork,
+    ordered_sum,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import foreach_copy_, foreach_zero_, num_views
 
+from .reductions import ReductionOrder
 from .shard_rows import RowLayout, tag_of
 
 # Says whose rows arrived, given what came and what was expected.
 Look = Callable[[Tensor, Tensor], None]
+T = TypeVar("T")
+Started = Generator[CollectiveWork | None, None, T]
 
 
 @dataclass(eq=False)
@@ -56,6 +68,22 @@ class RowBuffer:
 
 
 @dataclass(eq=False)
+class ReceivedBuffer:
+    """Memory that gradients of others arrive in, of any shape."""
+
+    is_busy: bool = False
+    _views: dict[torch.Size, Tensor] = field(default_factory=dict[torch.Size, Tensor])
+
+    def view(self, like: Tensor) -> Tensor:
+        """Return memory of a tensor's shape, dtype and device."""
+        if like.shape not in self._views:
+            shapes = (*self._views, like.shape)
+            flat = like.new_empty(max(shape.numel() for shape in shapes))
+            self._views = {shape: flat[: shape.numel()].view(shape) for shape in shapes}
+        return self._views[like.shape]
+
+
+@dataclass(eq=False)
 class GradientBuffers:
     """The buffers of a model's gradients.
 
@@ -69,8 +97,8 @@ class GradientBuffers:
     _sums: dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]] = field(
         default_factory=dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]]
     )
-    _received: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = field(
-        default_factory=dict[tuple[torch.Size, torch.dtype, torch.device], Tensor]
+    _received: dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]] = field(
+        default_factory=dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]]
     )
 
     def rows(self, layout: RowLayout, like: Tensor, dtype: torch.dtype) -> RowBuffer:
@@ -95,28 +123,31 @@ class GradientBuffers:
         found.is_recent = True
         return found.rows.detach()
 
-    def received(self, like: Tensor) -> Tensor:
-        """Return memory of a tensor's shape and dtype, for use until the next call."""
-        key = like.shape, like.dtype, like.device
-        if key not in self._received:
-            views = {at: each for at, each in self._received.items() if at[1:] == key[1:]}
-            numel = max([like.numel(), *(each.numel() for each in views.values())])
-            flat = like.new_empty(numel)
-            for shape, *_ in (*views, key):
-                self._received[shape, *key[1:]] = flat[: shape.numel()].view(shape)
-        return self._received[key]
+    @contextlib.contextmanager
+    def received(self, like: Tensor) -> Iterator[Tensor]:
+        """Yield memory of a tensor's shape and dtype, for use within the block."""
+        held = self._received.setdefault((like.dtype, like.device), [])
+        found = next((each for each in held if not each.is_busy), None)
+        if found is None:
+            found = ReceivedBuffer()
+            held.append(found)
+        found.is_busy = True
+        try:
+            yield found.view(like)
+        finally:
+            found.is_busy = False
 
     def trim(self) -> None:
         """Let go of what was not needed since the last call, and of all that is not on a CPU."""
         for held in (*self._rows.values(), *self._sums.values()):
-            held[:] = [each for each in held if each.is_recent and _is_kept(each.rows)]
+            held[:] = [each for each in held if each.is_recent and _is_kept(each.rows.device)]
             for each in held:
                 each.is_recent = False
-        self._received = {key: each for key, each in self._received.items() if _is_kept(each)}
+        self._received = {at: held for at, held in self._received.items() if _is_kept(at[1])}
 
 
-def _is_kept(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+def _is_kept(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 class GradientRows:
@@ -128,6 +159,7 @@ class GradientRows:
         dtype: In which they are summed.
         number: That of the group of parameters.
         buffers: Of the model.
+        order: In which they are summed.
     """
 
     def __init__(
@@ -137,9 +169,10 @@ class GradientRows:
         dtype: torch.dtype,
         number: int,
         buffers: GradientBuffers,
+        order: ReductionOrder,
     ) -> None:
         self.params, self.layout, self.dtype = params, layout, dtype
-        self._number, self._buffers = number, buffers
+        self._number, self._buffers, self._order = number, buffers, order
         self._index = {param: index for index, param in enumerate(params)}
         self._buffer: RowBuffer | None = None
         self._written: set[int] = set()
@@ -189,48 +222,80 @@ class GradientRows:
 
     def mean(
         self, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None, look: Look
-    ) -> Tensor:
-        """Sum over ranks in rank order; return the mean, of this rank's row, and forget.
+    ) -> Started[Tensor]:
+        """Sum over ranks; return the mean, of this rank's row, and forget.
 
         Args:
             shards: The ranks with shards of the parameters.
             copies: The ranks with copies of those.
             look: Is told whose rows arrived.
+
+        Yields:
+            What a :data:`.Reduction` does. Gradients may be written anew from the first on.
         """
-        assert self._buffer is not None
-        rows, dtype = self._buffer.rows, self.params[0].local.dtype
-        num_ranks = _size(shards) * _size(copies)
-        if self.layout.ranks > 1:
-            assert shards is not None
-            received = self._buffers.received(rows)
-            all_to_all(rows, shards, out=received)
-            look(received[:, -1], self._expected_tags())
-            own = ordered_sum(received, out=received[0])
-            if copies is not None:
-                own = all_reduce(own, copies)
-            kept = self._buffers.sum(own.numel(), own, dtype)
-            torch.div(own if own.dtype == dtype else own.to(dtype), num_ranks, out=kept)
-        else:
-            kept = rows[0]
-            divides = self.dtype == dtype  # a shard of the sum, before all have it
-            for group in (shards, copies):
-                if group is not None:
-                    is_last = group is (shards if copies is None else copies)
-                    self._all_reduce(kept, group, num_ranks if is_last and divides else 1)
-            if not divides:
-                kept = kept.to(dtype) / num_ranks
-        self.forget()
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self._written.clear()
+        try:
+            if self.layout.ranks > 1:
+                assert shards is not None
+                kept = yield from self._mean_of_shards(buffer.rows, shards, copies, look)
+            else:
+                kept = yield from self._mean_of_copies(buffer.rows[0], shards, copies)
+            yield None
+        finally:
+            buffer.is_busy = False
         return kept
 
-    def _all_reduce(self, row: Tensor, group: dist.ProcessGroup, divisor: int) -> None:
-        """Sum a row over ranks in rank order, in its own memory, and divide it."""
+    def _mean_of_shards(
+        self,
+        rows: Tensor,
+        shards: dist.ProcessGroup,
+        copies: dist.ProcessGroup | None,
+        look: Look,
+    ) -> Started[Tensor]:
+        num_ranks, dtype = shards.size() * _size(copies), self.params[0].local.dtype
+        with self._buffers.received(rows) as received:
+            own = received[0]
+            if self._order == "library":
+                yield start_reduce_scatter(rows, shards, out=own)
+            else:
+                yield start_all_to_all(rows, shards, out=received)
+                look(received[:, -1], self._expected_tags())
+                ordered_sum(received, out=own)
+            if copies is not None:
+                yield from self._all_reduce(own, copies)
+            kept = self._buffers.sum(own.numel(), own, dtype)
+            torch.div(own if own.dtype == dtype else own.to(dtype), num_ranks, out=kept)
+        return kept
+
+    def _mean_of_copies(
+        self, row: Tensor, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
+    ) -> Started[Tensor]:
+        num_ranks, dtype = _size(shards) * _size(copies), self.params[0].local.dtype
+        divides = self.dtype == dtype  # a shard of the sum, before all have it
+        for group in (shards, copies):
+            if group is not None:
+                is_last = group is (shards if copies is None else copies)
+                yield from self._all_reduce(row, group, num_ranks if is_last and divides else 1)
+        return row if divides else row.to(dtype) / num_ranks
+
+    def _all_reduce(
+        self, row: Tensor, group: dist.ProcessGroup, divisor: int = 1
+    ) -> Started[None]:
+        """Sum a row over ranks, in its own memory, and divide it."""
+        if self._order == "library":
+            yield start_all_reduce(row, group)
+            if divisor > 1:
+                row.div_(divisor)
+            return
         chunks = row.view(group.size(), -1)
-        received = self._buffers.received(chunks)
-        all_to_all(chunks, group, out=received)
-        own = ordered_sum(received, out=received[0])
-        if divisor > 1:
-            own.div_(divisor)
-        all_gather(own, group, out=chunks)
+        with self._buffers.received(chunks) as received:
+            yield start_all_to_all(chunks, group, out=received)
+            own = ordered_sum(received, out=received[0])
+            if divisor > 1:
+                own.div_(divisor)
+            yield start_all_gather(own, group, out=chunks)
 
     def _targets(self, param: ShardedParameter) -> list[list[Tensor]]:
         if self._buffer is None:

@@ -4,7 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+
+class ArrivedTags:
+    """Says whose parameters or gradients arrived, where they are not of the group that should be.
+
+    Args:
+        group: The ranks that exchange them; None if this rank is alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        # On a GPU: those since the last check.
+        self._unseen: list[Tensor] = []
+
+    def look(self, tags: Tensor, expected: Tensor) -> None:
+        """Raise if the tags that ranks sent are not the expected ones; on a GPU, later."""
+        if tags.device.type == "cpu" and not torch.compiler.is_compiling():
+            # At once where that is free: what ranks exchange next may not even be of one size.
+            if not torch.equal(tags, expected):
+                self._check(tags.tolist())
+        else:
+            # On a GPU once a step: a look here would wait for the device.
+            self._unseen.append(tags.clone())
+
+    def check(self) -> None:
+        """Raise if tags since the last call were not the expected ones."""
+        unseen, self._unseen = self._unseen, []
+        if unseen:
+            for tags in torch.stack(unseen).tolist():
+                self._check(tags)
+
+    def _check(self, tags: Sequence[float]) -> None:
+        if self._group is not None and len(set(tags)) > 1:
+            raise mixed_up_error(self._group, tags)
 
 
 def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueError:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather, all_reduce
+from vescale_dtensor import all_reduce
 from vescale_parallel._mesh.mesh import axis_group, axis_size
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
+from .gathering import Gathering
 from .gradient_rows import GradientBuffers, GradientRows
-from .mix_up import mixed_up_error
+from .mix_up import ArrivedTags
+from .reductions import Reduction, ReductionOrder, Reductions
 from .shard_rows import GatheredRows, RowLayout, Shape, allocate
+from .side_stream import SideStream, streams_of
 from .stray_gradients import refuse_graphs
 
 
@@ -36,6 +40,7 @@ class ParamGroup:
         reduce_dtype: Dtype of gradient sums, None for the gradient's own.
         number: Tells groups apart; ranks that mix them up are found by :meth:`check_mixed_up`.
         buffers: Those of the model's gradients.
+        reductions: Of the model's gradients, those under way.
     """
 
     params: Sequence[ShardedParameter]
@@ -44,6 +49,7 @@ class ParamGroup:
     reduce_dtype: torch.dtype | None
     number: int
     buffers: GradientBuffers = field(default_factory=GradientBuffers)
+    reductions: Reductions = field(default_factory=Reductions)
     _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
@@ -59,8 +65,6 @@ class ParamGroup:
         default_factory=dict[ShardedParameter, GradientRows]
     )
     _unwritten: set[ShardedParameter] | None = None
-    # On a GPU: the tags that ranks sent since the last look.
-    _unseen: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         apart = [param for param in self.params if not param.shares_storage]
@@ -76,6 +80,10 @@ class ParamGroup:
             )
             for same in _by_dtype([param for param in apart if param.shard_dim is not None])
         ]
+        group, stream = axis_group(self.mesh, "dp_shard"), self.reductions.stream
+        self._tags = ArrivedTags(group)
+        sources = [each for param in apart for each in (param.sharded, param.local)]
+        self._gathering = Gathering(self._gathered, sources, group, stream, self._tags.look)
 
     @property
     def is_freed(self) -> bool:
@@ -109,10 +117,11 @@ class ParamGroup:
 
     def check_mixed_up(self) -> None:
         """Raise if a collective since the last call was paired with another group's."""
-        unseen, self._unseen = self._unseen, []
-        if unseen:
-            for tags in torch.stack(unseen).tolist():
-                self._check_tags(tags)
+        self._tags.check()
+
+    def start_gather(self) -> None:
+        """Start what :meth:`gather` then waits for. Every dp_shard rank must call this."""
+        self._gathering.start()
 
     def gather(self) -> None:
         """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
@@ -120,17 +129,11 @@ class ParamGroup:
             allocate(_unsharded_data(param))
             if param.local.numel():
                 _unsharded_data(param).copy_(param.local)
-        group = axis_group(self.mesh, "dp_shard")
-        if group is None:
-            return
-        for rows in self._gathered:
-            rows.pack()
-            all_gather(rows.sent, group, out=rows.rows)
-            rows.unpack()
-            try:
-                self._look(rows.tags, rows.expected_tags)
-            finally:
-                rows.release()
+        self._gathering.finish()
+
+    def drop_gather(self) -> None:
+        """Wait for what :meth:`start_gather` started, and forget it."""
+        self._gathering.drop()
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
@@ -220,14 +223,25 @@ class ParamGroup:
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
             return
         shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
+        self.reductions.advance()
         for rows in dict.fromkeys(self._rows_of(self._trained()).values()):
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
-            mean, held = rows.mean(shards, copies, self._look), self._pending.get(rows)
-            self._pending[rows] = mean if held is None else held.add_(mean)
+            self.reductions.start(self._reduction(rows, shards, copies))
+
+    def _reduction(
+        self,
+        rows: GradientRows,
+        shards: dist.ProcessGroup | None,
+        copies: dist.ProcessGroup | None,
+    ) -> Reduction:
+        mean = yield from rows.mean(shards, copies, self._tags.look)
+        held = self._pending.get(rows)
+        self._pending[rows] = mean if held is None else held.add_(mean)
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
+        self.reductions.finish()
         taken, self._alone = self._alone, {}
         for rows, flat in self._pending.items():
             shards = rows.layout.unpack(flat, [param.local.shape for param in rows.params])
@@ -238,6 +252,7 @@ class ParamGroup:
 
     def set_aside(self) -> Callable[[], None]:
         """Forget what was reduced and used so far; return what puts it back."""
+        self.reductions.finish()
         pending, self._pending = self._pending, {}
         alone, self._alone = self._alone, {}
         used = self.take_used()
@@ -251,20 +266,6 @@ class ParamGroup:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()
         return used
-
-    def _look(self, tags: Tensor, expected: Tensor) -> None:
-        if tags.device.type == "cpu" and not torch.compiler.is_compiling():
-            # At once where that is free: what ranks exchange next may not even be of one size.
-            if not torch.equal(tags, expected):
-                self._check_tags(tags.tolist())
-        else:
-            # On a GPU once a step: a look here would wait for the device.
-            self._unseen.append(tags.clone())
-
-    def _check_tags(self, tags: Sequence[float]) -> None:
-        group = axis_group(self.mesh, "dp_shard")
-        if group is not None and len(set(tags)) > 1:
-            raise mixed_up_error(group, tags)
 
     @property
     def _num_ranks(self) -> int:
@@ -284,7 +285,7 @@ class ParamGroup:
 
     def _grouped(self, params: Sequence[ShardedParameter]) -> list[GradientRows]:
         shards, copies = axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate")
-        grouped: list[GradientRows] = []
+        grouped, order = list[GradientRows](), self.reductions.order
         for is_cut in (True, False):
             members = [param for param in params if (param.shard_dim is not None) == is_cut]
             for same in _by_dtype(members):
@@ -292,7 +293,7 @@ class ParamGroup:
                 ranks, multiple = (shards, copies) if is_cut else (1, math.lcm(shards, copies))
                 shapes = tuple(_shape(param) for param in same)
                 layout = RowLayout(shapes, ranks, dtype.itemsize, multiple)
-                grouped.append(GradientRows(same, layout, dtype, self.number, self.buffers))
+                grouped.append(GradientRows(same, layout, dtype, self.number, self.buffers, order))
         return grouped
 
     def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
@@ -323,6 +324,7 @@ def group_parameters(
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    order: ReductionOrder = "ordered",
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
     """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
@@ -339,10 +341,13 @@ def group_parameters(
         members.setdefault(where.pop() if len(where) == 1 else None, []).append(param)
 
     buffers = GradientBuffers()
+    reductions = Reductions(order, SideStream(streams_of(mesh.device_type)))
 
     def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
-        return ParamGroup(members[index], mesh, param_dtype, reduce_dtype, number, buffers)
+        return ParamGroup(
+            members[index], mesh, param_dtype, reduce_dtype, number, buffers, reductions
+        )
 
     owned = [index for index in range(len(blocks)) if index in members]
     return param_group(None), [

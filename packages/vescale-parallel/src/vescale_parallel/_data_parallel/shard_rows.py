@@ -206,14 +206,20 @@ class GatheredRows:
         for tensor in (*freed, self.sent, self.rows):
             release(tensor)
 
+    def allocate(self) -> None:
+        """Take memory for what is sent and for what arrives."""
+        allocate(self.sent)
+        allocate(self.rows)
+
     def pack(self) -> None:
-        """Take memory, and write this rank's row into ``sent``."""
-        for tensor in (*self._wholes, self.sent, self.rows):
-            allocate(tensor)
+        """Write this rank's row into ``sent``, which takes memory, as ``rows`` does."""
+        self.allocate()
         _copy(self._into)
 
     def unpack(self) -> None:
-        """Fill the whole parameters with what arrived in ``rows``."""
+        """Fill the whole parameters, which take memory, with what arrived in ``rows``."""
+        for whole in self._wholes:
+            allocate(whole)
         if self._out:  # all may be empty
             _copy(self._out)
 
