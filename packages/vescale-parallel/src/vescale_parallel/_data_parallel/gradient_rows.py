@@ -290,12 +290,13 @@ class GradientRows:
                 row.div_(divisor)
             return
         chunks = row.view(group.size(), -1)
+        own = chunks[dist.get_rank(group)]  # of which every rank has a copy by then
         with self._buffers.received(chunks) as received:
             yield start_all_to_all(chunks, group, out=received)
-            own = ordered_sum(received, out=received[0])
-            if divisor > 1:
-                own.div_(divisor)
-            yield start_all_gather(own, group, out=chunks)
+            ordered_sum(received, out=own)
+        if divisor > 1:
+            own.div_(divisor)
+        yield start_all_gather(own, group, out=chunks)
 
     def _targets(self, param: ShardedParameter) -> list[list[Tensor]]:
         if self._buffer is None:

@@ -43,6 +43,40 @@ class ArrivedTags:
             raise mixed_up_error(self._group, tags)
 
 
+class ReducedGroups:
+    """Tells whether ranks reduced the same groups of parameters, in the same order.
+
+    Sums of a backend's own cannot carry tags: what arrived of whom is not to be seen in them. So
+    ranks compare a digest of their order once a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._digest = 0
+
+    def add(self, number: int) -> None:
+        """Note that a group is reduced."""
+        self._digest = (self._digest * 31 + number + 1) % 251
+
+    def bytes_to_compare(self) -> tuple[int, int]:
+        """Return what ranks take the maximum of, for :meth:`check`; begin anew."""
+        digest, self._digest = self._digest, 0
+        return digest, 255 - digest
+
+    def check(self, maxima: Sequence[int]) -> None:
+        """Raise if a rank had another digest, given the maxima over ranks."""
+        if sum(maxima) != 255:
+            raise ValueError(
+                "data-parallel ranks reduced the gradients of different blocks of the model at "
+                f"the same time, so gradients got mixed up; {_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "with ZeRO stages 2 and 3 control flow must not depend on this rank's data: every rank runs "
+    "the same blocks, as often. Use data_parallel.zero_stage 1"
+)
+
+
 def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueError:
     """Return what to raise where ranks exchanged parameters of different groups.
 
@@ -55,9 +89,7 @@ def mixed_up_error(group: dist.ProcessGroup, tags: Sequence[float]) -> ValueErro
     return ValueError(
         f"data-parallel ranks ran different blocks of the model at the same time (rank "
         f"{dist.get_rank()} another one than {_ranks(other)}), so "
-        "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
-        "depend on this rank's data: every rank runs the same blocks, as often. Use "
-        "data_parallel.zero_stage 1"
+        f"parameters got mixed up; {_ADVICE}"
     )
 
 

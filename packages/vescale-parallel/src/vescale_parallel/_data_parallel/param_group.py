@@ -224,6 +224,7 @@ class ParamGroup:
             return
         shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
         self.reductions.advance()
+        self.reductions.groups.add(self.number)
         for rows in dict.fromkeys(self._rows_of(self._trained()).values()):
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from vescale_dtensor import CollectiveWork
 
+from .mix_up import ReducedGroups
 from .side_stream import SideStream
 
 ReductionOrder = Literal["ordered", "library"]
@@ -42,10 +43,12 @@ class Reductions:
     Attributes:
         order: In rank order, or as the backend likes.
         stream: Where a GPU does them.
+        groups: Those that were reduced in this backward pass.
     """
 
     order: ReductionOrder = "ordered"
     stream: SideStream = field(default_factory=lambda: SideStream(None))
+    groups: ReducedGroups = field(default_factory=ReducedGroups)
     _under_way: list[_UnderWay] = field(default_factory=list[_UnderWay])
 
     def start(self, reduction: Reduction) -> None:
@@ -84,6 +87,7 @@ class Reductions:
     def abandon(self) -> None:
         """Wait for what a failed backward pass left, whose memory nobody may use before."""
         left, self._under_way = self._under_way, []
+        self.groups = ReducedGroups()
         for each in left:
             each.wait(self.stream)
             each.reduction.close()

@@ -246,16 +246,17 @@ class ZeroState:
     def _used_anywhere(self) -> dict[ShardedParameter, int]:
         """Whether each parameter got a gradient on any rank that could give it one, and how."""
         used = {param for param_group in self._order for param in param_group.take_used()}
-        flags = torch.tensor(
-            [_LATE if _has_gradient(param) else param in used for param in self.params],
-            dtype=torch.uint8,
-        )
+        of_params = [_LATE if _has_gradient(param) else param in used for param in self.params]
+        order = self._reductions.groups.bytes_to_compare() if self._reduces_early else (0, 255)
+        flags = torch.tensor([*of_params, *order], dtype=torch.uint8)
         flags = flags.to(self._mesh.device_type)
         for axis in ("dp_replicate", "dp_shard", "pp"):
             group = axis_group(self._mesh, axis)
             if group is not None:
                 flags = all_gather(flags, group).amax(0)
-        return dict(zip(self.params, flags.tolist(), strict=True))
+        *found, low, high = flags.tolist()
+        self._reductions.groups.check((low, high))
+        return dict(zip(self.params, found, strict=True))
 
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""

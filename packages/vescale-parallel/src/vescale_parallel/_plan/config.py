@@ -176,11 +176,7 @@ class DataParallel:
         check_choices("data_parallel.", self)
         _check_size("data_parallel.size", self.size)
         _check_size("data_parallel.replicate_size", self.replicate_size)
-        if (
-            not isinstance(self.prefetch, int)
-            or isinstance(self.prefetch, bool)
-            or self.prefetch < 0
-        ):  # pyright: ignore[reportUnnecessaryIsInstance]: user input
+        if type(self.prefetch) is not int or self.prefetch < 0:
             raise ValueError(
                 "expected data_parallel.prefetch to be a number of blocks, 0 for none, "
                 f"got {self.prefetch!r}"
