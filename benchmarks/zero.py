@@ -1,4 +1,4 @@
-"""CPU time and peak memory of data parallelism at every ZeRO stage, beside torch and accelerate.
+"""CPU time and peak memory of data and tensor parallelism, beside torch and accelerate.
 
     python benchmarks/zero.py [--ranks 2] [--steps 6] [--repeats 3] [--only "ZeRO 3" ...]
 
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -44,6 +46,7 @@ PEERS = {
     "vescale ZeRO 2": ("torch FSDP2, gathered once",),
     "vescale ZeRO 3": ("torch FSDP2",),
     "vescale hybrid": ("torch HSDP",),
+    "vescale TP": ("torch TP",),
 }
 
 
@@ -107,7 +110,7 @@ def run(name: str, steps: int) -> None:
     torch.set_num_threads(1)
     imported = resident()
     model, optimizer = contenders(dist.get_world_size())[name]()
-    parts = 1 if name == "one device" else dist.get_world_size()
+    parts = 1 if name == "one device" or name.endswith("TP") else dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     loss, cpu = torch.zeros(()), 0.0
     for index in range(steps + 1):  # the first one warms up
@@ -171,6 +174,8 @@ def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
         "torch FSDP2": lambda: fsdp2((ranks,)),
         "vescale ZeRO 3": lambda: ours(ranks, 3),
     }
+    found["torch TP"] = lambda: torch_tensor_parallel(ranks)
+    found["vescale TP"] = lambda: parallelized({"tensor_parallel.size": ranks})
     if ranks % 2 == 0 and ranks > 2:
         found["torch HSDP"] = lambda: fsdp2((2, ranks // 2))
         found["vescale hybrid"] = lambda: ours(ranks, 3, copies=2)
@@ -197,9 +202,27 @@ def ours(ranks: int, zero_stage: int, copies: int = 1) -> Trained:
     }
     if copies > 1:
         constraints["data_parallel.shard_size"] = ranks // copies
+    return parallelized(constraints)
+
+
+def parallelized(constraints: dict[str, Any]) -> Trained:
     model = fresh()
     plan = vescale.generate_plan(model, constraints)
     return vescale.parallelize(plan, model, adamw)
+
+
+def torch_tensor_parallel(ranks: int) -> Trained:
+    """Cut linear layers by column and by row; the embedding and norms are whole on every rank."""
+    styles: dict[str, Any] = {"model.lm_head": ColwiseParallel(output_layouts=Replicate())}
+    layer = "model.model.layers.*"
+    styles |= {f"{layer}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    styles |= {f"{layer}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    styles |= {
+        f"{layer}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    model = parallelize_module(fresh(), init_device_mesh("cpu", (ranks,)), styles)
+    # torch's foreach loops take no lists of plain tensors and DTensors.
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
 def accelerated() -> Trained:

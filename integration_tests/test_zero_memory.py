@@ -89,7 +89,8 @@ BESIDES: dict[int, Callable[[int, int, int], float]] = {
     # What arrives from other ranks, of the largest group.
     0: lambda whole, block, outside: 4 * max(block, outside),
     # And whole parameters, and rows of the gradients of one block and of what is outside.
-    1: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),
+    # Under ZeRO 1 of two blocks: those of one are under way while those of the next are written.
+    1: lambda whole, block, outside: 4 * (whole + 2 * block + outside + max(block, outside)),
     2: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),
     3: lambda whole, block, outside: 4 * (block + outside + max(block, outside)),
 }

@@ -6,6 +6,7 @@ import vescale_dtensor
 def test_public_names_are_these() -> None:
     assert vescale_dtensor.__all__ == [
         "Box",
+        "CollectiveWork",
         "CommCounter",
         "Communication",
         "DTensor",
@@ -50,6 +51,10 @@ def test_public_names_are_these() -> None:
         "rand",
         "randn",
         "reduce_scatter",
+        "start_all_gather",
+        "start_all_reduce",
+        "start_all_to_all",
+        "start_reduce_scatter",
         "strict",
         "visualize",
         "while_waiting",

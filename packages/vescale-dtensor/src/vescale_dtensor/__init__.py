@@ -24,6 +24,13 @@ from torch.distributed.tensor import (
     Shard as Shard,
 )
 
+from ._comm.asynchronous import (
+    CollectiveWork as CollectiveWork,
+    start_all_gather as start_all_gather,
+    start_all_reduce as start_all_reduce,
+    start_all_to_all as start_all_to_all,
+    start_reduce_scatter as start_reduce_scatter,
+)
 from ._comm.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
@@ -82,6 +89,7 @@ from ._tensor.factories import (
 __version__ = "0.1.0"
 __all__ = [
     "Box",
+    "CollectiveWork",
     "CommCounter",
     "Communication",
     "DTensor",
@@ -126,6 +134,10 @@ __all__ = [
     "rand",
     "randn",
     "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_reduce_scatter",
     "strict",
     "visualize",
     "while_waiting",

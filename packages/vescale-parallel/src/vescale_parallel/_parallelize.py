@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
-from ._data_parallel.param_group import group_parameters
+from ._data_parallel.planned import planned_zero_state
 from ._data_parallel.zero_state import ZeroState
 from ._loss.kernels import leave_in_blocks
 from ._loss.returned import ReturnedLosses
@@ -39,7 +39,6 @@ from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
-from ._parameters.sharded_parameter import ShardedParameter
 from ._pipeline.layer_outputs import give_no_layers
 from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
@@ -194,7 +193,7 @@ def _change(
         rows.prepare(model, run_here)
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
-    parameters = _zero_state(plan, model, mesh, params, run_here)
+    parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
@@ -312,34 +311,6 @@ def _place(mesh: DeviceMesh) -> Place:
         part_of_batch=ranks.rank,
         tp_size=axis_size(mesh, "tp"),
         tp_rank=axis_rank(mesh, "tp"),
-    )
-
-
-def _zero_state(
-    plan: ParallelPlan,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    params: Sequence[ShardedParameter],
-    blocks: Sequence[str],
-) -> ZeroState:
-    rank, placement = axis_rank(mesh, "pp"), plan.pipeline_parallel.placement
-    # Not with a tied weight of another stage: it is gathered and reduced where it is owned.
-    owned = [param for param in params if placement.rank_of(param.stages[0]) == rank]
-    root, param_groups = group_parameters(
-        model,
-        mesh,
-        owned,
-        blocks,
-        param_dtype=torch_dtype(plan.precision.param),
-        reduce_dtype=torch_dtype(plan.precision.reduce),
-    )
-    return ZeroState(
-        mesh,
-        params,
-        root,
-        param_groups,
-        stage=plan.data_parallel.zero_stage,
-        pipelined=plan.pipeline_parallel.size > 1,
     )
 
 

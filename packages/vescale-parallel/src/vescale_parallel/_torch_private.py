@@ -59,6 +59,7 @@ __all__ = [
     "num_views",
     "pytree",
     "set_timeout",
+    "version_of",
 ]
 
 # Public since torch 2.14, where the old name warns.
@@ -79,6 +80,11 @@ def num_views(tensor: torch.Tensor) -> int:
     CUDA graphs of torch's compiler tell by the same number whether memory is still in use.
     """
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's values were written in place, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 def follow_step(optimizer: torch.optim.Optimizer) -> None:

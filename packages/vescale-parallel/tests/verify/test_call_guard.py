@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from vescale_parallel import TensorParallel, propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
+from vescale_parallel._verify import call_guard
 from vescale_parallel._verify.call_guard import CallGuard
 from vescale_parallel._verify.call_signature import CallForms, proof_record, proven_forms
+from vescale_parallel._verify.dry_runs import DryRuns
 
 PLAN = {"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"}
 
@@ -285,3 +287,40 @@ def test_a_plan_that_is_wrong_outside_of_blocks_is_refused_with_the_class() -> N
     guarded = CallGuard(model, plan, shard(plan, model, 2), [])
     with pytest.raises(ValueError, match="in WrongOutside itself, what it returns differs"):
         called(guarded, (torch.ones(2, 8),), {})
+
+
+def test_a_model_of_millions_of_parameters_is_compared_scaled_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = LlamaConfig(
+                hidden_size=512,
+                intermediate_size=1024,
+                vocab_size=4096,
+                num_hidden_layers=3,
+                num_attention_heads=8,
+            )
+            self.model = LlamaForCausalLM(config)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids, labels=ids).loss
+
+    compared: list[int] = []
+    compare = call_guard.check_plan
+
+    def check_plan(runs: DryRuns, *rest: Any, **named: Any) -> Any:
+        compared.append(sum(p.numel() for p in runs.model.parameters()))
+        return compare(runs, *rest, **named)
+
+    monkeypatch.setattr(call_guard, "check_plan", check_plan)
+    with torch.device("meta"):
+        model = Wraps()
+    plan = dict(propose_sharding(model, "auto", 2).plan)
+    guarded = CallGuard(model, plan, shard(plan, model, 2), [])
+    called(guarded, (torch.zeros(2, 8, dtype=torch.long),), {})
+    assert plan
+    assert 0 < compared[0] < 1 << 20

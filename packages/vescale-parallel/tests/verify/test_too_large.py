@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify import equivalence, scaled_down_model
+from vescale_parallel._verify import equivalence
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.manual_plan import checked_plan
 from vescale_parallel._verify.whole_model import passed_over
@@ -53,7 +53,6 @@ class ReadsABlock(Plain):
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks fit and models not."""
     monkeypatch.setattr(equivalence, "MAX_NUMEL", BLOCK)
-    monkeypatch.setattr(scaled_down_model, "MAX_NUMEL", BLOCK)
 
 
 BLOCKS_UP = "stack.blocks.*.up.weight"

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._layout.placements import ReduceOp
 
+from .checks import check_divisible, check_equal_shapes, check_out
 from .groups import Peers, peers_of
 from .ordered_reduce import (
     ReduceOrder,
@@ -83,7 +84,7 @@ def all_reduce(
     how = _reduction(op, order, accumulate)
     how.check(tensor)
     peers = peers_of(where, axes)
-    _check_equal_shapes(tensor, peers)
+    check_equal_shapes(tensor, peers)
     return _all_reduce(tensor, peers, how)
 
 
@@ -153,11 +154,11 @@ def all_gather(
     peers = peers_of(where, axes)
     if out is not None:
         shape = torch.Size((peers.num_ranks, *tensor.shape))
-        _check_out(out, tensor, shape, is_uneven=sizes is not None)
+        check_out(out, tensor, shape, is_uneven=sizes is not None)
         all_gather_into(out, tensor, peers)
         return out
     if sizes is None:
-        _check_equal_shapes(tensor, peers)
+        check_equal_shapes(tensor, peers)
         return _all_gather(tensor, None, peers, how)
     splits = _splits(sizes, peers)
     _check_own_size(tensor, splits, peers)
@@ -200,12 +201,12 @@ def all_to_all(
             f"got {input_splits!r} and {output_splits!r}"
         )
     if out is not None:
-        _check_out(out, tensor, tensor.shape, is_uneven=input_splits is not None)
-        _check_divisible(tensor, peers)
+        check_out(out, tensor, tensor.shape, is_uneven=input_splits is not None)
+        check_divisible(tensor, peers)
         all_to_all_into(out, tensor, peers)
         return out
     if input_splits is None:
-        _check_divisible(tensor, peers)
+        check_divisible(tensor, peers)
         return _all_to_all(tensor, None, None, peers)
     sent, received = _splits(input_splits, peers), _splits(output_splits, peers)
     _check_dim_0(tensor, sent, peers, "input_splits")
@@ -237,7 +238,7 @@ def ordered_sum(
     how = _reduction("sum", "rank", accumulate)
     how.check(rows)
     if out is not None:
-        _check_out(out, rows, rows.shape[1:], is_uneven=False)
+        check_out(out, rows, rows.shape[1:], is_uneven=False)
         return reduce_rows(rows.unbind(), how, out)
     return _recorded(
         rows,
@@ -267,14 +268,6 @@ def _splits(splits: Sequence[int] | Tensor | None, peers: Peers) -> Splits:
     return found
 
 
-def _check_equal_shapes(tensor: Tensor, peers: Peers) -> None:
-    if peers.emulated is None:  # what other processes have is not known
-        return
-    shapes = {tuple(shape) for shape in shapes_of(tensor, peers)}
-    if len(shapes) > 1:
-        raise ValueError(f"expected one shape on all ranks, got {sorted(shapes)}")
-
-
 def _check_dim_0(tensor: Tensor, splits: Splits, peers: Peers, expected: str) -> None:
     for shape, sizes in zip(shapes_of(tensor, peers), splits, strict=True):
         if not shape or shape[0] != sum(sizes):
@@ -292,29 +285,6 @@ def _check_own_size(tensor: Tensor, splits: Splits, peers: Peers) -> None:
                 f"expected dim 0 of this rank to be {own} (sizes: {sizes}), "
                 f"got shape {tuple(shape)}"
             )
-
-
-def _check_out(out: Tensor, tensor: Tensor, shape: torch.Size, *, is_uneven: bool) -> None:
-    if is_uneven:
-        raise ValueError("expected out or sizes, got both; out is for tensors of one shape")
-    if out.shape != shape or out.dtype != tensor.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"expected out to be contiguous, of shape {tuple(shape)} and {tensor.dtype}, "
-            f"got shape {tuple(out.shape)} with strides {out.stride()} and {out.dtype}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"expected a contiguous tensor with out, got strides {tensor.stride()}")
-    if torch.is_grad_enabled() and (tensor.requires_grad or out.requires_grad):
-        raise ValueError("out has no gradients; detach it and the tensor, or call it without out")
-
-
-def _check_divisible(tensor: Tensor, peers: Peers) -> None:
-    _check_equal_shapes(tensor, peers)
-    if not tensor.ndim or tensor.shape[0] % peers.num_ranks:
-        raise ValueError(
-            f"expected dim 0 to be a multiple of {peers.num_ranks}, the number of ranks, "
-            f"got shape {tuple(tensor.shape)}; pass splits"
-        )
 
 
 def _check_agreement(sent: Splits, received: Splits, peers: Peers) -> None:

@@ -176,8 +176,13 @@ def announce_alone(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def named_failures() -> Iterator[None]:
-    """Turn a broken collective into an error that names the rank that failed."""
+def named_failures(*, completes: bool = True) -> Iterator[None]:
+    """Turn a broken collective into an error that names the rank that failed.
+
+    Args:
+        completes: Whether the block waits for the collective's end, and does not only start it;
+            see [Note: failures that are over].
+    """
     _watch_the_end()
     try:
         yield
@@ -198,7 +203,7 @@ def named_failures() -> Iterator[None]:
             raise lost from error
         announce(error)
         raise
-    if _standing:
+    if _standing and completes:
         _take_back()
 
 

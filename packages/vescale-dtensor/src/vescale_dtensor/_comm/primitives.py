@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from .profiling import collective_range, name_of
 from .waiting import run_collective
 
 # Renamed in torch 2.13, where the old names warn; remove the old ones with torch 2.12.
-_all_gather_single: Callable[..., object] = getattr(
+all_gather_single: Callable[..., object] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
 _reduce_scatter_single: Callable[..., object] = getattr(
@@ -96,7 +97,7 @@ def all_gather_into(gathered: Tensor, part: Tensor, peers: Peers) -> None:
         return
     tell_peers("all_gather", (peers.num_ranks - 1) * part.numel(), part.dtype, peers)
     with collective_range("all_gather", peers), named_failures():
-        run_collective(_all_gather_single, gathered, part.unsqueeze(0), group=peers.group)
+        run_collective(all_gather_single, gathered, part.unsqueeze(0), group=peers.group)
 
 
 def all_gather_uneven_parts(parts: Parts, sizes: Splits, peers: Peers) -> Parts:
@@ -188,7 +189,7 @@ def _all_gather(part: Tensor, peers: Peers) -> Tensor:
         return functional.all_gather(part, peers.num_ranks, peers.group)
     gathered = part.new_empty(peers.num_ranks * part.shape[0], *part.shape[1:])
     with collective_range("all_gather", peers), named_failures():
-        run_collective(_all_gather_single, gathered, part, group=peers.group)
+        run_collective(all_gather_single, gathered, part, group=peers.group)
     return gathered
 
 
@@ -266,8 +267,42 @@ def library_reduce_scatter(
         part = torch.cat([_padded(splits[place], row) for place in peers.by_group_rank])
     reduced = part.new_empty(row, *part.shape[1:])
     with collective_range("reduce_scatter", peers), named_failures():
-        run_collective(_reduce_scatter_single, reduced, part.contiguous(), op, group=peers.group)
+        run_collective(reduce_scatter_single, reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
+
+
+def reduce_scatter_single(
+    out: Tensor,
+    part: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    group: dist.ProcessGroup | None,
+    async_op: bool = False,
+) -> object:
+    """Do what ``torch.distributed.reduce_scatter_single`` does."""
+    if out.device.type != "cpu":
+        return _reduce_scatter_single(out, part, op, group=group, async_op=async_op)
+    # As gloo does it, whose own cannot be waited for with a timeout, and never says that it ended.
+    summed = part.clone()
+    work = dist.all_reduce(summed, op, group=group, async_op=True)
+    own = summed.narrow(0, dist.get_rank(group) * out.shape[0], out.shape[0])
+    wanted = _PartOfSum(work, own, out)
+    return wanted if async_op else wanted.wait()
+
+
+class _PartOfSum:
+    """Copies what is wanted of a sum when that was waited for."""
+
+    def __init__(self, work: dist.Work | None, own: Tensor, out: Tensor) -> None:
+        self._work, self._own, self._out = work, own, out
+
+    def wait(self, *timeout: timedelta) -> None:
+        if self._work is not None:
+            self._work.wait(*timeout)
+        self._out.copy_(self._own)
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
 
 def emulated_rows(parts: Parts, peers: Peers) -> list[list[Tensor]]:

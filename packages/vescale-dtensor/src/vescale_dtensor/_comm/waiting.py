@@ -54,8 +54,7 @@ def run_collective(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Run a collective of torch.distributed to its end."""
-    if _abandoned:
-        refuse_abandoned(group)
+    refuse_abandoned(group)
     if not _looks.methods or out.device.type != "cpu":
         collective(out, *rest, group=group)
     else:
@@ -64,7 +63,7 @@ def run_collective(
 
 def refuse_abandoned(group: dist.ProcessGroup | None) -> None:
     """Raise if a process group was abandoned."""
-    why = None if group is None else _abandoned.get(group)
+    why = _abandoned.get(group) if _abandoned and group is not None else None
     if why is not None:
         raise RuntimeError(
             f"the process group is of no more use, for {why}, and the program went on; it has to "

@@ -19,6 +19,7 @@ from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.scaled_down_model import is_large, plan_of_scaled_down, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -108,7 +109,9 @@ def _propose(
             "tensor_parallel.sequence needs an example_batch, to see which activations have a "
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
-    if is_large(model):
+    # A scaled-down model makes its own example, so one that was given is used if it can be.
+    large = is_large(model) if example_batch is None else is_large(model, MAX_NUMEL)
+    if large:
         found = _of_smaller(model, policy, size, sequence=sequence)
         if found is not None:
             return found

@@ -9,17 +9,31 @@ it: a gradient that a loop keeps, or that another backward pass is added to, sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor import all_gather, all_reduce, all_to_all, ordered_sum
+from vescale_dtensor import (
+    CollectiveWork,
+    ordered_sum,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from vescale_parallel._parameters.flat_layout import FlatLayout
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import foreach_copy_, foreach_zero_, num_views
+
+from .reductions import ReductionOrder
+
+T = TypeVar("T")
+Started = Generator[CollectiveWork | None, None, T]
 
 
 @dataclass(eq=False)
@@ -58,6 +72,22 @@ class RowBuffer:
 
 
 @dataclass(eq=False)
+class ReceivedBuffer:
+    """Memory that gradients of others arrive in, of any shape."""
+
+    is_busy: bool = False
+    _views: dict[torch.Size, Tensor] = field(default_factory=dict[torch.Size, Tensor])
+
+    def view(self, like: Tensor) -> Tensor:
+        """Return memory of a tensor's shape, dtype and device."""
+        if like.shape not in self._views:
+            shapes = (*self._views, like.shape)
+            flat = like.new_empty(max(shape.numel() for shape in shapes))
+            self._views = {shape: flat[: shape.numel()].view(shape) for shape in shapes}
+        return self._views[like.shape]
+
+
+@dataclass(eq=False)
 class GradientBuffers:
     """The buffers of a model's gradients.
 
@@ -71,8 +101,8 @@ class GradientBuffers:
     _sums: dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]] = field(
         default_factory=dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]]
     )
-    _received: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = field(
-        default_factory=dict[tuple[torch.Size, torch.dtype, torch.device], Tensor]
+    _received: dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]] = field(
+        default_factory=dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]]
     )
 
     def rows(self, layout: FlatLayout, like: Tensor, dtype: torch.dtype) -> RowBuffer:
@@ -98,28 +128,31 @@ class GradientBuffers:
         found.is_recent = True
         return found.rows.detach()
 
-    def received(self, like: Tensor) -> Tensor:
-        """Return memory of a tensor's shape and dtype, for use until the next call."""
-        key = like.shape, like.dtype, like.device
-        if key not in self._received:
-            views = {at: each for at, each in self._received.items() if at[1:] == key[1:]}
-            numel = max([like.numel(), *(each.numel() for each in views.values())])
-            flat = like.new_empty(numel)
-            for shape, *_ in (*views, key):
-                self._received[shape, *key[1:]] = flat[: shape.numel()].view(shape)
-        return self._received[key]
+    @contextlib.contextmanager
+    def received(self, like: Tensor) -> Iterator[Tensor]:
+        """Yield memory of a tensor's shape and dtype, for use within the block."""
+        held = self._received.setdefault((like.dtype, like.device), [])
+        found = next((each for each in held if not each.is_busy), None)
+        if found is None:
+            found = ReceivedBuffer()
+            held.append(found)
+        found.is_busy = True
+        try:
+            yield found.view(like)
+        finally:
+            found.is_busy = False
 
     def trim(self) -> None:
         """Let go of what was not needed since the last call, and of all that is not on a CPU."""
         for held in (*self._rows.values(), *self._sums.values()):
-            held[:] = [each for each in held if each.is_recent and _is_kept(each.rows)]
+            held[:] = [each for each in held if each.is_recent and _is_kept(each.rows.device)]
             for each in held:
                 each.is_recent = False
-        self._received = {key: each for key, each in self._received.items() if _is_kept(each)}
+        self._received = {at: held for at, held in self._received.items() if _is_kept(at[1])}
 
 
-def _is_kept(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+def _is_kept(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 class GradientRows:
@@ -132,6 +165,7 @@ class GradientRows:
         rank: Which row is this rank's.
         dtype: In which they are summed.
         buffers: Of the model.
+        order: In which they are summed.
     """
 
     def __init__(
@@ -142,9 +176,11 @@ class GradientRows:
         rank: int,
         dtype: torch.dtype,
         buffers: GradientBuffers,
+        order: ReductionOrder,
     ) -> None:
         self.params, self.dtype = params, dtype
-        self._layout, self._rank, self._buffers = layout, rank, buffers
+        self._layout, self._rank = layout, rank
+        self._buffers, self._order = buffers, order
         self._places = dict(zip(params, places, strict=True))
         self._buffer: RowBuffer | None = None
         self._targets: dict[ShardedParameter, Tensor] = {}
@@ -183,35 +219,31 @@ class GradientRows:
             self._buffer.is_busy = False
         self._buffer = None
 
-    def mean(self, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None) -> Tensor:
-        """Sum over ranks in rank order; return the mean, of this rank's row, and forget.
+    def mean(
+        self, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
+    ) -> Started[Tensor]:
+        """Sum over ranks; return the mean, of this rank's row, and forget.
 
         Args:
             shards: The ranks with shards of the parameters.
             copies: The ranks with copies of those.
+
+        Yields:
+            What a :data:`.Reduction` does. Gradients may be written anew from the first on.
         """
-        assert self._buffer is not None
-        rows, dtype = self._buffer.rows, self.params[0].local.dtype
-        num_ranks = _size(shards) * _size(copies)
-        if self._layout.ranks > 1:
-            assert shards is not None
-            received = self._buffers.received(rows)
-            all_to_all(rows, shards, out=received)
-            own = ordered_sum(received, out=received[0])
-            if copies is not None:
-                own = all_reduce(own, copies)
-            kept = self._buffers.sum(own.numel(), own, dtype)
-            torch.div(own if own.dtype == dtype else own.to(dtype), num_ranks, out=kept)
-        else:
-            kept = rows[0]
-            divides = self.dtype == dtype  # a shard of the sum, before all have it
-            for group in (shards, copies):
-                if group is not None:
-                    is_last = group is (shards if copies is None else copies)
-                    self._all_reduce(kept, group, num_ranks if is_last and divides else 1)
-            if not divides:
-                kept = kept.to(dtype) / num_ranks
-        self.forget()
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self._targets.clear()
+        self._written.clear()
+        try:
+            if self._layout.ranks > 1:
+                assert shards is not None
+                kept = yield from self._mean_of_shards(buffer.rows, shards, copies)
+            else:
+                kept = yield from self._mean_of_copies(buffer.rows[0], shards, copies)
+            yield None
+        finally:
+            buffer.is_busy = False
         return kept
 
     def unpack(self, row: Tensor) -> dict[ShardedParameter, Tensor]:
@@ -223,15 +255,51 @@ class GradientRows:
             for param, place in self._places.items()
         }
 
-    def _all_reduce(self, row: Tensor, group: dist.ProcessGroup, divisor: int) -> None:
-        """Sum a row over ranks in rank order, in its own memory, and divide it."""
+    def _mean_of_shards(
+        self, rows: Tensor, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None
+    ) -> Started[Tensor]:
+        num_ranks, dtype = shards.size() * _size(copies), self.params[0].local.dtype
+        with self._buffers.received(rows) as received:
+            own = received[0]
+            if self._order == "library":
+                yield start_reduce_scatter(rows, shards, out=own)
+            else:
+                yield start_all_to_all(rows, shards, out=received)
+                ordered_sum(received, out=own)
+            if copies is not None:
+                yield from self._all_reduce(own, copies)
+            kept = self._buffers.sum(own.numel(), own, dtype)
+            torch.div(own if own.dtype == dtype else own.to(dtype), num_ranks, out=kept)
+        return kept
+
+    def _mean_of_copies(
+        self, row: Tensor, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
+    ) -> Started[Tensor]:
+        num_ranks, dtype = _size(shards) * _size(copies), self.params[0].local.dtype
+        divides = self.dtype == dtype  # a shard of the sum, before all have it
+        for group in (shards, copies):
+            if group is not None:
+                is_last = group is (shards if copies is None else copies)
+                yield from self._all_reduce(row, group, num_ranks if is_last and divides else 1)
+        return row if divides else row.to(dtype) / num_ranks
+
+    def _all_reduce(
+        self, row: Tensor, group: dist.ProcessGroup, divisor: int = 1
+    ) -> Started[None]:
+        """Sum a row over ranks, in its own memory, and divide it."""
+        if self._order == "library":
+            yield start_all_reduce(row, group)
+            if divisor > 1:
+                row.div_(divisor)
+            return
         chunks = row.view(group.size(), -1)
-        received = self._buffers.received(chunks)
-        all_to_all(chunks, group, out=received)
-        own = ordered_sum(received, out=received[0])
+        own = chunks[dist.get_rank(group)]  # of which every rank has a copy by then
+        with self._buffers.received(chunks) as received:
+            yield start_all_to_all(chunks, group, out=received)
+            ordered_sum(received, out=own)
         if divisor > 1:
             own.div_(divisor)
-        all_gather(own, group, out=chunks)
+        yield start_all_gather(own, group, out=chunks)
 
     def _target(self, param: ShardedParameter) -> Tensor:
         if self._buffer is None:

@@ -1,13 +1,14 @@
 """Find ranks that exchange parameters or gradients of different groups with each other.
 
 [Note: mixed-up ranks] Collectives pair by order alone, so ranks that run other blocks get each
-other's parameters; gloo ends the process where sizes differ, NCCL waits. Once a step, before
-anybody sees a gradient, ranks compare a digest of their order. An order that was compared is
-known, and costs nothing from then on.
+other's parameters; gloo ends the process where sizes differ, NCCL waits. What has to agree is the
+order in which exchanges are started: when a rank waits for one is its own business. Once a step,
+before anybody sees a gradient, ranks compare a digest of their order. An order that was compared
+is known, and costs nothing from then on.
 
 A rank that comes to an exchange which no known order has next may be the only one. So it asks
 before it begins, and goes on once all ranks ask for the same. Ranks that began something else wait
-for it in their collective, look for questions meanwhile, and refuse. They leave that collective
+for it in a collective, look for questions meanwhile, and refuse. They leave that collective
 then, so that the process group is of no more use. On a GPU the host does not wait in a collective,
 and so does not answer: whoever asks gives up after the timeout of the process group.
 """

@@ -12,17 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather, all_reduce
+from vescale_dtensor import all_reduce
 from vescale_parallel._mesh.mesh import axis_group, axis_rank, axis_size
 from vescale_parallel._parameters.flat_layout import FlatShape, flat_layout
 from vescale_parallel._parameters.flat_shards import FlatShards, allocate, groups_of, release
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
+from .gathering import Gathering
 from .gradient_rows import GradientBuffers, GradientRows
 from .mix_up import Exchanges, gather_of, reduction_of
+from .reductions import Reduction, ReductionOrder, Reductions
+from .side_stream import SideStream, streams_of
 from .stray_gradients import refuse_graphs
 
 
@@ -38,6 +42,7 @@ class ParamGroup:
         number: Tells groups apart.
         buffers: Those of the model's gradients.
         exchanges: What the groups of the model exchange, in order.
+        reductions: Of the model's gradients, those under way.
     """
 
     params: Sequence[ShardedParameter]
@@ -47,6 +52,7 @@ class ParamGroup:
     number: int
     buffers: GradientBuffers
     exchanges: Exchanges
+    reductions: Reductions
     _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
@@ -66,8 +72,15 @@ class ParamGroup:
     def __post_init__(self) -> None:
         apart = [param for param in self.params if not param.shares_storage]
         self._copied = [param for param in apart if param.place is None]
-        placed = [param.place.shards for param in apart if param.place is not None]
-        self._flat = [*dict.fromkeys(placed)]
+        placed = {param: param.place.shards for param in apart if param.place is not None}
+        self._flat = [*dict.fromkeys(placed.values())]
+        self._gathering = Gathering(
+            self._flat,
+            [each for param in placed for each in (param.sharded, param.local)],
+            axis_group(self.mesh, "dp_shard"),
+            self.reductions.stream,
+            self._begin_gather,
+        )
 
     @property
     def is_freed(self) -> bool:
@@ -99,26 +112,29 @@ class ParamGroup:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
+    def start_gather(self) -> None:
+        """Start what :meth:`gather` then waits for. Every dp_shard rank must call this."""
+        self._gathering.start()
+
     def gather(self) -> None:
         """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
         for param in self._copied:
             allocate(_unsharded_data(param))
             if param.local.numel():
                 _unsharded_data(param).copy_(param.local)
-        group = axis_group(self.mesh, "dp_shard")
-        if group is None:
-            return
-        if self._flat and self.exchanges.with_gathers:
+        self._gathering.finish()
+
+    def drop_gather(self) -> None:
+        """Wait for what :meth:`start_gather` started, and give its memory back."""
+        self._gathering.drop()
+
+    def _begin_gather(self, group: dist.ProcessGroup) -> None:
+        if self.exchanges.with_gathers:
             self.exchanges.begin(gather_of(self.number), group)
-        for shards in self._flat:
-            allocate(shards.whole)
-            # This rank's range as it is, but where parameters compute in another dtype.
-            all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
-        for shards in self._flat:
-            release(shards.whole)
+        self._gathering.free()
         for param in self._copied:
             release(_unsharded_data(param))
 
@@ -206,15 +222,27 @@ class ParamGroup:
         shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
         together = [*dict.fromkeys(self._rows_of(self._trained()).values())]
         if together and self.exchanges.with_reductions:
+            # Before reductions go on: ranks that wait in them answer those that come elsewhere.
             self.exchanges.begin(reduction_of(self.number), shards, copies)
+        self.reductions.advance()
         for rows in together:
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
-            mean, held = rows.mean(shards, copies), self._pending.get(rows)
-            self._pending[rows] = mean if held is None else held.add_(mean)
+            self.reductions.start(self._reduction(rows, shards, copies))
+
+    def _reduction(
+        self,
+        rows: GradientRows,
+        shards: dist.ProcessGroup | None,
+        copies: dist.ProcessGroup | None,
+    ) -> Reduction:
+        mean = yield from rows.mean(shards, copies)
+        held = self._pending.get(rows)
+        self._pending[rows] = mean if held is None else held.add_(mean)
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
+        self.reductions.finish()
         taken, self._alone = self._alone, {}
         for rows, flat in self._pending.items():
             for param, shard in rows.unpack(flat).items():
@@ -224,6 +252,7 @@ class ParamGroup:
 
     def set_aside(self) -> Callable[[], None]:
         """Forget what was reduced and used so far; return what puts it back."""
+        self.reductions.finish()
         pending, self._pending = self._pending, {}
         alone, self._alone = self._alone, {}
         used = self.take_used()
@@ -260,18 +289,22 @@ class ParamGroup:
         for param in params:
             if param.place is not None:
                 placed.setdefault(param.place.shards, []).append((param, param.place.index))
-        grouped: list[GradientRows] = []
+        grouped, order = list[GradientRows](), self.reductions.order
         for shards, members in placed.items():
             own, places = zip(*members, strict=True)
             dtype = self._reduced_in(own[0])
-            grouped.append(GradientRows(own, places, shards.layout, rank, dtype, self.buffers))
+            grouped.append(
+                GradientRows(own, places, shards.layout, rank, dtype, self.buffers, order)
+            )
         # Of copies every rank sums a part, whichever of two axes it shares them on.
         multiple = math.lcm(axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate"))
         for same in _by_dtype([param for param in params if param.place is None]):
             dtype = self._reduced_in(same[0])
             shapes = tuple(FlatShape(tuple(_unsharded_data(param).shape)) for param in same)
             layout = flat_layout(shapes, 1, dtype.itemsize, multiple)
-            grouped.append(GradientRows(same, range(len(same)), layout, 0, dtype, self.buffers))
+            grouped.append(
+                GradientRows(same, range(len(same)), layout, 0, dtype, self.buffers, order)
+            )
         return grouped
 
     def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
@@ -298,6 +331,7 @@ def group_parameters(
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    order: ReductionOrder = "ordered",
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
     """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
@@ -309,11 +343,12 @@ def group_parameters(
         members.setdefault(group_of(param.fqns), []).append(param)
 
     buffers, exchanges = GradientBuffers(), Exchanges()
+    reductions = Reductions(order, SideStream(streams_of(mesh.device_type)))
 
     def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
         of_group = members[index], mesh, param_dtype, reduce_dtype, number
-        return ParamGroup(*of_group, buffers, exchanges)
+        return ParamGroup(*of_group, buffers, exchanges, reductions)
 
     owned = [index for index in range(len(blocks)) if index in members]
     return param_group(None), [

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import all_gather, announced_failures, profiler_range
 from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import call_after_backward, pytree
+from vescale_parallel._torch_private import call_after_backward, is_in_backward, pytree
 
 from .mix_up import END_OF_BACKWARD, END_OF_FORWARD
 from .param_group import ParamGroup, reduce_together
+from .prefetch import Prefetch
 from .public_gradients import accumulate, settle
 from .stray_gradients import refuse_stray_gradients
 
@@ -46,6 +47,7 @@ class ZeroState:
         stage: 1, 2 or 3: whether gradients are reduced as soon as a block has them, and whether
             its parameters are freed.
         pipelined: All gradients of a step are summed first then, and reduced once.
+        prefetch: How many blocks are gathered ahead under stage 3.
 
     Attributes:
         while_backward: Makes what is entered while backward runs.
@@ -63,6 +65,7 @@ class ZeroState:
         *,
         stage: int,
         pipelined: bool,
+        prefetch: int = 0,
     ) -> None:
         self._mesh, self.params = mesh, params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
@@ -76,6 +79,8 @@ class ZeroState:
         self._open: list[ParamGroup] = []
         self._reduces_early = stage >= 2 and not pipelined
         self._frees = stage == 3
+        self._reductions = root.reductions
+        self._gathers = Prefetch(prefetch)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -118,6 +123,8 @@ class ZeroState:
             self._exchanges.forget()
             for param_group in self._order:
                 param_group.forget()
+        self._gathers.abandon()
+        self._reductions.abandon()
         refuse_stray_gradients(self.params)
 
     def begin_forward(self) -> None:
@@ -128,9 +135,11 @@ class ZeroState:
         if not self._frees:
             for param_group in self._param_groups:
                 param_group.gather()
+        self._gathers.begin(("forward", torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
         """Show distributed parameters again."""
+        self._gathers.end()
         self._show_sharded()
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
@@ -153,7 +162,7 @@ class ZeroState:
         for param_group in self._open:
             param_group.show_sharded()
             if self._frees:
-                param_group.free()
+                self._gathers.let_go(param_group)
         self._open.clear()
 
     def take_reduced(self) -> Callable[[], None]:
@@ -172,6 +181,10 @@ class ZeroState:
         left = [*self._open, self._root] if self._reduces_early else self._order
         with profiler_range("reduce gradients"):
             reduce_together(left[self._num_reduced :])
+            if self._guarded:
+                # Before reductions go on: ranks that wait in them answer those that reduce more.
+                self._exchanges.begin(END_OF_BACKWARD, *self._data_groups)
+            self._reductions.finish()
         self._open.clear()
         self._num_reduced = 0
         self._num_backwards += 1
@@ -226,6 +239,8 @@ class ZeroState:
             self._show_unsharded()
             if self._root.is_freed:
                 self._root.gather()
+            forward = self._gathers.order_of(("forward", True))
+            self._gathers.begin("backward", [*reversed(forward)])
             if self._writes:
                 for param_group in (self._root, *self._param_groups):
                     param_group.begin_writing()
@@ -235,6 +250,7 @@ class ZeroState:
         with announced_failures():
             self._in_backward = False
             self._entered.close()
+            self._gathers.end()
             self.finish_backward(None)
 
     def _used_anywhere(self) -> dict[ShardedParameter, int]:
@@ -256,19 +272,22 @@ class ZeroState:
 
     def _exchange_flags(self, flags: Tensor) -> Tensor:
         """Return the largest flags of all data-parallel ranks."""
-        groups = [axis_group(self._mesh, axis) for axis in ("dp_replicate", "dp_shard")]
         if not self._guarded:
-            for group in filter(None, groups):
+            for group in self._data_groups:
                 flags = all_gather(flags, group).amax(0)
             return flags
-        self._exchanges.begin(END_OF_BACKWARD, *groups)
-        for group in filter(None, groups):
+        for group in self._data_groups:
             order = self._exchanges.bytes_to_compare().to(flags.device)
             everyones = all_gather(torch.cat([flags, order]), group)
             self._compare_order(group, everyones[:, len(flags) :])
             flags = everyones[:, : len(flags)].amax(0)
         self._exchanges.end()
         return flags
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        groups = [axis_group(self._mesh, axis) for axis in ("dp_replicate", "dp_shard")]
+        return [group for group in groups if group is not None]
 
     def _compare_order(self, group: dist.ProcessGroup, everyones: Tensor) -> None:
         try:
@@ -281,15 +300,21 @@ class ZeroState:
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""
 
+        def runs_again() -> bool:
+            # For its own backward pass, as torch.utils.checkpoint has it: it is ready for that.
+            return param_group in self._open and is_in_backward()
+
         def before_forward(_: nn.Module, args: Any) -> None:
-            if self._frees:
-                param_group.gather()
+            if self._frees and not runs_again():
+                self._gathers.need(param_group)
             param_group.show_unsharded()
 
         def after_forward(_: nn.Module, args: Any, output: Any) -> None:
+            if runs_again():
+                return
             param_group.show_sharded()
             if self._frees:
-                param_group.free()
+                self._gathers.let_go(param_group)
             entered: set[int] = set()
 
             def before_backward(grad: Tensor) -> None:
@@ -312,10 +337,10 @@ class ZeroState:
                 done.reduce()
             done.show_sharded()
             if self._frees:
-                done.free()
+                self._gathers.let_go(done)
         self._open = [param_group]
         if self._frees:
-            param_group.gather()
+            self._gathers.need(param_group)
         param_group.show_unsharded()
 
     def _show_unsharded(self) -> None:

@@ -88,6 +88,7 @@ def place_in_buffers(
     tp_size: int,
     ranks: int,
     rank: int,
+    copies: int,
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
 ) -> dict[int, FlatPlace]:
@@ -99,6 +100,7 @@ def place_in_buffers(
         tp_size: Tensor-parallel ranks.
         ranks: Those that hold ranges.
         rank: This one.
+        copies: Of each range, on as many ranks, which share out the sum of its gradients.
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
     """
@@ -112,7 +114,7 @@ def place_in_buffers(
         _, like, _ = parameters[keys[0]]
         shapes = tuple(_flat_shape(parameters[key][1:], tp_size) for key in keys)
         dtype = compute_dtype(like)
-        layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize))
+        layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
         shards = FlatShards(layout, rank, like.dtype, dtype, device)
         places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
     return places

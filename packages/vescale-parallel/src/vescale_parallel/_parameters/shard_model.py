@@ -73,6 +73,7 @@ def shard_parameters(
             tp_size=axis_size(mesh, "tp"),
             ranks=axis_size(mesh, "dp_shard"),
             rank=axis_rank(mesh, "dp_shard"),
+            copies=axis_size(mesh, "dp_replicate"),
             compute_dtype=functools.partial(_compute_dtype, plan),
             device=this_device(),
         )

@@ -159,11 +159,17 @@ class DataParallel:
         replicate_size: Of these, copies of the sharded state (hybrid sharding); divides
             ``size``. With ``zero_stage`` 0 everything is replicated whatever it says.
         zero_stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        prefetch: Blocks whose parameters are gathered while the ones before them compute, with
+            ``zero_stage`` 3; 0 gathers each when it is reached.
+        reduction: Gradients are summed in rank order (``ordered``), to the bits of one device, or
+            in the order of the backend's own reductions (``library``).
     """
 
     size: int = 1
     replicate_size: int = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
+    prefetch: int = 1
+    reduction: Literal["ordered", "library"] = "ordered"
 
     @property
     def shard_size(self) -> int:
@@ -174,6 +180,11 @@ class DataParallel:
         check_choices("data_parallel.", self)
         _check_size("data_parallel.size", self.size)
         _check_size("data_parallel.replicate_size", self.replicate_size)
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise ValueError(
+                "expected data_parallel.prefetch to be a number of blocks, 0 for none, "
+                f"got {self.prefetch!r}"
+            )
         if self.size % self.replicate_size:
             raise ValueError(
                 f"expected data_parallel.replicate_size to divide data_parallel.size "

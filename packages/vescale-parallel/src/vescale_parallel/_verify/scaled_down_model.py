@@ -14,8 +14,6 @@ from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 
-from .equivalence import MAX_NUMEL
-
 # Sizes that a transformers configuration may name, and what they become. Numbers of heads and
 # experts stay: they decide what can be cut.
 _HEAD_DIM = 8
@@ -30,17 +28,19 @@ _FEATURES = (
 _ROWS = ("vocab_size",)
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 _FEW_LAYERS = 4
+# What is compared in float64 takes about 50 bytes an element, on every rank of a machine.
+_MAX_NUMEL = 2**22
 
 
-def is_large(model: nn.Module) -> bool:
-    """Return whether a block, or the model with few of its blocks, is too large to be run."""
+def is_large(model: nn.Module, most: int = _MAX_NUMEL) -> bool:
+    """Return whether a block, or the model with few of its blocks, has more elements than that."""
     total = numel_of(model)
     for stack in block_stacks(model):
         numels = [numel_of(model.get_submodule(fqn)) for fqn in stack]
-        if max(numels) > MAX_NUMEL:
+        if max(numels) > most:
             return True
         total -= sum(numels[2:-1])
-    return total > MAX_NUMEL
+    return total > most
 
 
 def scaled_down(model: nn.Module, size: int) -> nn.Module | None:

@@ -1,0 +1,93 @@
+"""A gather of a group's parameters that may be under way while others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_dtensor import CollectiveWork, start_all_gather
+from vescale_parallel._parameters.flat_shards import FlatShards, allocate, release
+from vescale_parallel._torch_private import version_of
+
+from .side_stream import SideStream
+
+
+class Gathering:
+    """Gathers some flat buffers: :meth:`start`, then :meth:`finish` or :meth:`drop`.
+
+    Args:
+        flat: Those of the parameters.
+        sources: What programs write to who change this rank's shards.
+        group: The ranks that have the others; None if this rank has all.
+        stream: Where a GPU casts them and sends them from.
+        begin: Is told of each gather before it begins, with the group.
+    """
+
+    def __init__(
+        self,
+        flat: Sequence[FlatShards],
+        sources: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        stream: SideStream,
+        begin: Callable[[dist.ProcessGroup], None],
+    ) -> None:
+        self._flat, self._sources = flat, sources
+        self._group, self._stream, self._begin = group, stream, begin
+        self._works: list[CollectiveWork] | None = None
+        self._versions: list[int] = []
+        self._is_written = False  # maybe, by a collective that was not waited for
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it was started and is neither finished nor dropped."""
+        return self._works is not None
+
+    def start(self) -> None:
+        """Send this rank's ranges as they are now. Every rank must call this."""
+        group = self._group if self._flat else None
+        if group is not None:
+            self._begin(group)
+        self._versions, self._works = self._versions_now(), []
+        if group is None:
+            return
+        for shards in self._flat:  # memory of the stream that computes; see [Note: streams]
+            allocate(shards.whole)
+        self._is_written = True
+        with self._stream.section():
+            for shards in self._flat:
+                self._works.append(self._send(shards, group))
+
+    def finish(self) -> None:
+        """Fill the buffers, with ranges that are sent now if they were not, or changed."""
+        if self._works is not None and self._versions != self._versions_now():
+            self._wait()
+        if self._works is None:
+            self.start()
+        self._wait()
+
+    def drop(self) -> None:
+        """Wait for what is not needed, and give its memory back."""
+        self._wait()
+        self.free()
+
+    def free(self) -> None:
+        """Give back the memory of the buffers, unless a collective may still write to it."""
+        if not self._is_written:
+            for shards in self._flat:
+                release(shards.whole)
+
+    def _send(self, shards: FlatShards, group: dist.ProcessGroup) -> CollectiveWork:
+        # This rank's range as it is, but where parameters compute in another dtype. What is sent
+        # is kept alive by the work.
+        return start_all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
+
+    def _wait(self) -> None:
+        works, self._works = self._works or (), None
+        for work in works:
+            work.wait()
+        self._is_written = False
+
+    def _versions_now(self) -> list[int]:
+        return [*map(version_of, self._sources)]

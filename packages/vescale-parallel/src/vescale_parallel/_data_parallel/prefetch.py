@@ -1,0 +1,115 @@
+"""Parameters of blocks are gathered while the block before them computes.
+
+[Note: order of gathers] In what order a pass needs groups of parameters is observed, and expected
+of the next pass of its kind. When a group is needed, those that are expected after it are started,
+as many as the plan says. A pass may deviate: a group that is not under way is gathered at once;
+one that is and was not needed is kept until it is, or the pass ends, and counts among those that
+may be under way. What is started follows from what a pass needed so far and from the pass before,
+which are the same on all ranks, so that ranks start collectives in one order.
+
+Where they are not the same, ranks that come to the same groups by and by still exchange the same
+ones, so nothing is mixed up; where they do not, the order in which gathers are started tells; see
+[Note: mixed-up ranks].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+
+class Gatherable(Protocol):
+    """A group of parameters."""
+
+    def start_gather(self) -> None: ...
+
+    def gather(self) -> None: ...
+
+    def drop_gather(self) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class Prefetch:
+    """Has groups of parameters gathered when they are needed, and the next ones under way.
+
+    Args:
+        depth: How many may be under way besides what is gathered.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._observed: dict[Hashable, list[Gatherable]] = {}
+        self._kind: Hashable = None
+        self._expected: Sequence[Gatherable] = ()
+        self._at = 0  # of what is expected next
+        self._needed: list[Gatherable] = []
+        self._gathered: set[Gatherable] = set()
+        self._under_way: list[Gatherable] = []
+
+    def order_of(self, kind: Hashable) -> Sequence[Gatherable]:
+        """Return what the last pass of a kind needed, in order."""
+        return self._observed.get(kind, ())
+
+    def begin(self, kind: Hashable, expected: Sequence[Gatherable] = ()) -> None:
+        """Begin a pass, and start what it will need first.
+
+        Args:
+            kind: Passes of one kind need the same groups.
+            expected: What the first pass of a kind is expected to need.
+        """
+        self.abandon()
+        self._kind, self._at, self._needed = kind, 0, []
+        self._expected = self._observed.get(kind, expected)
+        self._start_next()
+
+    def end(self) -> None:
+        """End a pass, and drop what it did not need."""
+        if self._kind is not None:
+            self._observed[self._kind] = self._needed
+        self._kind, self._expected, self._needed = None, (), []
+        # Where it raised, ranks may wait for each other in vain: the next pass drops it then.
+        if sys.exception() is None:
+            self.abandon()
+
+    def need(self, group: Gatherable) -> None:
+        """Have a group gathered. Every rank must call this."""
+        if group in self._under_way:
+            self._under_way.remove(group)
+        group.gather()
+        self._gathered.add(group)
+        if self._kind is None:
+            return  # a block that is called on its own
+        self._needed.append(group)
+        # Where the pass deviates, it may come back to what is expected.
+        with contextlib.suppress(ValueError):
+            self._at = self._expected.index(group, self._at) + 1
+        self._start_next()
+
+    def let_go(self, group: Gatherable) -> None:
+        """Free a group's memory."""
+        self._gathered.discard(group)
+        group.free()
+
+    def abandon(self) -> None:
+        """Drop all that is under way, and expect nothing."""
+        self._gathered.clear()
+        while self._under_way:
+            self._under_way.pop().drop_gather()
+
+    def _start_next(self) -> None:
+        for group in islice(self._upcoming(), self._depth):
+            if group not in self._under_way and len(self._under_way) < self._depth:
+                self._under_way.append(group)
+                group.start_gather()
+
+    def _upcoming(self) -> Iterable[Gatherable]:
+        """Yield what is expected and not gathered now, each once."""
+        seen = set(self._gathered)
+        for group in islice(self._expected, self._at, None):
+            if group not in seen:
+                seen.add(group)
+                yield group
