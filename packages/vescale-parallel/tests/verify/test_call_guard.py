@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import TensorParallel, propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify import call_guard
+from vescale_parallel._verify import call_guard, equivalence
 from vescale_parallel._verify.call_guard import CallGuard
 from vescale_parallel._verify.call_signature import CallForms, proof_record, proven_forms
 from vescale_parallel._verify.dry_runs import DryRuns
@@ -310,7 +310,7 @@ def test_a_model_of_millions_of_parameters_is_compared_scaled_down(
             return self.model(input_ids=ids, labels=ids).loss
 
     compared: list[int] = []
-    compare = call_guard.check_plan
+    compare = equivalence.check_plan
 
     def check_plan(runs: DryRuns, *rest: Any, **named: Any) -> Any:
         compared.append(sum(p.numel() for p in runs.model.parameters()))
