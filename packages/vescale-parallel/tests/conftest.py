@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from vescale_parallel._mesh.process_group import start_process_group
 
-InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
+InThreads = Callable[..., list[Any]]
 
 # What torch tests its own collectives with; seen in torch 2.11 to 2.15. Without it a process has
 # one default group, and so is one rank.
@@ -32,6 +32,9 @@ if torch.__version__ < "2.12":
 def in_threads() -> Iterator[InThreads]:
     """Run a function of the rank on every rank of a gloo world; return what they returned.
 
+    A rank that leaves a collective keeps whoever drops its group waiting: such a test gives a
+    shorter ``timeout``, in seconds.
+
     Modules are made outside of it: torch's generator is one for all threads. So are placeholders
     of a pipeline, whose stages have to take turns.
     """
@@ -44,7 +47,7 @@ def in_threads() -> Iterator[InThreads]:
         _isolate(False)
 
 
-def _run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
+def _run(world_size: int, function: Callable[[int], Any], timeout: float = 60.0) -> list[Any]:
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
     store = HashStore()
@@ -56,7 +59,7 @@ def _run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
                 store=store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=timeout),
             )
             results[rank] = function(rank)
         except BaseException as error:

@@ -24,7 +24,7 @@ from .zero_model import (
     wholes,
 )
 
-InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
+InThreads = Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -201,7 +201,7 @@ def test_ranks_that_run_other_blocks_are_told(in_threads: InThreads, stage: int)
         with pytest.raises(ValueError, match=told):
             model(rows_of(rank)).backward()
 
-    in_threads(WORLD, step)
+    in_threads(WORLD, step, timeout=5.0)
 
 
 @pytest.mark.parametrize("axis", ["data_parallel.replicate_size", None])
