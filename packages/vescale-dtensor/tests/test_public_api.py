@@ -24,6 +24,7 @@ def test_public_names_are_these() -> None:
         "Replicate",
         "Shard",
         "Unsupported",
+        "WatchedMemory",
         "all_gather",
         "all_reduce",
         "all_to_all",

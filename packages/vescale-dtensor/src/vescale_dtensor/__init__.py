@@ -77,6 +77,7 @@ from ._tensor.factories import (
     randn as randn,
     zeros as zeros,
 )
+from ._tensor.watched_memory import WatchedMemory as WatchedMemory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Unsupported",
+    "WatchedMemory",
     "all_gather",
     "all_reduce",
     "all_to_all",

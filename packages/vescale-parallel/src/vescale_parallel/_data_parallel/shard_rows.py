@@ -171,6 +171,9 @@ class GatheredRows:
         wholes: What is filled.
         ranks: How many ranks have shards.
         number: That of the group of parameters.
+
+    Attributes:
+        locals: Views of the shards.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class GatheredRows:
         like = wholes[0]
         layout = RowLayout(tuple(shapes), ranks, like.element_size())
         self.sent, self.rows = like.new_empty(layout.row), like.new_empty(ranks, layout.row)
-        self._wholes = list(wholes)
+        self._wholes, self.locals = list(wholes), list[Tensor]()
         freed = [whole for whole in wholes if whole.untyped_storage().size() == 0]
         for whole in freed:  # torch makes no views of tensors without memory
             allocate(whole)
@@ -198,6 +201,7 @@ class GatheredRows:
             zip(shapes, layout.starts, locals, wholes, strict=False)
         ):
             local = shape.moved(local)
+            self.locals.append(local)
             own = self.sent[start : start + local.numel()]
             self._into.append((own.view(local.shape), local))
             whole_pieces = layout.pieces_of_whole(index, whole)

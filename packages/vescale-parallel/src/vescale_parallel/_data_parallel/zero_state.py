@@ -10,7 +10,7 @@ were reduced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, pytree
 
+from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .public_gradients import accumulate, settle
 from .stray_gradients import refuse_stray_gradients
+from .unsynced import UnsyncedGradients, scale_gradients
 
 _LATE = 2  # of a parameter with a gradient that is not reduced yet
 
@@ -50,6 +52,7 @@ class ZeroState:
         after_backward: Called after every backward pass.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
             ranks itself.
+        syncs: Whether backward passes reduce gradients; see [Note: gradients that are not ...].
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class ZeroState:
         self._open: list[ParamGroup] = []
         self._reduces_early = stage >= 2 and not pipelined
         self._frees = stage == 3
+        every_group = (root, *self._param_groups)
+        self._kept = None if self._frees else GatheredOnce(mesh, every_group)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -87,6 +92,12 @@ class ZeroState:
         self._order = [*reversed(self._param_groups), root]
         self._num_reduced = 0
         self.rows_are_coupled = False
+        self.syncs = True
+        over_data = [axis_group(mesh, axis) for axis in ("dp_replicate", "dp_shard")]
+        self._has_copies = any(group is not None for group in over_data)
+        self._unsynced = UnsyncedGradients(self._order)
+        # Of one pass, or call: groups that were reduced, and whether some were held back.
+        self._reduced_early, self._held_back = list[ParamGroup](), False
         if self._writes:
             for param_group in self._order:
                 param_group.write_as_they_come(self._reduce_complete)
@@ -99,10 +110,11 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        return self._frees and any(param.shard_dim is not None for param in self.params)
+        return any(param.shard_dim is not None for param in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
+        self._reduced_early, self._held_back = [], False
         if self._in_backward:
             self._in_backward = False
             self._entered.close()
@@ -111,15 +123,18 @@ class ZeroState:
             self._num_reduced = 0
             for param_group in self._order:
                 param_group.forget()
+            self._unsynced.lose()
         refuse_stray_gradients(self.params)
 
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
         self._show_unsharded()
-        self._root.gather()
-        if not self._frees:
-            for param_group in self._param_groups:
-                param_group.gather()
+        if self._unsynced.num_passes and torch.is_grad_enabled():
+            self._unsynced.open()
+        if self._kept is None:
+            self._root.gather()
+        else:
+            self._kept.gather()
 
     def end_forward(self) -> None:
         """Show distributed parameters again."""
@@ -128,10 +143,16 @@ class ZeroState:
             self._root.free()
             self._check_mixed_up()
 
+    def tell_changed(self, publics: Iterable[object]) -> None:
+        """Say that public parameters were written, on all ranks alike."""
+        if self._kept is not None:
+            self._kept.tell_changed(publics)
+
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""
         if not self._in_backward:
             refuse_stray_gradients(self.params)
+            self._unsynced.refuse()
 
     def watch(self, output: Tensor) -> None:
         """Have backward through a tensor begin with this rank's parameters at their place."""
@@ -141,7 +162,7 @@ class ZeroState:
         """Be ready for the next forward and backward within one call."""
         self._num_backwards += 1
         if self._reduces_early and self._open:
-            reduce_together(self._open)
+            self._pass_on(self._open)
         for param_group in self._open:
             param_group.show_sharded()
             if self._frees:
@@ -152,25 +173,32 @@ class ZeroState:
         """Take away gradients that were reduced already; return what puts them back."""
         param_groups = (self._root, *self._param_groups)
         aside = [each.set_aside() for each in param_groups]
+        early, self._reduced_early = self._reduced_early, []
+        held_back, self._held_back = self._held_back, False
 
         def put_back() -> None:
             for put in aside:
                 put()
+            self._reduced_early, self._held_back = early, held_back
 
         return put_back
 
     def finish_backward(self, scale: Tensor | None) -> None:
         """Reduce the gradients that are left, and add all to the distributed parameters."""
-        left = [*self._open, self._root] if self._reduces_early else self._order
+        scale = self._settle_unsynced(scale)
+        if not self._reduces_now:
+            return self._keep_unsynced()
+        left = self._left()
         with profiler_range("reduce gradients"):
-            reduce_together(left[self._num_reduced :])
+            reduce_together(left)
         self._open.clear()
+        self._reduced_early, self._held_back = [], False
         self._num_reduced = 0
         self._num_backwards += 1
         self.after_backward()
         self._show_sharded()
         self._check_mixed_up()
-        used = self._used_anywhere()
+        used = self._used_anywhere(self._unsynced.end_sync())
         self._reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
         for param_group in self._order:
@@ -186,7 +214,7 @@ class ZeroState:
 
     def _reduce_complete(self) -> None:
         """Reduce groups of parameters that have all their gradients, unless earlier ones wait."""
-        if self.rows_are_coupled:
+        if self.rows_are_coupled or not self._reduces_now:
             return  # ranks without a gradient would come to other collectives first
         with announced_failures():
             while self._num_reduced < len(self._order):
@@ -219,6 +247,9 @@ class ZeroState:
             self._show_unsharded()
             if self._root.is_freed:
                 self._root.gather()
+            self._unsynced.look_for_dropped()
+            if self._reduces_now:
+                self._unsynced.begin_sync()
             if self._writes:
                 for param_group in (self._root, *self._param_groups):
                     param_group.begin_writing()
@@ -230,9 +261,12 @@ class ZeroState:
             self._entered.close()
             self.finish_backward(None)
 
-    def _used_anywhere(self) -> dict[ShardedParameter, int]:
-        """Whether each parameter got a gradient on any rank that could give it one, and how."""
-        used = {param for param_group in self._order for param in param_group.take_used()}
+    def _used_anywhere(self, used: set[ShardedParameter]) -> dict[ShardedParameter, int]:
+        """Whether each parameter got a gradient on any rank that could give it one, and how.
+
+        ``used`` are those that did on this rank in passes before.
+        """
+        used |= {param for param_group in self._order for param in param_group.take_used()}
         flags = torch.tensor(
             [_LATE if _has_gradient(param) else param in used for param in self.params],
             dtype=torch.uint8,
@@ -273,9 +307,9 @@ class ZeroState:
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        if self._reduces_early and self._open:
+            self._pass_on(self._open)
         for done in self._open:
-            if self._reduces_early:
-                done.reduce()
             done.show_sharded()
             if self._frees:
                 done.free()
@@ -283,6 +317,66 @@ class ZeroState:
         if self._frees:
             param_group.gather()
         param_group.show_unsharded()
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.syncs or not self._has_copies
+
+    def _pass_on(self, param_groups: Sequence[ParamGroup]) -> None:
+        """Reduce, or keep, the gradients that backward is through with."""
+        if not self._in_backward and not (self._reduces_now and not self._unsynced.num_passes):
+            # Of a micro-batch: with which scale they are added is known when all have run.
+            self._held_back = True
+            return
+        if self._reduces_now:
+            reduce_together(param_groups)
+            self._reduced_early += param_groups
+        else:
+            self._keep(param_groups)
+
+    def _left(self) -> list[ParamGroup]:
+        """Return the groups that no reduction of this pass was of."""
+        if not self._reduces_early:
+            return self._order[self._num_reduced :]
+        if not self._unsynced.num_passes and not self._held_back:
+            return [*self._open, self._root]
+        # Also blocks through which this pass did not go.
+        done = {id(each) for each in self._reduced_early} - {id(each) for each in self._open}
+        return [each for each in self._order if id(each) not in done]
+
+    def _settle_unsynced(self, scale: Tensor | None) -> Tensor | None:
+        """Return what gradients are still multiplied with, once those of passes before are in."""
+        if scale is None:
+            return None
+        self._unsynced.look_for_dropped()
+        if self._reduces_now and not self._unsynced.num_passes:
+            return scale
+        if self._reduced_early:
+            raise ValueError(
+                "a call ran outside of no_sync() and its backward() inside, with "
+                "batch.gradient_accumulation and data_parallel.zero_stage 2 or 3, which reduce in "
+                "the call; put both inside"
+            )
+        scale_gradients(self.params, scale)
+        if self._reduces_now:
+            self._unsynced.begin_sync()
+        return None
+
+    def _keep(self, param_groups: Sequence[ParamGroup]) -> None:
+        for param_group in param_groups:
+            self._unsynced.keep(param_group, param_group.take_used())
+
+    def _keep_unsynced(self) -> None:
+        """Add the gradients of a pass to those of passes before on this rank."""
+        self._keep(self._order)
+        self._open.clear()
+        self._num_backwards += 1
+        self._show_sharded()
+        if self._frees:
+            for param_group in self._order:
+                param_group.free()
+        self._check_mixed_up()
+        self._unsynced.hide()
 
     def _show_unsharded(self) -> None:
         for param in self.params:
