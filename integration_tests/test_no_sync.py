@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.last.weight = self.first.weight
         self.extra = nn.Linear(WIDTH, WIDTH)
         self.unused = nn.Linear(WIDTH, WIDTH)
-        self.blocks[1][0].bias.requires_grad_(False)
+        self.get_parameter("blocks.1.0.bias").requires_grad_(False)
 
     def forward(self, x: Tensor, with_extra: bool = False) -> Tensor:
         x = self.first(x)
@@ -193,8 +193,16 @@ def _zero(model: Any, optimizer: Any) -> None:
 READERS = [_clip, _clip_values, _read, _step, _by_hand, _unscale, _zero]
 
 
+def _parallel(stage: int) -> tuple[Any, Any]:
+    return vescale.parallelize(make_plan({DP: 2, ZERO: stage}), _net(), _sgd)
+
+
+def _grads(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def refusals(stage: int) -> list[str]:
-    model, optimizer = vescale.parallelize(make_plan({DP: 2, ZERO: stage}), _net(), _sgd)
+    model, optimizer = _parallel(stage)
     told: list[str] = []
     for is_inside in (True, False):
         with model.no_sync():
@@ -230,7 +238,7 @@ def _micro(model: Any, *, step: int = 0, each: int = 0, scale: float = 1.0) -> N
 
 def orders_of_passes(stage: int, order: str) -> dict[str, Tensor]:
     """Return gradients of passes: s is summed over ranks, n is not, 0 drops."""
-    model, optimizer = vescale.parallelize(make_plan({DP: 2, ZERO: stage}), _net(), _sgd)
+    model, optimizer = _parallel(stage)
     for each, kind in enumerate(order):
         if kind == "0":
             optimizer.zero_grad()
@@ -242,7 +250,7 @@ def orders_of_passes(stage: int, order: str) -> dict[str, Tensor]:
         else:
             model.set_requires_gradient_sync(kind == "s")
             _micro(model, each=each)
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return _grads(model)
 
 
 def _summed(order: str) -> dict[str, Tensor]:
@@ -278,7 +286,7 @@ class _Raising(torch.autograd.Function):
 
 
 def failure_in_between() -> tuple[str, dict[str, Tensor]]:
-    model, optimizer = vescale.parallelize(make_plan({DP: 2, ZERO: 1}), _net(), _sgd)
+    model, optimizer = _parallel(1)
     with model.no_sync():
         _micro(model)
         hook = model.blocks[1].register_forward_hook(lambda _m, _a, out: _Raising.apply(out))
@@ -289,8 +297,7 @@ def failure_in_between() -> tuple[str, dict[str, Tensor]]:
         _micro(model)
     optimizer.zero_grad()
     _micro(model)
-    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
-    return str(error.value), grads
+    return str(error.value), _grads(model)
 
 
 def test_a_backward_that_raises_says_that_passes_before_are_lost(world2: World) -> None:
@@ -302,12 +309,12 @@ def test_a_backward_that_raises_says_that_passes_before_are_lost(world2: World) 
 
 def gradients_with_a_penalty() -> dict[str, Tensor]:
     """A penalty of parameters outside of the call, whose gradients autograd adds itself."""
-    model, _ = vescale.parallelize(make_plan({DP: 2, ZERO: 1}), _net(), _sgd)
+    model, _ = _parallel(1)
     for each in range(PASSES):
         with _without_last(model, each):
             loss = model(_rows(0, each, dist.get_rank()))
             (loss + model.first.weight.pow(2).sum().full_tensor()).backward()
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return _grads(model)
 
 
 def test_what_autograd_adds_itself_is_kept(world2: World) -> None:
