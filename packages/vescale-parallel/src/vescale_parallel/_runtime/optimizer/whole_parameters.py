@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather
+from vescale_dtensor import DTensor, WatchedMemory, all_gather
 
 from .exchange import Exchange, Traveller
 from .owned_state import empty_state, shown_state, taken_state
@@ -166,6 +166,8 @@ class WholeParameters:
             own = nn.Parameter(local if is_local else _whole_like(public, local))
             if not is_local:
                 own.untyped_storage().resize_(0)
+            elif (memory := WatchedMemory.of(local)) is not None:
+                memory.own(own)  # what a step writes, it says
             self.version += 1
             self._plain_of[public], self._public_of[own] = own, public
         return own
