@@ -25,6 +25,7 @@ def test_public_names_are_these() -> None:
         "Replicate",
         "Shard",
         "Unsupported",
+        "WatchedMemory",
         "abandon",
         "all_gather",
         "all_reduce",

@@ -85,6 +85,7 @@ from ._tensor.factories import (
     randn as randn,
     zeros as zeros,
 )
+from ._tensor.watched_memory import WatchedMemory as WatchedMemory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -108,6 +109,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Unsupported",
+    "WatchedMemory",
     "abandon",
     "all_gather",
     "all_reduce",

@@ -125,6 +125,9 @@ def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
     def step(rank: int) -> tuple[Counter[str], int, int]:
         model = parallel(models[rank], stage)
         model(rows_of(rank)).backward()  # calls are proven in their first one
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)  # a step; what did not change is not gathered again
         counter = OwnCounter()
         with counter:
             loss = model(rows_of(rank))

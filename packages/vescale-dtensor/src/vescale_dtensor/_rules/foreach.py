@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, replicated, without_partial
-from vescale_dtensor._sharding.local_plan import LocalCall, Plan, distributed, plain_local
+from vescale_dtensor._sharding.local_plan import (
+    LocalCall,
+    Plan,
+    count_writes,
+    distributed,
+    plain_local,
+)
 from vescale_dtensor._sharding.op_call import OpCall, layout_of, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
@@ -43,7 +49,8 @@ def is_foreach(func: OpOverload) -> bool:
 def plan_foreach(call: OpCall) -> Plan:
     """Return the plan of a foreach operator."""
     lists = [arg for arg in call.args if _is_tensor_list(arg)]
-    written, writes = _written_lists(call), bool(written_names(call.func))
+    func, written = call.func, _written_lists(call)
+    writes = bool(written_names(func))
     targets: list[Layout | None] = []
     for position in zip(*lists, strict=True):
         target = _target(position, call, writes)
@@ -57,7 +64,9 @@ def plan_foreach(call: OpCall) -> Plan:
         targets.append(target)
 
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        if result is None or writes:
+        if writes:
+            return count_writes(func, args, kwargs)
+        if result is None:
             return None
         return [
             part if target is None else wrap(part, target.typed(part.dtype))
@@ -67,7 +76,7 @@ def plan_foreach(call: OpCall) -> Plan:
     if _is_laid_out(call, lists, targets):
         return LocalCall(call.func, finish, None)
 
-    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(_: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         again = OpCall(func, args, kwargs)
         local_args = [_localized(arg, targets, again) for arg in args]
         local_kwargs = {name: _localized(value, targets, again) for name, value in kwargs.items()}

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from vescale_dtensor._comm.collectives import all_reduce
 from vescale_dtensor._comm.emulation import part_of
-from vescale_dtensor._sharding.local_plan import Plan
+from vescale_dtensor._sharding.local_plan import Plan, count_writes
 from vescale_dtensor._sharding.op_call import OpCall, layout_of
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -35,7 +34,7 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     locals_: list[Tensor] = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
     found = locals_[0].new_zeros(found_inf.shape, dtype=found_inf.dtype)
     func([local for local in locals_ if local.numel()], found, inv_scale)
-    increment_version([grad for grad in grads if isinstance(grad, DTensor)])
+    count_writes(func, args, kwargs)
     for mesh in OpCall(func, args, kwargs).meshes:
         found = all_reduce(found, mesh, op="max")
     found_inf.masked_fill_(part_of(0, found) != 0, 1)

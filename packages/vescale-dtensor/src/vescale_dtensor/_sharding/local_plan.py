@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._comm.emulation import coordinate_of, is_emulated, per_rank
@@ -19,7 +20,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, redistributed, 
 from vescale_dtensor._tensor.strides import as_laid_out, lies_as
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
-from .op_call import Function, OpCall, RankView, given, layout_of, with_arguments
+from .op_call import Function, OpCall, RankView, given, layout_of, with_arguments, written_names
 from .signature import OpSpec, Signature
 
 # Takes the arguments of a call, DTensors included, and returns its result.
@@ -210,8 +211,10 @@ def finisher(
     ``outputs`` are the layouts of all tensors in the result, None if they are whole on every rank.
     """
     names = returned_names(func)
+    if not names and func._schema.is_mutable:
+        return lambda args, kwargs, result: count_writes(func, args, kwargs)
     if not names:
-        return lambda args, kwargs, result: None if func._schema.is_mutable else result
+        return lambda args, kwargs, result: result
     if len(names) == 1 and names[0] is not None:
         name = names[0]
         return lambda args, kwargs, result: given(func, name, args, kwargs)
@@ -236,6 +239,18 @@ def finisher(
         )
 
     return finish
+
+
+def count_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count, as ``tensor._version``, what an operator wrote into lists of tensors.
+
+    torch counts writes to one tensor itself, and leaves those to lists to the kernel, which sees
+    local tensors only.
+    """
+    for name in written_names(func):
+        value = given(func, name, args, kwargs)
+        if isinstance(value, list | tuple) and not torch.compiler.is_compiling():
+            increment_version([each for each in value if not torch.is_inference(each)])
 
 
 def whole(local: Tensor, mesh: DeviceMesh, *, offset: int = 0) -> DTensor:

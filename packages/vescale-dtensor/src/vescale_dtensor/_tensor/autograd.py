@@ -19,6 +19,7 @@ from vescale_dtensor._torch_private import DISTRIBUTED
 from .checks import check_local_shape
 from .dtensor import DTensor, as_dtensor, gather, layout_of, redistributed, wrap
 from .strides import as_laid_out
+from .watched_memory import handed_out
 
 
 class FromLocal(torch.autograd.Function):
@@ -41,7 +42,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = layout_of(tensor)
         ctx.layout = made.placed(wanted or without_partial(made.placements))
-        local = tensor._local_tensor
+        local = handed_out(tensor._local_tensor)
         return local.view_as(local)
 
     @staticmethod

@@ -21,6 +21,8 @@ from torch.distributed.tensor import Partial
 from vescale_dtensor._comm.emulation import coordinate_of
 from vescale_dtensor._layout.boxes import LocalBox, local_boxes
 
+from .watched_memory import handed_out
+
 
 def dcp_write_items(tensor: torch_dtensor.DTensor, fqn: str) -> list[WriteItem]:
     """Return one write item per box; torch drops those that other ranks have, too."""
@@ -45,7 +47,7 @@ def dcp_chunks(tensor: torch_dtensor.DTensor) -> list[ChunkStorageMetadata]:
 
 def dcp_shard(tensor: torch_dtensor.DTensor, index: Any) -> Tensor:
     """Return the part of the local tensor whose box begins at ``index.offset``."""
-    local = tensor._local_tensor.detach()
+    local = handed_out(tensor._local_tensor.detach())
     for held in _boxes(tensor):
         if index.offset is None or torch.Size(held.box.offset) == index.offset:
             return held.of(local)

@@ -38,6 +38,7 @@ from .checks import check_count, check_local_shape, check_replicas, is_first_rep
 from .events import tell_redistribution
 from .infer_global_shape import infer_layout
 from .strides import as_laid_out, in_memory_order
+from .watched_memory import handed_out
 
 
 class DTensor(DTensorBase):
@@ -159,7 +160,7 @@ class DTensor(DTensorBase):
         """
         settled = self._settled(alone=True)
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return settled._local_tensor
+            return handed_out(settled._local_tensor)
         return cast(
             Tensor, DTensor._ToLocal.apply(settled, _placements_or_none(self, grad_placements))
         )
@@ -173,7 +174,7 @@ class DTensor(DTensorBase):
         """
         settled = self._settled()
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return gather(settled)
+            return handed_out(gather(settled))  # whole here: it is the memory itself
         return cast(
             Tensor, DTensor._ToFull.apply(settled, _placements_or_none(self, grad_placements))
         )

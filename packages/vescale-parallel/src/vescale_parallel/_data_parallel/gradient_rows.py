@@ -211,6 +211,12 @@ class GradientRows:
         if missing:
             foreach_zero_(missing)
 
+    def drop(self, param: ShardedParameter) -> None:
+        """Drop what was written of one parameter."""
+        self._written.discard(param)
+        if not self._written:
+            self.forget()
+
     def forget(self) -> None:
         """Drop what was written."""
         self._targets.clear()

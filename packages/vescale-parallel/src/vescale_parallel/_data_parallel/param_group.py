@@ -190,6 +190,11 @@ class ParamGroup:
         if not unwritten:
             when_complete()
 
+    def rows_to_add_to(self) -> dict[ShardedParameter, GradientRows]:
+        """Return where gradients wait for :meth:`reduce`; nothing is taken from autograd now."""
+        self._written_to, self._unwritten = {}, None
+        return self._rows_of(self._trained())
+
     def take_grads(self) -> dict[ShardedParameter, Tensor]:
         """Take the gradients of the unsharded parameters.
 
@@ -320,7 +325,9 @@ class ParamGroup:
             return
         for same in _by_dtype(params):
             flat = torch.cat([grads[param].reshape(-1) for param in same])
-            _unflatten(all_reduce(flat, group), same, grads)
+            parts = all_reduce(flat, group).split([grads[param].numel() for param in same])
+            for param, part in zip(same, parts, strict=True):
+                grads[param] = part.view(grads[param].shape)
 
 
 def group_parameters(
@@ -388,13 +395,3 @@ def _unsharded_data(param: ShardedParameter) -> Tensor:
     assert param.unsharded is not None
     # Not detach(): writing must not count as a change of a tensor that backward saved.
     return param.unsharded.data
-
-
-def _unflatten(
-    flat: Tensor, params: Sequence[ShardedParameter], grads: dict[ShardedParameter, Tensor]
-) -> None:
-    start = 0
-    for param in params:
-        shape = grads[param].shape
-        grads[param] = flat[start : start + shape.numel()].view(shape)
-        start += shape.numel()

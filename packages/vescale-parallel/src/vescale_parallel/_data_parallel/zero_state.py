@@ -10,30 +10,24 @@ were reduced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import all_gather, announced_failures, profiler_range
-from vescale_parallel._mesh.mesh import axis_group
+from vescale_dtensor import announced_failures, profiler_range
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, is_in_backward, pytree
 
-from .mix_up import END_OF_BACKWARD, END_OF_FORWARD
+from .end_of_pass import LATE, EndOfPass
+from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
 from .public_gradients import accumulate, settle
 from .stray_gradients import refuse_stray_gradients
-
-_LATE = 2  # of a parameter with a gradient that is not reduced yet
-
-
-def _has_gradient(param: ShardedParameter) -> bool:
-    return param.unsharded is not None and param.unsharded.grad is not None
+from .unsynced import UnsyncedGradients, scale_gradients
 
 
 class ZeroState:
@@ -54,6 +48,7 @@ class ZeroState:
         after_backward: Called after every backward pass.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
             ranks itself.
+        syncs: Whether backward passes reduce gradients; see [Note: gradients that are not ...].
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class ZeroState:
         pipelined: bool,
         prefetch: int = 0,
     ) -> None:
-        self._mesh, self.params = mesh, params
+        self.params = params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
         self._exchanges = root.exchanges
         self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
@@ -81,6 +76,8 @@ class ZeroState:
         self._frees = stage == 3
         self._reductions = root.reductions
         self._gathers = Prefetch(prefetch)
+        every_group = (root, *self._param_groups)
+        self._kept = None if self._frees else GatheredOnce(mesh, every_group)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -97,7 +94,14 @@ class ZeroState:
         # On every rank, whichever of its gradients come first.
         self._order = [*reversed(self._param_groups), root]
         self._num_reduced = 0
+        compared = self._exchanges if self._guarded else None
+        self._end = EndOfPass(mesh, params, self._order, compared)
         self.rows_are_coupled = False
+        self.syncs = True
+        self._has_copies = self._end.has_copies
+        self._unsynced = UnsyncedGradients(self._order)
+        # Of one pass, or call: groups that were reduced, and whether some were held back.
+        self._reduced_early, self._held_back = list[ParamGroup](), False
         if self._writes:
             for param_group in self._order:
                 param_group.write_as_they_come(self._reduce_complete)
@@ -110,12 +114,13 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        return self._frees and any(param.place is not None for param in self.params)
+        return any(param.place is not None for param in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
-        if self._in_backward:
-            self._in_backward = False
+        self._reduced_early, self._held_back = [], False
+        failed, self._in_backward = self._in_backward, False
+        if failed:
             self._entered.close()
             self._open.clear()
             self._show_sharded()
@@ -125,16 +130,20 @@ class ZeroState:
                 param_group.forget()
         self._gathers.abandon()
         self._reductions.abandon()
+        if failed:
+            self._unsynced.lose()
         refuse_stray_gradients(self.params)
 
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
         self._show_unsharded()
         self._exchanges.begin_forward()
-        self._root.gather()
-        if not self._frees:
-            for param_group in self._param_groups:
-                param_group.gather()
+        if self._unsynced.num_passes and torch.is_grad_enabled():
+            self._unsynced.open()
+        if self._kept is None:
+            self._root.gather()
+        else:
+            self._kept.gather()
         self._gathers.begin(("forward", torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
@@ -143,12 +152,18 @@ class ZeroState:
         self._show_sharded()
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
-            self._check_mixed_up()
+            self._end.compare_gathers()
+
+    def tell_changed(self, publics: Iterable[object]) -> None:
+        """Say that public parameters were written, on all ranks alike."""
+        if self._kept is not None:
+            self._kept.tell_changed(publics)
 
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""
         if not self._in_backward:
             refuse_stray_gradients(self.params)
+            self._unsynced.refuse()
 
     def watch(self, output: Tensor) -> None:
         """Have backward through a tensor begin with this rank's parameters at their place."""
@@ -158,7 +173,7 @@ class ZeroState:
         """Be ready for the next forward and backward within one call."""
         self._num_backwards += 1
         if self._reduces_early and self._open:
-            reduce_together(self._open)
+            self._pass_on(self._open)
         for param_group in self._open:
             param_group.show_sharded()
             if self._frees:
@@ -169,28 +184,33 @@ class ZeroState:
         """Take away gradients that were reduced already; return what puts them back."""
         param_groups = (self._root, *self._param_groups)
         aside = [each.set_aside() for each in param_groups]
+        early, self._reduced_early = self._reduced_early, []
+        held_back, self._held_back = self._held_back, False
 
         def put_back() -> None:
             for put in aside:
                 put()
+            self._reduced_early, self._held_back = early, held_back
 
         return put_back
 
     def finish_backward(self, scale: Tensor | None) -> None:
         """Reduce the gradients that are left, and add all to the distributed parameters."""
-        left = [*self._open, self._root] if self._reduces_early else self._order
+        scale = self._settle_unsynced(scale)
+        if not self._reduces_now:
+            return self._keep_unsynced()
+        left = self._left()
         with profiler_range("reduce gradients"):
-            reduce_together(left[self._num_reduced :])
-            if self._guarded:
-                # Before reductions go on: ranks that wait in them answer those that reduce more.
-                self._exchanges.begin(END_OF_BACKWARD, *self._data_groups)
+            reduce_together(left)
+            self._end.begin()
             self._reductions.finish()
         self._open.clear()
+        self._reduced_early, self._held_back = [], False
         self._num_reduced = 0
         self._num_backwards += 1
         self.after_backward()
         self._show_sharded()
-        used = self._used_anywhere()
+        used = self._end.used_anywhere(self._unsynced.end_sync())
         self._reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
         for param_group in self._order:
@@ -206,7 +226,7 @@ class ZeroState:
 
     def _reduce_complete(self) -> None:
         """Reduce groups of parameters that have all their gradients, unless earlier ones wait."""
-        if self.rows_are_coupled:
+        if self.rows_are_coupled or not self._reduces_now:
             return  # ranks without a gradient would come to other collectives first
         with announced_failures():
             while self._num_reduced < len(self._order):
@@ -224,7 +244,7 @@ class ZeroState:
         late = [
             param_group
             for param_group in self._order
-            if any(used[param] == _LATE for param in param_group.params)
+            if any(used[param] == LATE for param in param_group.params)
         ]
         if late:
             reduce_together(late)
@@ -239,6 +259,9 @@ class ZeroState:
             self._show_unsharded()
             if self._root.is_freed:
                 self._root.gather()
+            self._unsynced.look_for_dropped()
+            if self._reduces_now:
+                self._unsynced.begin_sync()
             forward = self._gathers.order_of(("forward", True))
             self._gathers.begin("backward", [*reversed(forward)])
             if self._writes:
@@ -252,50 +275,6 @@ class ZeroState:
             self._entered.close()
             self._gathers.end()
             self.finish_backward(None)
-
-    def _used_anywhere(self) -> dict[ShardedParameter, int]:
-        """Whether each parameter got a gradient on any rank that could give it one, and how.
-
-        Raises if ranks ran different blocks while they exchanged parameters.
-        """
-        used = {param for param_group in self._order for param in param_group.take_used()}
-        flags = torch.tensor(
-            [_LATE if _has_gradient(param) else param in used for param in self.params],
-            dtype=torch.uint8,
-        )
-        flags = flags.to(self._mesh.device_type)
-        flags = self._exchange_flags(flags)
-        pipeline = axis_group(self._mesh, "pp")
-        if pipeline is not None:
-            flags = all_gather(flags, pipeline).amax(0)
-        return dict(zip(self.params, flags.tolist(), strict=True))
-
-    def _exchange_flags(self, flags: Tensor) -> Tensor:
-        """Return the largest flags of all data-parallel ranks."""
-        if not self._guarded:
-            for group in self._data_groups:
-                flags = all_gather(flags, group).amax(0)
-            return flags
-        for group in self._data_groups:
-            order = self._exchanges.bytes_to_compare().to(flags.device)
-            everyones = all_gather(torch.cat([flags, order]), group)
-            self._compare_order(group, everyones[:, len(flags) :])
-            flags = everyones[:, : len(flags)].amax(0)
-        self._exchanges.end()
-        return flags
-
-    @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        groups = [axis_group(self._mesh, axis) for axis in ("dp_replicate", "dp_shard")]
-        return [group for group in groups if group is not None]
-
-    def _compare_order(self, group: dist.ProcessGroup, everyones: Tensor) -> None:
-        try:
-            self._exchanges.compare(group, everyones)
-        except ValueError:
-            for param_group in self._order:
-                param_group.forget()
-            raise
 
     def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
         """Gather and reduce a block's parameters as forward and backward reach it."""
@@ -332,9 +311,9 @@ class ZeroState:
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        if self._reduces_early and self._open:
+            self._pass_on(self._open)
         for done in self._open:
-            if self._reduces_early:
-                done.reduce()
             done.show_sharded()
             if self._frees:
                 self._gathers.let_go(done)
@@ -342,6 +321,67 @@ class ZeroState:
         if self._frees:
             self._gathers.need(param_group)
         param_group.show_unsharded()
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self.syncs or not self._has_copies
+
+    def _pass_on(self, param_groups: Sequence[ParamGroup]) -> None:
+        """Reduce, or keep, the gradients that backward is through with."""
+        if not self._in_backward and not (self._reduces_now and not self._unsynced.num_passes):
+            # Of a micro-batch: with which scale they are added is known when all have run.
+            self._held_back = True
+            return
+        if self._reduces_now:
+            reduce_together(param_groups)
+            self._reduced_early += param_groups
+        else:
+            self._keep(param_groups)
+
+    def _left(self) -> list[ParamGroup]:
+        """Return the groups that no reduction of this pass was of."""
+        if not self._reduces_early:
+            return self._order[self._num_reduced :]
+        if not self._unsynced.num_passes and not self._held_back:
+            return [*self._open, self._root]
+        # Also blocks through which this pass did not go.
+        done = {id(each) for each in self._reduced_early} - {id(each) for each in self._open}
+        return [each for each in self._order if id(each) not in done]
+
+    def _settle_unsynced(self, scale: Tensor | None) -> Tensor | None:
+        """Return what gradients are still multiplied with, once those of passes before are in."""
+        if scale is None:
+            return None
+        self._unsynced.look_for_dropped()
+        if self._reduces_now and not self._unsynced.num_passes:
+            return scale
+        if self._reduced_early:
+            raise ValueError(
+                "a call ran outside of no_sync() and its backward() inside, with "
+                "batch.gradient_accumulation and data_parallel.zero_stage 2 or 3, which reduce in "
+                "the call; put both inside"
+            )
+        scale_gradients(self.params, scale)
+        if self._reduces_now:
+            self._unsynced.begin_sync()
+        return None
+
+    def _keep(self, param_groups: Sequence[ParamGroup]) -> None:
+        for param_group in param_groups:
+            self._unsynced.keep(param_group, param_group.take_used())
+
+    def _keep_unsynced(self) -> None:
+        """Add the gradients of a pass to those of passes before on this rank."""
+        self._reductions.finish()
+        self._keep(self._order)
+        self._open.clear()
+        self._num_backwards += 1
+        self._show_sharded()
+        if self._frees:
+            for param_group in self._order:
+                param_group.free()
+            self._end.compare_gathers()
+        self._unsynced.hide()
 
     def _show_unsharded(self) -> None:
         for param in self.params:
@@ -353,12 +393,3 @@ class ZeroState:
     def _show_sharded(self) -> None:
         for param in self.params:
             param.show_sharded()
-
-    def _check_mixed_up(self) -> None:
-        """Raise if ranks ran different blocks while they exchanged parameters."""
-        group = axis_group(self._mesh, "dp_shard")
-        if group is not None:
-            self._exchanges.begin(END_OF_FORWARD, group)
-            order = self._exchanges.bytes_to_compare().to(self._mesh.device_type)
-            self._compare_order(group, all_gather(order, group))
-            self._exchanges.end()

@@ -21,9 +21,10 @@ What ``parallelize`` adds to a model, in the order in which one call meets it, o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,26 @@ class ParallelModule(nn.Module):
                 call = cast("Any", torch.compiler).disable(call)
         return call(super().__call__, self, args, kwargs)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank, without summing them over data-parallel ranks.
+
+        Around the passes of a step but its last one, which sums them all. ``.grad`` raises when it
+        is read before that, and so does ``optimizer.step``. Under ZeRO 2 and 3 a rank holds whole
+        gradients meanwhile; without ``no_sync`` passes add up as well, sharded, for one reduction
+        each. What counts is where ``backward()`` runs.
+        """
+        parameters = self._vescale_engine.parameters
+        before, parameters.syncs = parameters.syncs, False
+        try:
+            yield
+        finally:
+            parameters.syncs = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Do what :meth:`no_sync` does from now on (False), or end it (True)."""
+        self._vescale_engine.parameters.syncs = requires_gradient_sync
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the model, its shards on each rank. Every rank must call this."""
         return self._vescale_copies.copy(self)
@@ -70,6 +91,10 @@ def give_engine(model: nn.Module, engine: Engine) -> None:
 def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     """Return what the class of a parallelized model has besides its bases."""
     namespace: dict[str, Any] = {"__module__": cls.__module__}
+    # Those of the model itself, if it has some.
+    for name in ("no_sync", "set_requires_gradient_sync"):
+        if hasattr(cls, name):
+            namespace[name] = getattr(cls, name)
     generate: Callable[..., Any] | None = getattr(cls, "generate", None)
     if generate is not None:
 

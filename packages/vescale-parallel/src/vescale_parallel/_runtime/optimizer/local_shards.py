@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, distribute_tensor
+from vescale_dtensor import DTensor, WatchedMemory, distribute_tensor
 
 from .plain import Saved, StateOf, are_same, local_gradient, take_assigned
 
@@ -104,6 +104,8 @@ class LocalShards:
                 own = self._plain_of.get(public)
                 if own is None or own.data_ptr() != local.data_ptr() or own.shape != local.shape:
                     own = nn.Parameter(local, requires_grad=public.requires_grad)
+                    if (memory := WatchedMemory.of(local)) is not None:
+                        memory.own(own)  # what a step writes, it says
                 held[public] = own
         self.version += 1
         self._groups = [list(group) for group in groups]

@@ -49,6 +49,7 @@ class ParallelOptimizer(Optimizer):
         if engine is not None:
             engine.parameters.refuse_stray_gradients()
         public_groups = [group["params"] for group in self.param_groups]
+        written = [p for group in public_groups for p in group if p.grad is not None]
         public_state: Any = self.state
         plain_groups = self._vescale_plain.begin(public_groups)
         self.state = self._vescale_state.begin(public_state)
@@ -71,6 +72,8 @@ class ParallelOptimizer(Optimizer):
             finally:
                 self._vescale_state.end(public_state, cast("Any", self.state))
                 self.state = public_state
+                if engine is not None:
+                    engine.parameters.tell_changed(written)
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

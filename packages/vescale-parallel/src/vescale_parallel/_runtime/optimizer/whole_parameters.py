@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, all_gather
+from vescale_dtensor import DTensor, WatchedMemory, all_gather
 
 from .exchange import Exchange, Traveller
 from .matrices import Matrices
@@ -198,6 +198,9 @@ class WholeParameters:
                 self._place_of.update({part: (public, i) for i, part in enumerate(parts)})
             if not is_local:
                 own.untyped_storage().resize_(0)  # filled while a step runs
+            elif (memory := WatchedMemory.of(local)) is not None:
+                for each in (own, *self._parts.get(public, ())):
+                    memory.own(each)  # what a step writes, it says
         return own
 
     def _pairs(self, public: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
