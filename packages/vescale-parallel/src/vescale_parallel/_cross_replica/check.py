@@ -362,9 +362,8 @@ def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str
     for name, parameter in wanted.items():
         parameter.grad = sums.get(name)
     with InDouble(), WithoutChance():
-        torch.autograd.backward(
-            [x for x, _ in pairs], [c for _, c in pairs], inputs=[*wanted.values()]
-        )
+        # Of all leaves: checkpoint(use_reentrant=True) refuses a backward of some.
+        torch.autograd.backward([x for x, _ in pairs], [c for _, c in pairs])
     for name, parameter in wanted.items():
         if parameter.grad is not None:
             sums[name], parameter.grad = parameter.grad, None

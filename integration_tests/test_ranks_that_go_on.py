@@ -1,0 +1,106 @@
+"""Ranks that come to a forward more often than others, and blocks that run again in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import vescale
+from vescale_dtensor import DTensor
+from vescale_testing import World
+
+from .models import build
+from .plans import DP, TWO, make_plan
+
+STAGES = ["dp", "zero1", "zero2", "zero3"]
+PROMPTS = torch.tensor([[1, 2, 3], [1, 2, 3], [6, 5, 4], [6, 5, 4]])  # two rows a rank
+TOKENS = 9
+
+
+def generated(plan: str, *, is_parallel: bool) -> list[list[int]]:
+    """Return the tokens of every row, up to its end."""
+    torch.manual_seed(0)
+    model: Any = build("llama").model.double()
+    whole = model.generate(PROMPTS, max_new_tokens=TOKENS, do_sample=False)[:, 3:]
+    end = int(next(token for token in whole[0] if token not in whole[2:]))
+    rows = slice(None)
+    if is_parallel:
+        model = vescale.parallelize(make_plan(TWO[plan]), model)
+        rank, count = dist.get_rank(), 4 // TWO[plan][DP]
+        rows = slice(rank * count, (rank + 1) * count)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": end}
+    mask = torch.ones_like(PROMPTS[rows])
+    found = model.generate(PROMPTS[rows], attention_mask=mask, pad_token_id=0, **options)
+    return [_until(row[3:].tolist(), end) for row in found]
+
+
+def _until(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", STAGES)
+def test_ranks_whose_rows_end_earlier_do_not_keep_the_others_waiting(
+    world2: World, plan: str
+) -> None:
+    expected = generated(plan, is_parallel=False)
+    lengths = {max(map(len, expected[:2])), max(map(len, expected[2:]))}
+    assert len(lengths) == 2
+    found = world2.run(_generated, plan, timeout=60.0)
+    assert [row for rows in found for row in rows] == expected
+
+
+def _generated(plan: str) -> list[list[int]]:
+    return generated(plan, is_parallel=True)
+
+
+class Checkpointed(nn.Module):
+    """Calls its blocks through ``torch.utils.checkpoint``, as programs of before do."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+def gradients(plan: str, *, use_reentrant: bool, is_parallel: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = Checkpointed(use_reentrant=use_reentrant).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    if is_parallel:
+        model = vescale.parallelize(make_plan(TWO[plan]), model)
+        x = x.chunk(2)[dist.get_rank()]
+    for _ in range(2):
+        model(x).backward()
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def _gradients(plan: str, use_reentrant: bool) -> dict[str, Tensor]:
+    return gradients(plan, use_reentrant=use_reentrant, is_parallel=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("plan", STAGES)
+def test_blocks_that_a_program_checkpoints_have_one_devices_gradients(
+    world2: World, plan: str, use_reentrant: bool
+) -> None:
+    expected = gradients(plan, use_reentrant=use_reentrant, is_parallel=False)
+    for found in world2.run(_gradients, plan, use_reentrant):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-14)
