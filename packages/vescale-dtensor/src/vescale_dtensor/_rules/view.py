@@ -5,12 +5,12 @@ Letters of dims are their numbers in the base.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor._layout.boxes import local_boxes
 from vescale_dtensor._layout.layout import Placements
@@ -95,12 +95,24 @@ def _diagonal(call: OpCall) -> View:
 
 
 def _as_real(call: OpCall) -> View:
-    return View(lettered(_letters(call), [(*_letters(call), "parts")]))
+    return View(_linear(lettered(_letters(call), [(*_letters(call), "parts")])))
 
 
 def _as_complex(call: OpCall) -> View:
     letters = _letters(call)
-    return View(lettered((*letters[:-1], None), [letters[:-1]]))
+    return View(_linear(lettered((*letters[:-1], None), [letters[:-1]])))
+
+
+def _linear(
+    place: Callable[[Placements], list[Placements] | None],
+) -> Callable[[Placements], list[Placements] | None]:
+    """Return what takes no partial products, which complex numbers have others, nor largest."""
+
+    def linear(placements: Placements) -> list[Placements] | None:
+        pending = {each.reduce_op for each in placements if isinstance(each, Partial)}
+        return place(placements) if pending <= {"sum", "avg"} else None
+
+    return linear
 
 
 def _reshape(call: OpCall) -> View:

@@ -105,7 +105,7 @@ def _placements_to_view(base: Layout, view: View) -> Placements:
     """Return the placements that move fewest bytes and of which a view can be made."""
     if view.place(base.placements) is not None:
         return base.placements
-    axes = [axis for axis, placement in enumerate(base.placements) if is_sharded(placement)]
+    axes = [axis for axis, each in enumerate(base.placements) if each != Replicate()]
     for count in range(1, len(axes) + 1):
         found: list[tuple[int, Placements]] = []
         for chosen in combinations(axes, count):
