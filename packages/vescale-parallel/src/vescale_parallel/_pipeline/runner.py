@@ -22,11 +22,12 @@ from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
+from .agreed_outputs import AgreedOutputs
 from .count_targets import run_counting, summed_counts
 from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
-from .predict import Returned, common_num_microbatches, joined, num_microbatches_for, share
+from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules import actions_of, forward_order
 from .schedules.messages import Operation, channels_of, operations_of
 from .stage_module import StageDone, StageRun, Staging
@@ -68,6 +69,7 @@ class Pipeline:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
+        self._outputs = AgreedOutputs(self.mesh, self.group_of("F"), self._placement.last_rank)
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
         """Return the ranks of this pipeline, for what is sent before its passes or after them."""
@@ -79,12 +81,15 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
+        *,
+        form: object = None,
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
         Gradients are left in the unsharded parameters, for an incoming gradient of 1. ``forward``
         is the model's own call, of this rank's batch; ``rows`` says where the rows are in every
-        leaf of it, None if that is not known.
+        leaf of it, None if that is not known. ``form`` is what else than the shapes of the batch
+        may decide what is returned, see [Note: what is sent of outputs].
 
         Returns:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
@@ -93,7 +98,8 @@ class Pipeline:
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
         schedule = self.plan.pipeline_parallel.schedule
         outputs = self._execute(schedule, forward, microbatches, _only_scalars)
-        return self._agree(marked_scalars(outputs, self._mean) if outputs else None)
+        told = marked_scalars(outputs, self._mean) if outputs else None
+        return self._agree((form, signature_of((args, kwargs))), told)
 
     def predict(
         self,
@@ -102,6 +108,8 @@ class Pipeline:
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
         returned: Returned | None = None,
+        *,
+        form: object = None,
     ) -> Any:
         """Run forward passes alone, as :meth:`run` otherwise, without gradients.
 
@@ -121,9 +129,10 @@ class Pipeline:
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
         outputs = self._execute(None, forward, microbatches, lambda output: output)
-        if not outputs:
-            return self._agree(None)
-        return self._agree(*joined(outputs, returned, num_rows // len(microbatches), self._mean))
+        told: tuple[Any, list[Tensor]] = (None, [])
+        if outputs:
+            told = joined(outputs, returned, num_rows // len(microbatches), self._mean)
+        return self._agree((form, signature_of((args, kwargs))), *told)
 
     def returns_loss(
         self,
@@ -140,7 +149,7 @@ class Pipeline:
             first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
             output, _ = self._run_counting(forward, first)
             found = [any(map(is_loss, pytree.tree_leaves(output)))]
-        return bool(self._agree(found[0]))
+        return bool(self._agree("whether there is a loss", found[0]))
 
     def _execute(
         self,
@@ -256,12 +265,11 @@ class Pipeline:
                 f"{refusal}",
             )
 
-    def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    def _agree(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
         """Give all stages what the last one has: a structure, with :class:`Sent` for tensors."""
-        source, group = self._placement.last_rank, self.group_of("F")
-        return share(told, tensors, mesh=self.mesh, group=group, source=source)
+        return self._outputs.share(form, told, tensors)
 
-    def _mean(self, scalars: Sequence[Tensor]) -> float:
+    def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return mean_of_parts(scalars, self.total, self._num_parts)
 

@@ -71,11 +71,11 @@ class PipelineStep:
         with self._streams.of_call(form), runs as forward:
             train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
-                output = pipeline.run(forward, args, kwargs, rows)
+                output = pipeline.run(forward, args, kwargs, rows, form=form)
             else:
                 returned = returned_rows(coupling, args, kwargs)
                 with torch.no_grad():
-                    output = pipeline.predict(forward, args, kwargs, rows, returned)
+                    output = pipeline.predict(forward, args, kwargs, rows, returned, form=form)
         device = pipeline.mesh.device_type
         if train:
             return_tied_gradients(self._params, pipeline.group_of("B"), placement)

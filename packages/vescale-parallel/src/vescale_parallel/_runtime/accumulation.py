@@ -226,7 +226,7 @@ class AccumulatedStep:
     def _num_parts(self) -> int:
         return self.ranks.size * self.num_microbatches
 
-    def _mean(self, losses: Sequence[Tensor]) -> float:
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         return mean_of_parts(losses, self.ranks.total, self._num_parts)
 
 
