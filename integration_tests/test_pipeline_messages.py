@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves  # noqa: PLC2701 (no public name)
 
 from vescale_testing import World
 
-from .programs import PIPELINE, Plain, Run, rows
+from .plans import PARTS
+from .programs import PIPELINE, Plain, Run, right, rows
 from .short_group import in_short_group
 from .test_bad_input import check
 
@@ -131,3 +132,66 @@ def forms_of_calls() -> list[list[str]]:
 def test_forms_of_call_have_structures_of_their_own(world2: World) -> None:
     expected = [["loss"], ["loss", "more"]] * 2
     assert world2.run(forms_of_calls) == [expected] * 2
+
+
+class Counted(Plain):
+    """Trains on classes, and notes how often its own forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = self.skips = 0
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        self.runs += 1
+        targets = batch["targets"].masked_fill(batch["targets"] < self.skips, -100)
+        return F.cross_entropy(self.logits(batch), targets)
+
+
+def of_classes(count: int) -> list[dict[str, Tensor]]:
+    return [{"x": batch["x"], "targets": batch["y"].abs().argmax(1)} for batch in rows(count)]
+
+
+def counted_targets(run: Run) -> None:
+    model, optimizer = run.start(Counted())
+    for batch in of_classes(4):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def runs_of_steps() -> list[int]:
+    model, _ = Run(PIPELINE).start(Counted())
+    found: list[int] = []
+    for batch in of_classes(3):
+        before = model.runs
+        model(batch).backward()
+        found.append(model.runs - before)
+    return found
+
+
+@pytest.mark.slow
+def test_targets_are_counted_without_forward_from_the_second_step_on(world2: World) -> None:
+    microbatches = PIPELINE[PARTS]
+    first, last = world2.run(runs_of_steps)
+    assert first == [microbatches] * 3
+    assert last[1:] == [microbatches] * 2
+    right(world2, counted_targets, PIPELINE)
+
+
+def other_targets() -> None:
+    model, _ = Run(PIPELINE).start(Counted())
+    for step, batch in enumerate(of_classes(3)):
+        model.skips = 5 * step
+        model(batch).backward()
+
+
+@pytest.mark.slow
+def test_targets_that_a_module_chooses_otherwise_later_are_refused(
+    world2: World, tmp_path: Path
+) -> None:
+    message = "counted other targets of its loss than were counted before the step"
+    check(world2, Exception, message, in_short_group, str(tmp_path), other_targets)
+    world2.close()
