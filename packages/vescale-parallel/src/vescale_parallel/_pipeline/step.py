@@ -27,7 +27,7 @@ class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
     ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
-    gradients, multiplied by what it is given.
+    gradients, multiplied by what it is given, None being 1.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PipelineStep:
         pipeline: Pipeline,
         params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
-        finish: Callable[[Tensor], None],
+        finish: Callable[[Tensor | None], None],
     ) -> None:
         self._model, self._forms = model, CallForms(model)
         self._with_loss: dict[object, bool] = {}
