@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from side_by_side.contenders import (
+    Trained,
+    adamw,
+    alternated,
+    begun,
+    chosen,
+    end,
+    fresh,
+    random_ids,
+    timed,
+    told,
+    with_optimizer,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import vescale
-
-Batch = dict[str, Tensor]
-Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 # What each of ours is compared with: what keeps as little of the state of training on a rank.
 PEERS = {
@@ -61,103 +62,30 @@ def main() -> None:
     if options.contender:
         run(options.contender, options.steps)
         return
-    names = [
-        name
-        for name in contenders(options.ranks)
-        if not options.only or any(part in name for part in options.only)
-    ]
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        for name in names:
-            runs[name].append(started(name, options.ranks, options.steps))
-    print(json.dumps({"ranks": options.ranks, "torch": torch.__version__} | told(runs), indent=2))
-
-
-def started(name: str, ranks: int, steps: int) -> dict[str, float]:
-    """Run a contender in processes of its own; return its figures."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={ranks}", __file__, f"--contender={name}", f"--steps={steps}"),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def told(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return the medians of every contender, and ours next to the best peer's."""
-    medians = {
-        name: {key: round(statistics.median(run[key] for run in each), 4) for key in each[0]}
-        for name, each in runs.items()
-    }
-    ratios: dict[str, dict[str, float]] = {}
-    for name, peers in PEERS.items():
-        beside = [medians[peer] for peer in peers if peer in medians]
-        if name in medians and beside:
-            ratios[name] = {
-                key: round(medians[name][key] / min(peer[key] for peer in beside), 3)
-                for key in medians[name]
-                if key != "loss"
-            }
-    return {"contenders": medians, "ratio": ratios}
+    names = chosen([*contenders(options.ranks)], options.only)
+    medians = alternated(
+        __file__, names, options.ranks, options.repeats, [f"--steps={options.steps}"]
+    )
+    heading = {"ranks": options.ranks, "torch": torch.__version__}
+    print(json.dumps(heading | told(medians, PEERS), indent=2))
 
 
 def run(name: str, steps: int) -> None:
     """Train as one rank of a contender; rank 0 prints its figures as JSON."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    imported = resident()
+    imported = begun()
     model, optimizer = contenders(dist.get_world_size())[name]()
     parts = 1 if name == "one device" or name.endswith("TP") else dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
-    loss, cpu = torch.zeros(()), 0.0
-    for index in range(steps + 1):  # the first one warms up
-        if index == 1:
-            cpu = time.process_time()
-        ids_BS = torch.randint(0, 4096, (4, 64), generator=generator)
-        ids_BS = ids_BS.chunk(parts)[dist.get_rank() % parts]
+
+    def step() -> float:
+        ids_BS = random_ids(generator, 4, 64).chunk(parts)[dist.get_rank() % parts]
         loss = model({"input_ids": ids_BS, "labels": ids_BS})
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    spent = (time.process_time() - cpu) / steps * 1e3
-    peak = resident("VmHWM")
-    figures = torch.tensor([spent, peak, peak - imported, float(loss.detach())])
-    dist.all_reduce(figures)
-    keys = ("cpu_ms_per_rank_step", "peak_mb", "peak_mb_above_imports", "loss")
-    if dist.get_rank() == 0:
-        means = (figures / dist.get_world_size()).tolist()
-        print(json.dumps(dict(zip(keys, means, strict=True))), flush=True)
-    dist.barrier()
-    os._exit(0)  # DDP sometimes does not come to an end here
+        return float(loss.detach())
 
-
-def resident(key: str = "VmRSS") -> float:
-    """Return the resident memory of this process in MB; ``VmHWM`` is its peak."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1e3
-
-
-class Net(nn.Module):
-    """A Llama of 25 million parameters that returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            vocab_size=4096,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
-        self.model = AutoModelForCausalLM.from_config(config)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.model(**batch).loss
+    end(timed(step, steps, imported))
 
 
 def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
@@ -180,19 +108,6 @@ def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
         found["torch HSDP"] = lambda: fsdp2((2, ranks // 2))
         found["vescale hybrid"] = lambda: ours(ranks, 3, copies=2)
     return found
-
-
-def fresh() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def with_optimizer(model: nn.Module) -> Trained:
-    return model, adamw(model)
 
 
 def ours(ranks: int, zero_stage: int, copies: int = 1) -> Trained:

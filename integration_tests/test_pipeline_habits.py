@@ -183,6 +183,23 @@ def loop_draws(run: Run) -> None:
     run.keep(torch.default_generator.get_state())
 
 
+def held_gradients(run: Run) -> None:
+    """Keeps gradients of earlier steps, and adds those of two calls."""
+    model, optimizer = run.start(Plain())
+    held: list[Tensor] = []
+    for step, batch in enumerate(rows(6)):
+        loss = model(run.part(batch))
+        (loss * 2 ** (step // 4)).backward()
+        run.keep(loss)
+        if step % 2:
+            held += [p.grad for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    for grad in held:
+        run.keep(grad)
+    run.finish(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
@@ -190,6 +207,7 @@ def loop_draws(run: Run) -> None:
         closures,
         defined_backwards,
         flags,
+        held_gradients,
         loop_draws,
         reports_by_name,
         reports_without_gradient,

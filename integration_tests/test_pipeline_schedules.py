@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,78 @@ def _check(world: World, name: str, schedule: str, size: int, microbatches: int)
     # The tied weight's sums are in another order; float64 tells that from an error.
     dtype = torch.float64 if name == "gpt2" else torch.float32
     world.run(compared, name, constraints_of(schedule, size, microbatches), dtype)
+
+
+class Gpt2(nn.Module):
+    """GPT-2, tied or with a copy of its embedding as head, in float32 from the logits on."""
+
+    def __init__(self, depth: int, dtype: torch.dtype, *, is_tied: bool) -> None:
+        super().__init__()
+        loss: Any = model_of("gpt2", depth, dtype)
+        self.model = loss.model
+        if not is_tied:
+            self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def tied(size: int, microbatches: int, dtype: torch.dtype) -> None:
+    """A tied weight under a pipeline, beside one device and one whose weights are not tied."""
+    constraints = constraints_of("1f1b", size, microbatches)
+    losses, grads = accumulated(Gpt2(size, dtype, is_tied=True), microbatches)
+    _, apart = accumulated(Gpt2(size, dtype, is_tied=False), microbatches)
+    model, _ = vescale.parallelize(
+        make_plan(constraints),
+        Gpt2(size, dtype, is_tied=True),
+        lambda m: SGD(m.parameters(), lr=0.1),
+    )
+    for batch, expected in zip(batches(2, rows=8, length=6), losses, strict=True):
+        model.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        assert torch.equal(loss.detach(), expected), (loss, expected)
+    magnitudes = magnitudes_of_parts(Gpt2(size, dtype, is_tied=False), microbatches)
+    for fqn, parameter in model.named_parameters():
+        assert parameter.grad is not None, fqn
+        found = whole(parameter.grad)
+        if "wte" not in fqn:
+            assert torch.equal(found, grads[fqn]), fqn
+            continue
+        # Each stage's sum over micro-batches, and then these two.
+        assert torch.equal(found, apart[fqn] + apart["model.lm_head.weight"])
+        # 2 M - 1 additions on either side, each of which rounds by half a unit.
+        bound = 2 * microbatches * torch.finfo(dtype).eps * magnitudes
+        assert ((found - grads[fqn]).double().abs() <= bound).all()
+
+
+def magnitudes_of_parts(model: nn.Module, microbatches: int) -> Tensor:
+    """Return the sum of the magnitudes of all that is added to the tied weight's gradient."""
+    *_, batch = batches(2, rows=8, length=6)
+    total = torch.zeros((), dtype=torch.float64)
+    for tensors in zip(*(x.chunk(microbatches) for x in batch.values()), strict=True):
+        model.zero_grad()
+        (model(dict(zip(batch, tensors, strict=True))) / microbatches).backward()
+        for fqn, parameter in model.named_parameters():
+            if fqn.endswith(("wte.weight", "lm_head.weight")):
+                assert parameter.grad is not None
+                total = total + parameter.grad.double().abs()
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_tied_weight_is_summed_over_micro_batches_on_each_stage_first(
+    world2: World, dtype: torch.dtype
+) -> None:
+    world2.run(tied, 2, 4, dtype)
+
+
+@pytest.mark.slow
+def test_so_it_is_on_four_stages(world4: World) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        world4.run(tied, 4, 8, dtype)
 
 
 CASES = [(schedule, 4) for schedule in SCHEDULES] + [

@@ -94,8 +94,8 @@ class TakingTurns(Pipeline):
         links.turns = self._waiting
         self.links = links
 
-    def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
-        return self._waiting(super()._agree, told, tensors)
+    def _agree(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+        return self._waiting(super()._agree, form, told, tensors)
 
 
 @dataclass

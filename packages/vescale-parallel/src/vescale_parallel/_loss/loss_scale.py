@@ -25,8 +25,10 @@ class LossScale:
     def __init__(self) -> None:
         self.value = 1.0
 
-    def correction(self, wanted: Tensor, used: float) -> Tensor:
+    def correction(self, wanted: Tensor, used: float) -> Tensor | None:
         """Return what gradients are still multiplied with, and keep the factor for the next step.
+
+        None, where that is 1, saves a copy of all gradients.
 
         Args:
             wanted: The gradient of the loss, ().
@@ -35,4 +37,4 @@ class LossScale:
         factor = float(wanted)
         is_kept = 1.0 <= factor <= _LARGEST and math.frexp(factor)[0] == 0.5
         self.value = factor if is_kept else 1.0
-        return wanted / used
+        return None if factor == used else wanted / used

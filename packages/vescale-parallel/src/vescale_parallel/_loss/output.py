@@ -19,20 +19,21 @@ class Scalar:
     """A scalar of the output of a pipeline's last stage, as all stages are told.
 
     Attributes:
-        value: Its mean over the global batch.
+        value: Its mean over the global batch; a tensor where reading it would wait for a device.
         dtype: Of the tensor.
         is_loss: Whether it is what the schedule differentiated.
         requires_grad: Whether it depends on parameters.
     """
 
-    value: float
+    value: float | Tensor
     dtype: torch.dtype
     is_loss: bool
     requires_grad: bool
 
     def tensor(self, device: str) -> Tensor:
         """Return it as a tensor without a gradient."""
-        return torch.tensor(self.value, dtype=torch.float64).to(device, self.dtype)
+        # From float64, however it was held: one rounding.
+        return torch.as_tensor(self.value, dtype=torch.float64).to(device, self.dtype)
 
 
 def is_loss(leaf: object) -> bool:
@@ -91,7 +92,7 @@ def only_scalars(output: Any, *, detach: bool) -> Any:
     return pytree.tree_map_only(Tensor, kept, output)
 
 
-def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], float]) -> Any:
+def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], Tensor]) -> Any:
     """Return the structure of the micro-batches' outputs with scalars and no other tensors.
 
     ``mean`` returns the mean of one scalar over the global batch.
@@ -110,13 +111,13 @@ def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], fl
 
 def mean_of_parts(
     parts: Sequence[Tensor], total: Callable[[Tensor], Tensor], num_parts: int
-) -> float:
-    """Return the mean of a scalar over the micro-batches of all data-parallel ranks.
+) -> Tensor:
+    """Return the mean of a scalar over the micro-batches of all data-parallel ranks, in float64.
 
     ``parts`` are this rank's; ``total`` sums over ranks, which have ``num_parts`` together.
     """
     values = torch.stack([part.detach() for part in parts])
-    return float(total(values.to(torch.float64).sum()) / num_parts)
+    return total(values.to(torch.float64).sum()) / num_parts
 
 
 def _reported_loss(output: Any) -> Tensor | None:

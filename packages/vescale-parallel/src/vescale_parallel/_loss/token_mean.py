@@ -87,7 +87,7 @@ class TokenMeans(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func not in _COUNTED or self._is_covered or _Arguments.is_old(given):
+        if func not in _COUNTED or self._is_covered or TokenMean.is_old(given):
             return func(*args, **given)
         counted = _counted(func, args, given)
         if counted is None or isinstance(counted, DTensor):
@@ -115,7 +115,7 @@ class TokenMeans(TorchFunctionMode):
                 "block of a parallelized model, where the number of targets of all ranks is not "
                 "known to it. Compile the block, block.compile(), or leave out the function"
             )
-        counted = _Arguments(given, target, weight, ignore_index=ignore_index).counted().detach()
+        counted = TokenMean(given, target, weight, ignore_index=ignore_index).counted().detach()
         return self._mean(
             counted, kernel(given, target, weight, _SUM_REDUCTION, ignore_index, *more)
         )
@@ -202,16 +202,22 @@ def _counted(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
     """Return how much a call counts, None if it is no token mean."""
+    mean = token_mean_of(func, args, kwargs)
+    return None if mean is None else mean.counted().detach()
+
+
+def token_mean_of(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TokenMean | None:
+    """Return the mean over targets that a call computes, None if it is no such call."""
     if func not in _COUNTED:
         return None
-    call = _Arguments(*args, **kwargs)
-    if call.reduction != "mean" or call.target.is_floating_point():
-        return None
-    return call.counted().detach()
+    mean = TokenMean(*args, **kwargs)
+    return None if mean.reduction != "mean" or mean.target.is_floating_point() else mean
 
 
-class _Arguments:
-    """The arguments of ``F.cross_entropy`` and ``F.nll_loss`` that decide the count."""
+class TokenMean:
+    """A mean over targets: what of ``F.cross_entropy`` and ``F.nll_loss`` decides its count."""
 
     def __init__(
         self,

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from vescale_dtensor import DTensor, named_failures
+from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, leaf_names
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._torch_private import pytree
@@ -94,7 +92,7 @@ def joined(
     outputs: Sequence[Any],
     rows: Returned | None,
     num_rows: int,
-    mean: Callable[[Sequence[Tensor]], float],
+    mean: Callable[[Sequence[Tensor]], Tensor],
 ) -> tuple[Any, list[Tensor]]:
     """Put together what the micro-batches returned.
 
@@ -173,48 +171,3 @@ def _told(tensor: Tensor) -> Sent:
             f"{tensor.layout}; return a dense one, or use pipeline_parallel.size 1"
         )
     return Sent(tuple(tensor.shape), tensor.dtype)
-
-
-def share(
-    told: Any,
-    tensors: Sequence[Tensor],
-    *,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    source: int,
-) -> Any:
-    """Give every stage what the last one returned. Every rank of the pipeline must call this.
-
-    Args:
-        told: The structure, on the last stage.
-        tensors: Those it has :class:`Sent` for, on the last stage.
-        mesh: The plan's mesh.
-        group: The ranks of the pipeline.
-        source: The rank of the last stage.
-    """
-    marked: list[Any] = [told]
-    with named_failures():
-        dist.broadcast_object_list(marked, group=group, group_src=source)
-    leaves, spec = pytree.tree_flatten(marked[0])
-    held = iter(tensors)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Sent):
-            own = next(held, None)
-            local = own.to_local() if isinstance(own, DTensor) else own
-            leaves[index] = _shared(leaf, local, mesh, group, source)
-    return pytree.tree_unflatten(leaves, spec)
-
-
-def _shared(
-    told: Sent, local: Tensor | None, mesh: DeviceMesh, group: dist.ProcessGroup, source: int
-) -> Tensor:
-    if local is None:
-        local = torch.empty(told.shape, dtype=told.dtype, device=mesh.device_type)
-    local = local.detach().resolve_conj().resolve_neg().contiguous()
-    if local.numel():
-        # As bytes: gloo does not know every dtype.
-        with named_failures():
-            dist.broadcast(local.view(-1).view(torch.uint8), group=group, group_src=source)
-    if told.placements is None:
-        return local
-    return DTensor.from_local(local, mesh["tp"], told.placements, shape=told.global_shape)

@@ -15,21 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import is_loss, loss_of, marked_scalars, mean_of_parts
-from vescale_parallel._loss.token_mean import TokenMeans
+from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
-from .count_targets import run_counting, summed_counts
+from .agreed_outputs import AgreedOutputs
 from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
-from .predict import Returned, common_num_microbatches, joined, num_microbatches_for, share
+from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules import actions_of, forward_order
 from .schedules.messages import Operation, channels_of, operations_of
 from .stage_module import StageDone, StageRun, Staging
+from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
 
 
 @dataclass(eq=False)
@@ -68,6 +69,9 @@ class Pipeline:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
+        self._counts = TargetCounts(self._run_counting)
+        self._seen = SeenCounts(is_delayed=device.type != "cpu")
+        self._outputs = AgreedOutputs(self.mesh, self.group_of("F"), self._placement.last_rank)
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
         """Return the ranks of this pipeline, for what is sent before its passes or after them."""
@@ -79,12 +83,15 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
+        *,
+        form: object = None,
     ) -> Any:
         """Run one step's schedule. Every rank must call this.
 
         Gradients are left in the unsharded parameters, for an incoming gradient of 1. ``forward``
         is the model's own call, of this rank's batch; ``rows`` says where the rows are in every
-        leaf of it, None if that is not known.
+        leaf of it, None if that is not known. ``form`` is what else than the shapes of the batch
+        may decide what is returned, see [Note: what is sent of outputs].
 
         Returns:
             The module's output with a :class:`Scalar` for each scalar of the whole batch and None
@@ -92,8 +99,9 @@ class Pipeline:
         """
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
         schedule = self.plan.pipeline_parallel.schedule
-        outputs = self._execute(schedule, forward, microbatches, _only_scalars)
-        return self._agree(marked_scalars(outputs, self._mean) if outputs else None)
+        outputs = self._execute(schedule, forward, microbatches, _only_scalars, form)
+        told = marked_scalars(outputs, self._mean) if outputs else None
+        return self._agree((form, signature_of((args, kwargs))), told)
 
     def predict(
         self,
@@ -102,6 +110,8 @@ class Pipeline:
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
         returned: Returned | None = None,
+        *,
+        form: object = None,
     ) -> Any:
         """Run forward passes alone, as :meth:`run` otherwise, without gradients.
 
@@ -120,10 +130,11 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        outputs = self._execute(None, forward, microbatches, lambda output: output)
-        if not outputs:
-            return self._agree(None)
-        return self._agree(*joined(outputs, returned, num_rows // len(microbatches), self._mean))
+        outputs = self._execute(None, forward, microbatches, lambda output: output, form)
+        told: tuple[Any, list[Tensor]] = (None, [])
+        if outputs:
+            told = joined(outputs, returned, num_rows // len(microbatches), self._mean)
+        return self._agree((form, signature_of((args, kwargs))), *told)
 
     def returns_loss(
         self,
@@ -138,9 +149,9 @@ class Pipeline:
             num_rows = num_rows_of(args, kwargs, rows) or 0
             count = num_microbatches_for(num_rows, self.plan.num_microbatches)
             first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
-            output, _ = self._run_counting(forward, first)
+            output = self._run_counting(forward, first, None)
             found = [any(map(is_loss, pytree.tree_leaves(output)))]
-        return bool(self._agree(found[0]))
+        return bool(self._agree("whether there is a loss", found[0]))
 
     def _execute(
         self,
@@ -148,6 +159,7 @@ class Pipeline:
         forward: Callable[..., Any],
         microbatches: Sequence[tuple[Any, Any]],
         report: Callable[[Any], Any],
+        form: object,
     ) -> list[Any]:
         """Do what the schedule's list for this rank says, None being forward passes alone.
 
@@ -155,7 +167,7 @@ class Pipeline:
             What ``report`` keeps of the output of every micro-batch, on the last stage.
         """
         self._microbatches = len(microbatches)
-        counts = self._count(forward, microbatches) if self._has_last_stage else []
+        counts = self._count(forward, microbatches, form) if self._has_last_stage else []
 
         def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
             return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
@@ -170,9 +182,11 @@ class Pipeline:
             self.loss_scale.value,
             self._say_whole,
         )
-        return execution.execute(
+        outputs = execution.execute(
             _operations(schedule, self._rank, self._placement, len(microbatches))
         )
+        self._seen.check()
+        return outputs
 
     def _run_stage(
         self,
@@ -191,7 +205,7 @@ class Pipeline:
         was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
         Placeholder.usable = stage > 0
-        means = TokenMeans(self._num_parts, functools.partial(_known_count, counts))
+        means = TokenMeans(self._num_parts, functools.partial(self._known_count, counts))
         try:
             with means:
                 output = forward(*microbatch[0], **microbatch[1])
@@ -207,22 +221,34 @@ class Pipeline:
         return output
 
     def _count(
-        self, forward: Callable[..., Any], microbatches: Sequence[tuple[Any, Any]]
+        self, forward: Callable[..., Any], microbatches: Sequence[tuple[Any, Any]], form: object
     ) -> list[Tensor]:
         """Return what each token mean of the module counts over the global batch.
 
-        Runs forward with placeholders for what every block and every other module with
-        parameters returns, so that the targets of all micro-batches are known before the first
-        backward pass.
+        Runs forward, where it has to, with placeholders for what every block and every other
+        module with parameters returns, so that the targets of all micro-batches are known before
+        the first backward pass.
         """
-        found = [self._run_counting(forward, microbatch)[1] for microbatch in microbatches]
-        return [self.total(n) for n in summed_counts(found, otherwise="pipeline_parallel.size 1")]
+        found = [self._counts.of(forward, each, form) for each in microbatches]
+        local = summed_counts(found, otherwise="pipeline_parallel.size 1")
+        self._seen.expect(local)
+        return [self.total(count) for count in local]
+
+    def _known_count(self, counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
+        if index >= len(counts):
+            raise ValueError(
+                "the module computed a loss before it called all of its blocks, or more losses "
+                "than when its targets were counted; under pipeline parallelism the loss comes "
+                "last"
+            )
+        self._seen.add(index, counted)
+        return counts[index]
 
     def _run_counting(
-        self, forward: Callable[..., Any], microbatch: tuple[Any, Any]
-    ) -> tuple[Any, list[Tensor]]:
-        run = StageRun.counting(self.num_blocks)
-        return run_counting(forward, microbatch, self.staging, run, self.mesh.device_type)
+        self, forward: Callable[..., Any], microbatch: tuple[Any, Any], mode: TokenCounts | None
+    ) -> Any:
+        run, device = StageRun.counting(self.num_blocks), self.mesh.device_type
+        return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
 
     @property
     def _has_last_stage(self) -> bool:
@@ -256,12 +282,11 @@ class Pipeline:
                 f"{refusal}",
             )
 
-    def _agree(self, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    def _agree(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
         """Give all stages what the last one has: a structure, with :class:`Sent` for tensors."""
-        source, group = self._placement.last_rank, self.group_of("F")
-        return share(told, tensors, mesh=self.mesh, group=group, source=source)
+        return self._outputs.share(form, told, tensors)
 
-    def _mean(self, scalars: Sequence[Tensor]) -> float:
+    def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return mean_of_parts(scalars, self.total, self._num_parts)
 
@@ -287,12 +312,3 @@ def _only_scalars(output: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad) if is_loss(leaf) else None
 
     return pytree.tree_map_only(Tensor, kept, output)
-
-
-def _known_count(counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
-    if index >= len(counts):
-        raise ValueError(
-            "the module computed a loss before it called all of its blocks, or more losses than "
-            "when its targets were counted; under pipeline parallelism the loss comes last"
-        )
-    return counts[index]

@@ -27,7 +27,7 @@ class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
     ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
-    gradients, multiplied by what it is given.
+    gradients, multiplied by what it is given, None being 1.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PipelineStep:
         pipeline: Pipeline,
         params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
-        finish: Callable[[Tensor], None],
+        finish: Callable[[Tensor | None], None],
     ) -> None:
         self._model, self._forms = model, CallForms(model)
         self._with_loss: dict[object, bool] = {}
@@ -71,11 +71,11 @@ class PipelineStep:
         with self._streams.of_call(form), runs as forward:
             train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
-                output = pipeline.run(forward, args, kwargs, rows)
+                output = pipeline.run(forward, args, kwargs, rows, form=form)
             else:
                 returned = returned_rows(coupling, args, kwargs)
                 with torch.no_grad():
-                    output = pipeline.predict(forward, args, kwargs, rows, returned)
+                    output = pipeline.predict(forward, args, kwargs, rows, returned, form=form)
         device = pipeline.mesh.device_type
         if train:
             return_tied_gradients(self._params, pipeline.group_of("B"), placement)

@@ -27,11 +27,11 @@ from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._pipeline.count_targets import run_counting, summed_counts
 from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.microbatches import split_batch
 from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
+from vescale_parallel._pipeline.targets import run_counting, summed_counts
 from vescale_parallel._rng.sharded_rng import ShardedRng
 
 _MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -226,7 +226,7 @@ class AccumulatedStep:
     def _num_parts(self) -> int:
         return self.ranks.size * self.num_microbatches
 
-    def _mean(self, losses: Sequence[Tensor]) -> float:
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         return mean_of_parts(losses, self.ranks.total, self._num_parts)
 
 

@@ -1,0 +1,1 @@
+"""What benchmarks that run contenders beside each other share."""

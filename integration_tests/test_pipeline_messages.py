@@ -1,0 +1,197 @@
+"""What ranks of a pipeline exchange in a step besides activations and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
+from torch.utils._pytree import tree_leaves  # noqa: PLC2701 (no public name)
+
+from vescale_testing import World
+
+from .plans import PARTS
+from .programs import PIPELINE, Plain, Run, right, rows
+from .short_group import in_short_group
+from .test_bad_input import check
+
+_NUM_COMPARED_CALLS = 4  # whose inputs ranks compare
+
+
+class Broadcasts(TorchDispatchMode):
+    """Notes the bytes of every broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.name()
+        if name == "c10d::broadcast_":
+            self.nbytes.append(sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t)))
+        elif name.startswith("c10d::") and name not in {"c10d::send", "c10d::recv_"}:
+            self.others.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Reports(Plain):
+    """Returns its loss, scalars beside it, and for the same inputs another key once asked to."""
+
+    def __init__(self, num_scalars: int) -> None:
+        super().__init__()
+        self.num_scalars = num_scalars
+        self.more = False
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        loss = F.mse_loss(self.logits(batch), batch["y"])
+        found: dict[str, Any] = {"loss": loss, "none": None}
+        found |= {f"scalar{i}": loss.detach() * i for i in range(1, self.num_scalars)}
+        return found | ({"more": loss.detach()} if self.more else {})
+
+
+class WithWords(Plain):
+    """Returns Python objects that are others in every call."""
+
+    calls = 0
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        self.calls += self.training
+        return {"loss": F.mse_loss(self.logits(batch), batch["y"]), "word": f"step {self.calls}"}
+
+
+def bytes_of_steps(num_scalars: int) -> tuple[list[list[int]], list[list[str]]]:
+    model, _ = Run(PIPELINE).start(Reports(num_scalars))
+    nbytes: list[list[int]] = []
+    others: list[list[str]] = []
+    for batch in rows(_NUM_COMPARED_CALLS + 2):
+        with Broadcasts() as seen:
+            model(batch)["loss"].backward()
+        nbytes.append(seen.nbytes)
+        others.append(seen.others)
+    return nbytes, others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_scalars", [1, 3])
+def test_a_step_sends_its_scalars_and_no_objects(world2: World, num_scalars: int) -> None:
+    for nbytes, others in world2.run(bytes_of_steps, num_scalars):
+        assert len(nbytes[0]) > 1, "structures are told once"
+        assert nbytes[1:] == [[8 * num_scalars]] * (len(nbytes) - 1)
+        # Which parameters have a gradient.
+        assert others[_NUM_COMPARED_CALLS:] == [["c10d::_allgather_base_"]] * 2
+
+
+def words() -> list[str]:
+    model, _ = Run(PIPELINE).start(WithWords())
+    return [model(batch)["word"] for batch in rows(3)]
+
+
+@pytest.mark.slow
+def test_objects_that_change_arrive_on_every_stage(world2: World) -> None:
+    first, last = world2.run(words)
+    assert first == last
+    assert len({*first}) == len(first)
+
+
+def another_key() -> None:
+    torch.manual_seed(0)
+    model, _ = Run(PIPELINE).start(Reports(2))
+    for step, batch in enumerate(rows(3)):
+        model.more = step == 2
+        model(batch)["loss"].backward()
+
+
+@pytest.mark.slow
+def test_another_structure_in_a_later_call_is_refused(world2: World, tmp_path: Path) -> None:
+    message = "the same structure of scalars in every call .*return the same keys in every call"
+    check(world2, Exception, message, in_short_group, str(tmp_path), another_key)
+    world2.close()
+
+
+def forms_of_calls() -> list[list[str]]:
+    """Training, evaluation and batches of other sizes, each with keys of its own."""
+    model, _ = Run(PIPELINE).start(Reports(1))
+    found: list[list[str]] = []
+    for trains in (True, False, True, False):
+        model.train(trains)
+        model.more = not trains
+        output = model(rows(1)[0])
+        found.append([key for key, value in output.items() if value is not None])
+    return found
+
+
+@pytest.mark.slow
+def test_forms_of_call_have_structures_of_their_own(world2: World) -> None:
+    expected = [["loss"], ["loss", "more"]] * 2
+    assert world2.run(forms_of_calls) == [expected] * 2
+
+
+class Counted(Plain):
+    """Trains on classes, and notes how often its own forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = self.skips = 0
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        self.runs += 1
+        targets = batch["targets"].masked_fill(batch["targets"] < self.skips, -100)
+        return F.cross_entropy(self.logits(batch), targets)
+
+
+def of_classes(count: int) -> list[dict[str, Tensor]]:
+    return [{"x": batch["x"], "targets": batch["y"].abs().argmax(1)} for batch in rows(count)]
+
+
+def counted_targets(run: Run) -> None:
+    model, optimizer = run.start(Counted())
+    for batch in of_classes(4):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def runs_of_steps() -> list[int]:
+    model, _ = Run(PIPELINE).start(Counted())
+    found: list[int] = []
+    for batch in of_classes(3):
+        before = model.runs
+        model(batch).backward()
+        found.append(model.runs - before)
+    return found
+
+
+@pytest.mark.slow
+def test_targets_are_counted_without_forward_from_the_second_step_on(world2: World) -> None:
+    microbatches = PIPELINE[PARTS]
+    first, last = world2.run(runs_of_steps)
+    assert first == [microbatches] * 3
+    assert last[1:] == [microbatches] * 2
+    right(world2, counted_targets, PIPELINE)
+
+
+def other_targets() -> None:
+    model, _ = Run(PIPELINE).start(Counted())
+    for step, batch in enumerate(of_classes(3)):
+        model.skips = 5 * step
+        model(batch).backward()
+
+
+@pytest.mark.slow
+def test_targets_that_a_module_chooses_otherwise_later_are_refused(
+    world2: World, tmp_path: Path
+) -> None:
+    message = "counted other targets of its loss than were counted before the step"
+    check(world2, Exception, message, in_short_group, str(tmp_path), other_targets)
+    world2.close()

@@ -1,0 +1,161 @@
+"""What the last stage's forward returned, on all stages.
+
+[Note: what is sent of outputs]
+The first call of a form sends the structure of what was returned as Python objects, with numbers
+for scalars. Where it is scalars and None alone, as in a step that is differentiated, later calls
+send one tensor of the scalars, or nothing if there is none: no object, and no rank waits for its
+device. A call that returns another structure is refused on the last stage, since the others would
+have to wait in every step to hear of it. Structures with other objects or with tensors, whose
+values and shapes may change, are sent whole in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor import DTensor, named_failures
+from vescale_parallel._loss.output import Scalar
+from vescale_parallel._torch_private import pytree
+
+from .predict import Sent
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """Scalars and None, with values of another call."""
+
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, told: Any) -> _Structure | None:
+        """Return that of what stages are told; None if it has to be sent whole."""
+        leaves, spec = pytree.tree_flatten(told)
+        fixed = all(leaf is None or isinstance(leaf, Scalar) for leaf in leaves)
+        return cls(leaves, spec) if fixed else None
+
+    @property
+    def num_scalars(self) -> int:
+        return sum(isinstance(leaf, Scalar) for leaf in self.leaves)
+
+    def like(self, other: _Structure | None) -> bool:
+        """Whether two differ in values at most."""
+        if other is None or self.spec != other.spec:
+            return False
+        return [*map(_form, self.leaves)] == [*map(_form, other.leaves)]
+
+    def values(self) -> list[Tensor]:
+        return [
+            torch.as_tensor(leaf.value, dtype=torch.float64)
+            for leaf in self.leaves
+            if isinstance(leaf, Scalar)
+        ]
+
+    def with_values(self, values: Sequence[Tensor]) -> Any:
+        left = iter(values)
+        leaves = [leaf and replace(leaf, value=next(left)) for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __str__(self) -> str:
+        return str(pytree.tree_unflatten([*map(_form, self.leaves)], self.spec))
+
+
+def _form(leaf: Scalar | None) -> str:
+    if leaf is None:
+        return "None"
+    grad = ", with a gradient" if leaf.requires_grad else ""
+    return f"{leaf.dtype} scalar{', the loss' if leaf.is_loss else ''}{grad}"
+
+
+@dataclass(eq=False)
+class AgreedOutputs:
+    """Gives all stages of a pipeline what the last one returned.
+
+    Attributes:
+        mesh: The plan's mesh.
+        group: The ranks of the pipeline.
+        source: The rank of the last stage.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    source: int
+    _agreed: dict[object, _Structure | None] = field(
+        default_factory=dict[object, "_Structure | None"]
+    )
+
+    def share(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+        """Return what the last stage was given. Every rank of the pipeline must call this.
+
+        Args:
+            form: Of the call, the same on all ranks: what decides the structure of its result.
+            told: The structure, on the last stage.
+            tensors: Those it has :class:`Sent` for, on the last stage.
+
+        Raises:
+            ValueError: On the last stage, if an earlier call of this form had another structure.
+        """
+        agreed = self._agreed.get(form)
+        if agreed is not None:
+            return self._scalars(agreed, told)
+        found = self._objects(told, tensors)
+        self._agreed[form] = _Structure.of(found)
+        return found
+
+    def _scalars(self, agreed: _Structure, told: Any) -> Any:
+        device = torch.device(self.mesh.device_type)
+        values = torch.empty(agreed.num_scalars, dtype=torch.float64, device=device)
+        if dist.get_rank(self.group) == self.source:
+            own = _Structure.of(told)
+            if not agreed.like(own):
+                raise ValueError(
+                    "expected forward under a pipeline to return the same structure of scalars "
+                    f"in every call with inputs of one form, {agreed}, got "
+                    f"{told if own is None else own}; return the same keys in every call, with "
+                    "nan where there is no value"
+                )
+            assert own is not None
+            if agreed.num_scalars:
+                values = torch.stack([x.to(device) for x in own.values()])
+        if agreed.num_scalars:
+            with named_failures():
+                dist.broadcast(values, group=self.group, group_src=self.source)
+        return agreed.with_values(values.unbind())
+
+    def _objects(self, told: Any, tensors: Sequence[Tensor]) -> Any:
+        marked: list[Any] = [pytree.tree_map_only(Scalar, _with_number, told)]
+        with named_failures():
+            dist.broadcast_object_list(marked, group=self.group, group_src=self.source)
+        leaves, spec = pytree.tree_flatten(marked[0])
+        held = iter(tensors)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Sent):
+                own = next(held, None)
+                local = own.to_local() if isinstance(own, DTensor) else own
+                leaves[index] = self._tensor(leaf, local)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _tensor(self, told: Sent, local: Tensor | None) -> Tensor:
+        if local is None:
+            local = torch.empty(told.shape, dtype=told.dtype, device=self.mesh.device_type)
+        local = local.detach().resolve_conj().resolve_neg().contiguous()
+        if local.numel():
+            # As bytes: gloo does not know every dtype.
+            flat = local.view(-1).view(torch.uint8)
+            with named_failures():
+                dist.broadcast(flat, group=self.group, group_src=self.source)
+        if told.placements is None:
+            return local
+        mesh = self.mesh["tp"]
+        return DTensor.from_local(local, mesh, told.placements, shape=told.global_shape)
+
+
+def _with_number(scalar: Scalar) -> Scalar:
+    return replace(scalar, value=float(scalar.value))
