@@ -7,7 +7,8 @@ is not asked, because its own answer would be wrong:
   precision, and the largest of complex numbers;
 - float32, where parts of a few thousand times the size of the values round by more than the 1e-5
   that it allows: float64 does not;
-- infinities, whose parts are no numbers, and memory that nothing was written to;
+- infinities, whose parts are no numbers, what is near to one, and memory that nothing was written
+  to;
 - negated indices, which are out of bounds: operators on integers are looked at once, not twice.
 
 It cannot test uneven cuts; test_opinfo.py does.
