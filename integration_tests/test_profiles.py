@@ -73,7 +73,9 @@ def test_a_profile_names_phases_and_collectives_by_axis(world4: World) -> None:
             "vescale: optimizer",
             "vescale: all_gather over tp",
             "vescale: all_gather over dp_shard",
+            "vescale: wait for all_gather over dp_shard",
             "vescale: all_to_all over dp_shard",
+            "vescale: wait for all_to_all over dp_shard",
         }
 
 
