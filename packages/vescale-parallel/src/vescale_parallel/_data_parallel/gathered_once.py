@@ -91,7 +91,8 @@ class _GroupState:
 
 
 class GatheredOnce:
-    """Parameter groups that stay gathered between calls; see [Note: what tells ...].
+    """Parameter groups that stay gathered between calls; see
+    [Note: what tells that parameters changed].
 
     Args:
         mesh: The plan's mesh.
