@@ -91,8 +91,9 @@ class _GroupState:
 
 
 class GatheredOnce:
-    """Parameter groups that stay gathered between calls; see
-    [Note: what tells that parameters changed].
+    """Parameter groups that stay gathered between calls.
+
+    See [Note: what tells that parameters changed].
 
     Args:
         mesh: The plan's mesh.
