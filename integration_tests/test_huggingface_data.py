@@ -133,6 +133,12 @@ def test_an_epoch_goes_on_under_another_number_of_ranks(
     assert found == expected[2:]
 
 
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Destroy process groups of tests before here: a forked worker that did so would hang."""
+    gc.collect()
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A world of this process: one that is a rank of a pool may start no workers."""
@@ -145,7 +151,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["torch", "shuffled stream"])
 def test_workers_read_in_the_order_of_one_device(name: str) -> None:
-    gc.collect()  # a forked worker must not be the one to destroy a process group of a test before
     dataset = DATA[name]()
     loader = parallel(dataset, 1, **{"batch.num_workers": 2})
     assert rows_of(loader, dataset, 2) == one_device(DATA[name](), 2, num_workers=2)
