@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import all_gather
+from vescale_parallel._data_parallel import mix_up
 from vescale_parallel._data_parallel.mix_up import END_OF_BACKWARD, Exchanges
+from vescale_parallel._torch_private import default_store
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -26,7 +28,7 @@ def step(exchanges: Exchanges, numbers: list[int]) -> None:
         all_gather(torch.tensor(number), group)
     exchanges.begin(END_OF_BACKWARD, group)
     exchanges.compare(group, all_gather(exchanges.bytes_to_compare(), group))
-    exchanges.end()
+    exchanges.end(of_step=True)
 
 
 def asked(exchanges: Exchanges) -> int:
@@ -89,3 +91,20 @@ def test_several_models_have_orders_of_their_own(in_threads: InThreads) -> None:
             step(other, [5 - index, 2])
 
     in_threads(3, on_rank)
+
+
+def test_what_a_program_that_draws_its_order_leaves_is_bounded(
+    in_threads: InThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mix_up, "MAX_ORDERS", 3)
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        exchanges, store = Exchanges(), default_store()
+        before = store.num_keys()
+        for index in range(12):
+            step(exchanges, [2, 10 + index, 3])
+        return len(exchanges._orders), store.num_keys() - before
+
+    for num_orders, num_keys in in_threads(2, on_rank):
+        assert num_orders <= 3
+        assert num_keys <= 8  # those of the last question, and of one that is asked by others

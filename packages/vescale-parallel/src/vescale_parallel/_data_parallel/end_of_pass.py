@@ -77,7 +77,7 @@ class EndOfPass:
             self._exchanges.begin(END_OF_FORWARD, group)
             order = self._exchanges.bytes_to_compare().to(self._mesh.device_type)
             self._compare(self._exchanges, group, all_gather(order, group))
-            self._exchanges.end()
+            self._exchanges.end(of_step=False)
 
     def _exchange(self, flags: Tensor) -> Tensor:
         """Return the largest flags of all data-parallel ranks."""
@@ -90,7 +90,7 @@ class EndOfPass:
             everyones = all_gather(torch.cat([flags, order]), group)
             self._compare(self._exchanges, group, everyones[:, len(flags) :])
             flags = everyones[:, : len(flags)].amax(0)
-        self._exchanges.end()
+        self._exchanges.end(of_step=True)
         return flags
 
     def _compare(self, exchanges: Exchanges, group: dist.ProcessGroup, everyones: Tensor) -> None:

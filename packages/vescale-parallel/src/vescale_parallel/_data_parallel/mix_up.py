@@ -32,6 +32,8 @@ END_OF_BACKWARD, END_OF_FORWARD = 0, 1
 _NUM_OTHERS = 2
 
 _NBYTES = 8  # of a digest, and of a token
+# Orders of steps that are known at most: of a program that draws which blocks it runs all are new.
+MAX_ORDERS = 256
 
 
 def gather_of(group: int) -> int:
@@ -58,6 +60,7 @@ class Exchanges:
         self._done: list[tuple[int, int]] = []
         self._digest = self._before = 0
         self._next: dict[int, set[int]] = {}
+        self._orders: set[int] = set()
         # Names this among the models of a program: that of the first rank is taken over.
         self._token = secrets.token_bytes(_NBYTES)
         self._questions: dict[dist.ProcessGroup, OrderQuestions] = {}
@@ -118,8 +121,17 @@ class Exchanges:
                 self._answers = True
                 while_waiting(self._answer)
 
-    def end(self) -> None:
-        """Know the order since the last call, which all ranks have compared."""
+    def end(self, *, of_step: bool) -> None:
+        """Know the order since the last call, which all ranks have compared.
+
+        Args:
+            of_step: Whether these were all data-parallel ranks, and not those of one copy alone.
+        """
+        if of_step:
+            self._orders.add(self._digest)
+        if len(self._orders) > MAX_ORDERS:
+            # On all ranks in the same step, or some would ask and others not.
+            self._orders, self._next = {self._digest}, {}
         for before, number in self._done:
             self._learn(before, number)
         self.forget()

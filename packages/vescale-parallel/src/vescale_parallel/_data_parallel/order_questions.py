@@ -35,6 +35,7 @@ class OrderQuestions:
         self._group, self._ranks = group, dist.get_process_group_ranks(group)
         self._name = f"vescale/exchanges/{token.hex()}/{self._ranks[0]}.{self._ranks[1]}"
         self.num_asked, self._num_begun = 0, 0
+        self._last: int | None = None  # exchange that was asked for
 
     def ask(self, number: int) -> None:
         """Wait until all ranks of the group ask for the same exchange.
@@ -57,8 +58,9 @@ class OrderQuestions:
             raise self._differs(answer)
         if dist.get_rank() == self._ranks[0]:
             # All ranks asked this one, so none still reads the one before.
-            for each in ("ranks", "first", number, "answer"):
+            for each in ("ranks", "first", self._last, "answer"):
                 store.delete_key(self._key(each, self.num_asked - 1))
+        self._last = number
 
     def answer(self) -> None:
         """Answer ranks that ask while this one waits for them.
