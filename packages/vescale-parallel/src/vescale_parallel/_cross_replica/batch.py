@@ -69,6 +69,8 @@ class BatchRows:
             return
         self.coupling, self.is_checked = self._guard.coupling(model, args, kwargs)
         try:
+            if in_parts_by and self.coupling.written:
+                raise ValueError(_refused_writes(self.coupling, in_parts_by))
             if not self.coupling.regions:
                 yield
                 return
@@ -121,6 +123,15 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
         return gather(value)
 
     return exchange
+
+
+def _refused_writes(coupling: RowCoupling, in_parts_by: str) -> str:
+    names = ", ".join(sorted(coupling.written))
+    return (
+        f"forward writes to parameters ({names}), but {in_parts_by} runs it several times a step. "
+        "Write to them after optimizer.step(), make them buffers, or use pipeline_parallel.size 1 "
+        "and batch.gradient_accumulation 1"
+    )
 
 
 def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:

@@ -66,6 +66,7 @@ class RowCoupling:
         given: Where the rows are in what the model is given; None if it was not looked at.
         returned: Likewise in what it returns, by :func:`leaf_names`; None also if that cannot be
             told.
+        written: Parameters that forward writes to.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -75,6 +76,7 @@ class RowCoupling:
     of_patterns: bool = False
     given: tuple[Rows | None, ...] | None = None
     returned: tuple[tuple[str, Rows | MeanOfParts | None], ...] | None = None
+    written: frozenset[str] = frozenset()
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -105,7 +107,12 @@ class RowCoupling:
             of_patterns=True,
             given=self.given,
             returned=self.returned,
+            written=frozenset(map(generalize, self.written)),
         )
+
+    def is_written(self, fqn: str) -> bool:
+        """Whether forward writes to a parameter."""
+        return self._named(fqn) in self.written
 
     def reason(self, fqn: str) -> str:
         """Return how it was seen that rows depend on each other in a region."""
@@ -147,6 +154,7 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         any(each.of_patterns for each in found),
         given.pop() if len(given) == 1 else None,
         returned.pop() if len(returned) == 1 else None,
+        frozenset[str]().union(*(each.written for each in found)),
     )
 
 

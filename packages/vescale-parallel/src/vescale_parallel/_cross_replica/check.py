@@ -90,6 +90,7 @@ def row_coupling(
         module_rows=found.useful_rows(),
         given=given,
         returned=found.returned(whole),
+        written=frozenset(found.written),
     )
 
 
@@ -107,6 +108,7 @@ class _Found:
         names: Of what the model returns.
         is_flat: Whether a loss of the model was one and the same number for all rows and for
             parts of them, a hinge beyond its margin for example, which shows nothing.
+        written: Parameters that forward writes to, with values that every run begins with.
     """
 
     losses_only: bool
@@ -119,6 +121,7 @@ class _Found:
     callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     names: list[str] = field(default_factory=list[str])
     is_flat: bool = False
+    written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
@@ -168,10 +171,15 @@ def _examine(
     is_model: bool = False,
 ) -> None:
     """Note the regions in a module, and where the rows are in this call of it."""
-    whole = run_module(module, fqn, call, [], NUM_PARTS)
+    if is_model:
+        whole = _first_run(module, call, found)
+    else:
+        whole = run_module(module, fqn, call, [], NUM_PARTS, written=found.written)
     if whole.error is not None:
         raise CannotRunError(f"{fqn or 'the model'}: {whole.error}")
-    parts = [run_module(module, fqn, half, whole.counts, 1) for half in halves]
+    parts = [
+        run_module(module, fqn, half, whole.counts, 1, written=found.written) for half in halves
+    ]
     found.add(fqn, whole.call, [run.call for run in parts])
     why = _difference(whole, parts, losses_only=found.losses_only)
     if why is None:
@@ -186,6 +194,20 @@ def _examine(
         _absorb_keepers(fqn, whole, parts, found)
 
 
+def _first_run(model: nn.Module, call: Call, found: _Found) -> Run:
+    """Run a model on all rows; learn which parameters it writes to."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    whole = run_module(model, "", call, [], NUM_PARTS)
+    written = [name for name, p in whole.parameters.items() if not torch.equal(p, before[name])]
+    found.written = {name: before[name] for name in written}
+    if not written:
+        return whole
+    for name, parameter in model.named_parameters():
+        if name in found.written:
+            parameter.data.copy_(before[name])
+    return run_module(model, "", call, [], NUM_PARTS, written=found.written)
+
+
 def _examine_inside(
     module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: _Found
 ) -> str | None:
@@ -193,7 +215,7 @@ def _examine_inside(
     script = [Script(whole.calls, part) for part in range(NUM_PARTS)]
     try:
         forced = [
-            run_module(module, fqn, half, whole.counts, 1, each)
+            run_module(module, fqn, half, whole.counts, 1, each, written=found.written)
             for half, each in zip(halves, script, strict=True)
         ]
     except OtherCallsError as error:
@@ -278,6 +300,11 @@ def _difference(
             continue
         if not all(equal(run.buffers[name], buffer) for run in parts):
             return f"its buffer {name!r} depends on all rows"
+    for name, parameter in whole.written.items():
+        if own_buffers and "." in name:
+            continue
+        if not all(equal(run.written[name], parameter) for run in parts):
+            return f"its parameter {name!r}, which it writes to, depends on all rows"
     return None
 
 
@@ -366,7 +393,7 @@ def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str
         torch.autograd.backward([x for x, _ in pairs], [c for _, c in pairs])
     for name, parameter in wanted.items():
         if parameter.grad is not None:
-            sums[name], parameter.grad = parameter.grad, None
+            sums[name], parameter.grad = parameter.grad.to_dense(), None  # of sparse embeddings
 
 
 def _below(fqn: str, prefix: str) -> str:

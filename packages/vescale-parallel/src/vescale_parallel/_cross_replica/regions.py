@@ -198,8 +198,27 @@ class _WithRows(TorchFunctionMode):
                     "is made of all rows of the batch, which would lose its gradient; make the "
                     "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
                 )
+            if func == _SET_DATA and not self._converter.is_inside(args[0]):
+                return func(args[0], args[1].full_tensor())
+            if named.get("max_norm") is not None and func in _EMBEDDINGS:
+                named["max_norm"] = _limit_norms(args[0], args[1], **named)
             args, named = pytree.tree_map_only(Tensor, self._converter.replicated, (args, named))
         return func(*args, **named)
+
+
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
+
+
+_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
+
+
+def _limit_norms(
+    indices: Tensor, weight: Tensor, *, max_norm: float, norm_type: float, **_: Any
+) -> None:
+    """Write to an embedding's weight itself, which its function would be given a copy of."""
+    all_indices = indices.full_tensor() if isinstance(indices, DTensor) else indices
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detach(), all_indices.contiguous(), max_norm, norm_type)
 
 
 def _writes_to_first(func: Callable[..., Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,7 @@ class Run:
         counts: What token means counted.
         parameters: Of the module that ran.
         buffers: As they were afterwards.
+        written: Likewise parameters that the model is known to write to.
         kept: Other tensors that modules then held, by module and attribute.
     """
 
@@ -71,6 +72,7 @@ class Run:
     counts: list[Tensor] = field(default_factory=list[Tensor])
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     kept: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
 
 
@@ -143,8 +145,13 @@ def run_module(
     counts: list[Tensor],
     num_of_parts: int,
     script: Script | None = None,
+    *,
+    written: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part."""
+    """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part.
+
+    ``written`` are values of the model's parameters that every run begins with, though it writes.
+    """
     subject = sharing_copy(module)
     is_whole = num_of_parts == NUM_PARTS
 
@@ -172,9 +179,27 @@ def run_module(
         run.error = f"{type(error).__name__}: {error}"
     run.counts = counts
     run.parameters = dict(subject.named_parameters())
+    run.written = _settle_parameters(module, fqn, run.parameters, written or {})
     run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}
     run.kept = {(fqn, name): x.detach() for fqn, name, x in tensors_in_attributes(subject)}
     return run
+
+
+def _settle_parameters(
+    module: nn.Module,
+    fqn: str,
+    found: Mapping[str, nn.Parameter],
+    written: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return what a run left in parameters that it writes to; have the next one begin alike."""
+    left: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        before = written.get(f"{fqn}.{name}".lstrip("."))
+        if before is not None:
+            left[name] = found[name].detach().clone()
+            # Not counted as a write: backward through this run may have kept it.
+            parameter.data.copy_(before)
+    return left
 
 
 def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None) -> None:

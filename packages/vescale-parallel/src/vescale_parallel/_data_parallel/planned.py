@@ -44,4 +44,5 @@ def planned_zero_state(
         stage=plan.data_parallel.zero_stage,
         pipelined=plan.pipeline_parallel.size > 1,
         prefetch=plan.data_parallel.prefetch,
+        runs_again=plan.recompute == "full",
     )

@@ -22,6 +22,7 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, is_in_backward, pytree
 
 from .end_of_pass import LATE, EndOfPass
+from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
@@ -42,10 +43,12 @@ class ZeroState:
             its parameters are freed.
         pipelined: All gradients of a step are summed first then, and reduced once.
         prefetch: How many blocks are gathered ahead under stage 3.
+        runs_again: Whether blocks run again in backward.
 
     Attributes:
         while_backward: Makes what is entered while backward runs.
         after_backward: Called after every backward pass.
+        writes: Of forward, to parameters.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
             ranks itself.
         syncs: Whether backward passes reduce gradients; see [Note: gradients that are not ...].
@@ -61,23 +64,24 @@ class ZeroState:
         stage: int,
         pipelined: bool,
         prefetch: int = 0,
+        runs_again: bool = False,
     ) -> None:
         self.params = params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
-        self._exchanges = root.exchanges
+        self._exchanges, self._reductions = root.exchanges, root.reductions
         self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
         self.after_backward: Callable[[], None] = lambda: None
         self._entered = contextlib.ExitStack()
-        self._in_backward, self._num_backwards = False, 0
+        self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
         self._open: list[ParamGroup] = []
-        self._reduces_early = stage >= 2 and not pipelined
-        self._frees = stage == 3
-        self._reductions = root.reductions
+        self._reduces_early, self._frees = stage >= 2 and not pipelined, stage == 3
         self._gathers = Prefetch(prefetch)
-        every_group = (root, *self._param_groups)
-        self._kept = None if self._frees else GatheredOnce(mesh, every_group)
+        groups = (root, *self._param_groups)
+        self.writes = ForwardWrites(groups, runs_again=runs_again)
+        self._gathered_first = (root,) if self._frees else groups
+        self._kept = None if self._frees else GatheredOnce(mesh, groups)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -93,12 +97,9 @@ class ZeroState:
         self._writes = not pipelined and not self._reduces_early
         # On every rank, whichever of its gradients come first.
         self._order = [*reversed(self._param_groups), root]
-        self._num_reduced = 0
         compared = self._exchanges if self._guarded else None
         self._end = EndOfPass(mesh, params, self._order, compared)
-        self.rows_are_coupled = False
-        self.syncs = True
-        self._has_copies = self._end.has_copies
+        self.rows_are_coupled, self.syncs = False, True
         self._unsynced = UnsyncedGradients(self._order)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
         self._reduced_early, self._held_back = list[ParamGroup](), False
@@ -144,12 +145,14 @@ class ZeroState:
             self._root.gather()
         else:
             self._kept.gather()
+        self.writes.begin(*self._gathered_first)
         self._gathers.begin(("forward", torch.is_grad_enabled()))
 
     def end_forward(self) -> None:
         """Show distributed parameters again."""
         self._gathers.end()
         self._show_sharded()
+        self.writes.keep(*self._gathered_first)
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
             self._end.compare_gathers()
@@ -182,8 +185,7 @@ class ZeroState:
 
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
-        param_groups = (self._root, *self._param_groups)
-        aside = [each.set_aside() for each in param_groups]
+        aside = [each.set_aside() for each in self._order]
         early, self._reduced_early = self._reduced_early, []
         held_back, self._held_back = self._held_back, False
 
@@ -265,7 +267,7 @@ class ZeroState:
             forward = self._gathers.order_of(("forward", True))
             self._gathers.begin("backward", [*reversed(forward)])
             if self._writes:
-                for param_group in (self._root, *self._param_groups):
+                for param_group in self._order:
                     param_group.begin_writing()
             call_after_backward(self._end_backward)
 
@@ -286,6 +288,7 @@ class ZeroState:
         def before_forward(_: nn.Module, args: Any) -> None:
             if self._frees and not runs_again():
                 self._gathers.need(param_group)
+                self.writes.begin(param_group)
             param_group.show_unsharded()
 
         def after_forward(_: nn.Module, args: Any, output: Any) -> None:
@@ -293,6 +296,7 @@ class ZeroState:
                 return
             param_group.show_sharded()
             if self._frees:
+                self.writes.keep(param_group)
                 self._gathers.let_go(param_group)
             entered: set[int] = set()
 
@@ -324,7 +328,7 @@ class ZeroState:
 
     @property
     def _reduces_now(self) -> bool:
-        return self.syncs or not self._has_copies
+        return self.syncs or not self._end.has_copies
 
     def _pass_on(self, param_groups: Sequence[ParamGroup]) -> None:
         """Reduce, or keep, the gradients that backward is through with."""

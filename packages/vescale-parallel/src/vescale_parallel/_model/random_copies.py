@@ -44,7 +44,8 @@ def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
 
 def sharing_copy(module: nn.Module) -> nn.Module:
     """Copy a module with parameters that share memory and have gradients of their own."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach()) for p in module.parameters()}
+    # Not detach(): a write of one copy must not count as one to what backward of others kept.
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.data) for p in module.parameters()}
     return deep_copied(module, memo)
 
 

@@ -60,6 +60,11 @@ class FlatShards:
         # Not detach(): a write to one parameter must not count as one to all.
         return self.own[where].view(shape).data
 
+    def gathered_shard_of(self, index: int, numel: int, shape: torch.Size) -> Tensor:
+        """Return what :meth:`shard_of` does, of the buffer that is gathered."""
+        where = self.layout.in_shard(index, self.rank, numel)
+        return self.whole[self.rank][where].view(shape)
+
     def whole_of(self, index: int, shape: torch.Size) -> Tensor:
         """Return a whole parameter, in the buffer that is gathered; without memory, too."""
         allocate(self.whole)  # or torch makes no views of it

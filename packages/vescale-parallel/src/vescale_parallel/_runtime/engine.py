@@ -127,8 +127,10 @@ class Engine:
                 self.logits.declared(),
                 self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
-                if self.rows.coupling.regions:
+                coupling = self.rows.coupling
+                if coupling.regions:
                     self.parameters.rows_are_coupled = True
+                self.parameters.writes.is_known = coupling.is_written if coupling.written else None
                 if self.pipeline is not None:
                     return self.pipeline.run(forward, args, kwargs, self.rows.coupling)
                 if self.accumulation is not None and torch.is_grad_enabled():
