@@ -94,7 +94,7 @@ class ForwardWrites:
     def _refusal(self, param: ShardedParameter) -> str | None:
         assert param.unsharded is not None
         if param.unsharded.shape != param.sharded.shape:
-            return "of which tensor-parallel ranks hold parts"
+            return "of which ranks hold parts"
         if param.unsharded.dtype != param.sharded.dtype:
             return (
                 f"which computes in {param.unsharded.dtype} and is kept in {param.sharded.dtype}"
