@@ -5,7 +5,8 @@ Files, in the order in which a plan comes about:
 - ``_generate.py``: the entry point, flat: workload, search, what would run, reasons
 - ``_constraints.py``: what a person may fix, checked before anything else
 - ``_workload.py``: what each block computes and keeps, from one forward on shapes
-- ``cluster.py``: what the machines can do
+- ``cluster.py``, ``_presets.py``: what the machines can do
+- ``_collectives.py``: seconds of one collective
 - ``_candidates.py``: every combination of degrees, schedules and stages, as data
 - ``_partition.py``: where the pipeline is cut, and what each of its ranks owns
 - ``_cost.py``, ``_memory.py``: seconds and bytes of one candidate

@@ -19,9 +19,15 @@ class Layout:
     tp: int
     pp: int
     dp: int
+    cp: int = 1
 
     def __str__(self) -> str:
-        sizes = {"data": self.dp, "tensor": self.tp, "pipeline": self.pp}
+        sizes = {
+            "data": self.dp,
+            "context": self.cp,
+            "tensor": self.tp,
+            "pipeline": self.pp,
+        }
         used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
         return " x ".join(used) or "a single device"
 
@@ -52,8 +58,8 @@ class Candidate:
 
     @property
     def rows_of_part(self) -> float:
-        """Rows of one micro-batch."""
-        return self.rows / self.parts
+        """Rows of one micro-batch; of a row of which a rank has a part, that part."""
+        return self.rows / self.parts / self.layout.cp
 
     @property
     def shard(self) -> int:

@@ -42,6 +42,13 @@ def reasons(
             f"{winner.candidate.rows} rows in {accumulation} micro-batches, one after the other, "
             "and forward has to return its loss"
         )
+    fastest = min(result.fits, key=lambda s: (s.seconds_per_row, s.candidate))
+    if fastest.candidate != winner.candidate:
+        slower = winner.seconds_per_row / fastest.seconds_per_row - 1
+        lines.append(
+            f"a tie: {fastest.candidate} is predicted {slower:.1%} faster, within the "
+            f"{TIE - 1:.0%} that count as equal; the plan with fewer moving parts was chosen"
+        )
     lines += _runners_up(result)
     lines += _too_large(result, cluster)
     lines += [f"not possible: {reason}" for reason in result.rejected[:NUM_RUNNERS_UP]]
