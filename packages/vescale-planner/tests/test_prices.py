@@ -134,6 +134,13 @@ def test_sums_in_rank_order_send_every_copy_to_other_nodes() -> None:
     assert exchange(16e9, Group(8), PLAIN) == pytest.approx(all_gather(16e9, Group(8), PLAIN))
 
 
+def test_direct_messages_take_one_round_and_trees_several() -> None:
+    late = replace(PLAIN, intra_latency_seconds=1e-3, inter_latency_seconds=1e-2)
+    assert exchange(0.0, Group(8), late) == pytest.approx(1e-3)
+    assert exchange(0.0, Group(16), late) == pytest.approx(1e-2)
+    assert all_gather(0.0, Group(16), late, messages=2) == pytest.approx(2 * (3e-3 + 1e-2))
+
+
 def test_stages_on_other_nodes_send_over_the_card() -> None:
     assert send(1e9, Group(2, stride=4), PLAIN) == pytest.approx(1e9 / 4e11)
     assert send(1e9, Group(2, stride=8), PLAIN) == pytest.approx(1e9 / 5e10)

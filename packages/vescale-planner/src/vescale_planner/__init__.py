@@ -13,10 +13,21 @@ Files, in the order in which a plan comes about:
 - ``_search.py``: scores and ranks all of them
 - ``_runnable.py``: drops pipelines that the runtime would refuse
 - ``_explain.py``: why the winner won, in words
+- ``_predict.py``, ``prediction.py``: the price of one plan that somebody gives
 """
 
 from ._generate import generate_plan as generate_plan, generate_plans as generate_plans
+from ._predict import predict as predict
 from .cluster import Cluster as Cluster
+from .prediction import Breakdown as Breakdown, Prediction as Prediction, RankMemory as RankMemory
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "generate_plan", "generate_plans"]
+__all__ = [
+    "Breakdown",
+    "Cluster",
+    "Prediction",
+    "RankMemory",
+    "generate_plan",
+    "generate_plans",
+    "predict",
+]

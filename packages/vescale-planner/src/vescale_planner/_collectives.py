@@ -59,12 +59,14 @@ def exchange(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1
     """Return the seconds of an all-to-all: what sums in rank order are made of.
 
     Every rank sends each other one its row, so ``(n - k) / n`` of the bytes leave the node over
-    the rank's own share of the cards: nothing is added up on the way.
+    the rank's own share of the cards: nothing is added up on the way. All go directly, at once.
     """
     ranks, per_node = group.ranks, group.per_node(cluster)
     inside = (per_node - 1) / ranks * nbytes / cluster.inside_bytes_per_second
     across = (ranks - per_node) / ranks * nbytes / cluster.outside_bytes_per_second
-    return max(inside, across) + messages * latency(group, cluster)
+    is_inside = group.nodes(cluster) == 1
+    once = cluster.intra_latency_seconds if is_inside else cluster.inter_latency_seconds
+    return max(inside, across) + messages * once
 
 
 def send(nbytes: float, group: Group, cluster: Cluster) -> float:

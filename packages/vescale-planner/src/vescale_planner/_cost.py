@@ -284,7 +284,7 @@ def _data_parallel(
     layout, shard = candidate.layout, candidate.shard
     if layout.dp * layout.cp == 1:
         return 0.0
-    units = max(1, sum(p.numel > 0 for p in owned.parts))
+    units = _units(owned)
     parts = candidate.parts
     gather, reduce = _gather_and_reduce(candidate, owned, cluster, numerics, units)
     passes = 4 if candidate.recompute == "full" else 3
@@ -306,6 +306,12 @@ def _data_parallel(
     if early:
         return gathers + parts * exposed(hidden + reduce, backward)
     return gathers + reduce + (parts * exposed(hidden, backward) if hidden else 0.0)
+
+
+def _units(owned: PipelineRank) -> int:
+    """Return how many collectives all parameters take: one a block, one for all outside."""
+    blocks = sum(p.is_block and p.numel > 0 for p in owned.parts)
+    return max(1, blocks + any(not p.is_block and p.numel > 0 for p in owned.parts))
 
 
 def _gather_and_reduce(

@@ -120,11 +120,21 @@ def generate_plans(
     )
     itemsize = itemsize_of(constraints.get("precision.param"), workload.itemsize)
     workload = computed_in(workload, itemsize)
-    search = Search(model, workload, cluster, constraints, states, split, example_batch)
+    accumulates = ACCUMULATION not in constraints and not _has_batch_norm(model)
+    search = Search(
+        model,
+        workload,
+        cluster,
+        constraints,
+        states,
+        split,
+        example_batch,
+        accumulates=accumulates and workload.returns_loss,
+    )
     num_named = max(top - 1, NUM_RUNNERS_UP)
     result = _found(search, world_size, num_named)
-    if not result.fits and ACCUMULATION not in constraints and not _has_batch_norm(model):
-        # Only now: forward has to return its loss then.
+    if not result.fits and accumulates and not search.accumulates:
+        # Only now: forward has to return its loss then, which was not seen.
         accumulating = _found(replace(search, accumulates=True), world_size, num_named)
         result = accumulating if accumulating.fits else result
     if not result.fits:

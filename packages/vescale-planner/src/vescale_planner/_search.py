@@ -11,9 +11,9 @@ from torch import nn
 
 from vescale_parallel import ShardingProposal, StagePlacement, propose_sharding, rule_of
 
-from ._candidates import Candidate, Layout, Rows, candidates, layouts
+from ._candidates import Candidate, Layout, Rows, candidates, layouts, stated_batch
 from ._cost import Cost, Numerics, step_cost
-from ._memory import Memory, needed_bytes, peak_memory
+from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
 from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._workload import Workload, itemsize_of
 from .cluster import Cluster
@@ -110,9 +110,7 @@ class Search:
         """
         scored: list[ScoredCandidate] = []
         rejected: dict[str, None] = {}
-        rows = Rows(
-            global_size=self.constraints.get("batch.global_size"), example=self.workload.rows
-        )
+        rows = self.rows(world_size)
         for layout in layouts(world_size, self.constraints):
             reason = self._impossible(layout)
             if reason:
@@ -137,6 +135,30 @@ class Search:
             too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
             rejected=tuple(distinct(rejected)),
         )
+
+    def rows(self, world_size: int) -> Rows:
+        """Return the batch of all candidates: as constrained, or one that is stated."""
+        given = self.constraints.get("batch.global_size")
+        if given is not None:
+            return Rows(global_size=given, example=self.workload.rows)
+        stated = stated_batch(
+            world_size, self.constraints, self.workload.rows, self.workload.tokens
+        )
+        return Rows(global_size=stated, example=self.workload.rows, is_stated=True)
+
+    def memories(self, candidate: Candidate) -> tuple[Memory, ...]:
+        """Return the memory of every pipeline rank."""
+        return memory_of_ranks(
+            candidate,
+            self._ranks_of(candidate),
+            states=self.states,
+            compute_itemsize=self.numerics.compute_itemsize,
+            output_bytes=self.workload.output_bytes,
+        )
+
+    def shard(self, tp: int, plan: dict[str, str]) -> None:
+        """Take a sharding plan for a tensor-parallel size instead of looking for one."""
+        self._sharding[tp] = plan
 
     def score(self, candidate: Candidate) -> ScoredCandidate:
         """Predict one candidate."""
