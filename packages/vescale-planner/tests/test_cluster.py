@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from vescale_planner import Cluster
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "cpu"])
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "gb200", "mi300x", "cpu"])
 def test_presets_are_clusters(name: str) -> None:
     cluster = Cluster.preset(name)
     assert cluster.name == name
@@ -34,7 +35,39 @@ def test_ranks_of_this_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch)
     assert four.memory_bytes in (one.memory_bytes, one.memory_bytes // 4)
 
 
-def test_groups_wider_than_a_node_use_the_slow_links() -> None:
-    cluster = Cluster.preset("h200")
-    assert cluster.bytes_per_second(8) == cluster.intra_bytes_per_second
-    assert cluster.bytes_per_second(9) == cluster.inter_bytes_per_second
+def test_ranks_share_the_cards_of_their_node_and_reach_a_part_of_the_links() -> None:
+    cluster = replace(Cluster.preset("h200"), link_efficiency=0.5)
+    assert cluster.inside_bytes_per_second == 225e9
+    assert cluster.outside_bytes_per_second == 25e9
+    assert replace(cluster, nics_per_node=2).outside_bytes_per_second == 25e9 / 4
+
+
+def test_a_cluster_is_read_from_json_and_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    h100 = Cluster.preset("h100")
+    assert Cluster.from_json(h100.to_json()) == h100
+    written = tmp_path / "mine.yaml"
+    written.write_text("preset: h100\nname: mine\ninter_bytes_per_second: 25e9\n")
+    assert Cluster.from_file(written) == replace(h100, name="mine", inter_bytes_per_second=25e9)
+    (tmp_path / "mine.json").write_text(h100.to_json())
+    assert Cluster.from_file(tmp_path / "mine.json") == h100
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"an object of Cluster's fields, got \[1\]"),
+        ("{", "expected a cluster as JSON"),
+        ('{"nics": 2}', "unknown cluster field 'nics'"),
+        ('{"name": "x"}', "missing .* give 'preset'"),
+        ('{"preset": "h100", "overlap": "all"}', "overlap in JSON to be a number, got 'all'"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_json(text)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.json, \.yaml or \.yml"):
+        Cluster.from_file(tmp_path / "mine.toml")

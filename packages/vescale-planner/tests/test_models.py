@@ -9,12 +9,13 @@ import pytest
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Layout, Rows, candidates, layouts
-from vescale_planner._cost import step_cost
+from vescale_planner._cost import Numerics, step_cost
 from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._workload import ParameterSize, Part, Workload
 
 H200 = Cluster.preset("h200")
+PLAIN = Numerics(states=2, compute_itemsize=2)
 
 
 def _workload() -> Workload:
@@ -74,7 +75,7 @@ def _memory(candidate: Candidate) -> float:
 
 
 def _seconds(candidate: Candidate, cluster: Cluster = H200) -> float:
-    return step_cost(candidate, _ranks(candidate), cluster, states=2, compute_itemsize=2).step
+    return step_cost(candidate, _ranks(candidate), cluster, numerics=PLAIN).step
 
 
 def test_one_rank_holds_parameters_gradients_states_and_activations() -> None:
@@ -123,7 +124,7 @@ def test_a_cut_sequence_divides_what_recomputation_keeps_and_stages_hand_over() 
         ranks = _ranks(candidate, sequence=sequence)
         blocks = [part for part in ranks[0].parts if part.is_block]
         kept.append(sum(part.handed_bytes for part in blocks))
-        over.append(step_cost(candidate, ranks, H200, states=2, compute_itemsize=2).pipeline)
+        over.append(step_cost(candidate, ranks, H200, numerics=PLAIN).pipeline)
     assert kept[0] == 4 * kept[1] == 4 * 1e7
     assert over[1] < over[0]
 
@@ -171,17 +172,17 @@ def test_the_bubble_is_that_of_the_formula() -> None:
         H200, intra_bytes_per_second=1e30, intra_latency_seconds=0.0, launch_seconds=0.0
     )
     plain = _candidate(pp=4, microbatches=8)
-    cost = step_cost(plain, _ranks(plain), silent, states=0, compute_itemsize=2)
+    cost = step_cost(plain, _ranks(plain), silent, numerics=replace(PLAIN, states=0))
     assert cost.pipeline / cost.compute == pytest.approx(3 / 8)
     twice = replace(plain, schedule="interleaved_1f1b", virtual_stages=2)
-    cost = step_cost(twice, _ranks(twice), silent, states=0, compute_itemsize=2)
+    cost = step_cost(twice, _ranks(twice), silent, numerics=replace(PLAIN, states=0))
     assert cost.pipeline / cost.compute == pytest.approx(3 / 16)
 
 
 def test_compute_is_six_flops_over_what_the_device_reaches() -> None:
     candidate = _candidate(rows=64)
-    cost = step_cost(candidate, _ranks(candidate), H200, states=2, compute_itemsize=2)
-    assert cost.compute == pytest.approx(3 * 8 * 64 * 2e12 / (989e12 * 0.5))
+    cost = step_cost(candidate, _ranks(candidate), H200, numerics=PLAIN)
+    assert cost.matrix == pytest.approx(3 * 8 * 64 * 2e12 / (989e12 * H200.efficiency))
 
 
 def test_tensor_parallelism_across_nodes_costs_more() -> None:
@@ -193,7 +194,7 @@ def test_tensor_parallelism_across_nodes_costs_more() -> None:
 def test_stage_three_communicates_more_than_stage_one() -> None:
     exposed = replace(H200, overlap=0.0)
     one, three = (
-        step_cost(c, _ranks(c), exposed, states=2, compute_itemsize=2).data_parallel
+        step_cost(c, _ranks(c), exposed, numerics=PLAIN).data_parallel
         for c in (_candidate(dp=8, zero_stage=1), _candidate(dp=8, zero_stage=3))
     )
     assert three == pytest.approx(1.5 * one)

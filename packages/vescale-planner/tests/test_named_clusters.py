@@ -24,7 +24,9 @@ def test_a_cluster_may_be_given_by_its_name() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"cluster of \['a100', .*'h200'\], got 'h1000'; for ot"):
+    with pytest.raises(
+        ValueError, match=r"cluster of \['a100', .*'h200', 'mi300x'\], got 'h1000'; for ot"
+    ):
         generate_plan(Net(), world_size=4, cluster="h1000")
     with pytest.raises(TypeError, match=r"a name of \['a100', .* got 8"):
         generate_plan(Net(), world_size=4, cluster=8)  # pyright: ignore[reportArgumentType]: refused

@@ -2,5 +2,13 @@ import vescale_planner
 
 
 def test_the_public_names_are_these() -> None:
-    assert vescale_planner.__all__ == ["Cluster", "generate_plan", "generate_plans"]
+    assert vescale_planner.__all__ == [
+        "Breakdown",
+        "Cluster",
+        "Prediction",
+        "RankMemory",
+        "generate_plan",
+        "generate_plans",
+        "predict",
+    ]
     assert all(hasattr(vescale_planner, name) for name in vescale_planner.__all__)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel import ParallelPlan, check_supported
 from vescale_planner import Cluster, generate_plan
 
 CPU = Cluster.preset("cpu")
@@ -76,7 +78,7 @@ def test_pipelines_nobody_asked_for_need_a_batch_to_be_tried_on() -> None:
 
 def test_pipelines_of_one_micro_batch_are_for_those_who_ask() -> None:
     row = torch.ones(1, 8)
-    with pytest.raises(ValueError, match="2 pipeline stages need two micro-batches or more"):
+    with pytest.raises(ValueError, match="2 pipeline stages need 2 micro-batches or more"):
         generate_plan(Blocks(), ONLY_PIPELINES, world_size=2, cluster=CPU, example_batch=row)
     asked = {**ONLY_PIPELINES, "pipeline_parallel.size": 2}
     plan = generate_plan(Blocks(), asked, world_size=2, cluster=CPU, example_batch=row)
@@ -91,3 +93,75 @@ def test_the_reasons_say_which_pipelines_would_not_run() -> None:
     said = "\n".join(plan.reasons)
     assert "not possible: 2 pipeline stages: pipeline parallelism passes the output" in said
     assert "next: pipeline parallel" not in said
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = norm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).square().mean()
+
+
+def test_what_the_runtime_refuses_is_not_proposed() -> None:
+    batch = torch.ones(4, 8)
+    with pytest.raises(ValueError, match="normalizes over the batch, which a pipeline runs in"):
+        generate_plan(
+            Normed(nn.BatchNorm1d), ONLY_PIPELINES, world_size=2, cluster=CPU, example_batch=batch
+        )
+    with pytest.raises(ValueError, match="SyncBatchNorm, which exchanges statistics"):
+        generate_plan(Normed(nn.SyncBatchNorm), world_size=2, cluster=CPU)
+    plan = generate_plan(Normed(nn.BatchNorm1d), world_size=2, cluster=CPU, example_batch=batch)
+    check_supported(plan, Normed(nn.BatchNorm1d))
+    assert plan.data_parallel.size == 2
+
+
+def test_pipelines_have_as_many_micro_batches_as_ranks() -> None:
+    with pytest.raises(ValueError, match="4 pipeline stages need 4 micro-batches or more"):
+        generate_plan(
+            Blocks(), ONLY_PIPELINES, world_size=4, cluster=CPU, example_batch=torch.ones(2, 8)
+        )
+
+
+def test_all_plans_are_compared_by_one_global_batch() -> None:
+    plans: list[ParallelPlan] = []
+    for size in (1, 2, 4):
+        free = {"batch.global_size": 16, **ONLY_PIPELINES, "data_parallel.size": size}
+        free["pipeline_parallel.size"] = 4 // size
+        plans.append(
+            generate_plan(
+                Blocks(), free, world_size=4, cluster=CPU, example_batch=torch.ones(4, 8)
+            )
+        )
+    plan = generate_plan(Blocks(), world_size=4, cluster=CPU, example_batch=torch.ones(4, 8))
+    assert plan.estimate is not None
+    assert plan.estimate.samples == 16
+    assert all(each.estimate and each.estimate.samples == 16 for each in plans)
+    assert any("a global batch of 16 rows for all plans" in reason for reason in plan.reasons)
+
+
+def test_accumulation_is_chosen_before_what_costs_more() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x.square().mean()
+
+    only = {"batch.global_size": 4096, "data_parallel.size": 2}
+    batch = torch.ones(2048, 64)
+    free = generate_plan(Wide(), only, world_size=2, cluster=CPU, example_batch=batch)
+    assert free.batch.gradient_accumulation == 1
+    assert free.estimate is not None
+    tight = replace(CPU, memory_bytes=free.estimate.memory_bytes - 10**6)
+    plan = generate_plan(Wide(), only, world_size=2, cluster=tight, example_batch=batch)
+    assert plan.batch.gradient_accumulation > 1
+    assert plan.recompute == "none"
+    assert any("batch.gradient_accumulation" in reason for reason in plan.reasons)

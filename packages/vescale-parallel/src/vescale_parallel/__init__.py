@@ -62,6 +62,7 @@ from ._plan.plan import (
     ParallelPlan as ParallelPlan,
     constraint_keys as constraint_keys,
 )
+from ._plan.supported import check_supported as check_supported
 from ._runtime.optimizer.kinds import declare_optimizer as declare_optimizer
 from ._runtime.optimizer.matrices import declare_matrices as declare_matrices
 from ._runtime.position import data_parallel_rank as data_parallel_rank

@@ -5,17 +5,29 @@ Files, in the order in which a plan comes about:
 - ``_generate.py``: the entry point, flat: workload, search, what would run, reasons
 - ``_constraints.py``: what a person may fix, checked before anything else
 - ``_workload.py``: what each block computes and keeps, from one forward on shapes
-- ``cluster.py``: what the machines can do
+- ``cluster.py``, ``_presets.py``: what the machines can do
+- ``_collectives.py``: seconds of one collective
 - ``_candidates.py``: every combination of degrees, schedules and stages, as data
 - ``_partition.py``: where the pipeline is cut, and what each of its ranks owns
 - ``_cost.py``, ``_memory.py``: seconds and bytes of one candidate
 - ``_search.py``: scores and ranks all of them
 - ``_runnable.py``: drops pipelines that the runtime would refuse
 - ``_explain.py``: why the winner won, in words
+- ``_predict.py``, ``prediction.py``: the price of one plan that somebody gives
 """
 
 from ._generate import generate_plan as generate_plan, generate_plans as generate_plans
+from ._predict import predict as predict
 from .cluster import Cluster as Cluster
+from .prediction import Breakdown as Breakdown, Prediction as Prediction, RankMemory as RankMemory
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "generate_plan", "generate_plans"]
+__all__ = [
+    "Breakdown",
+    "Cluster",
+    "Prediction",
+    "RankMemory",
+    "generate_plan",
+    "generate_plans",
+    "predict",
+]

@@ -19,9 +19,15 @@ class Layout:
     tp: int
     pp: int
     dp: int
+    cp: int = 1
 
     def __str__(self) -> str:
-        sizes = {"data": self.dp, "tensor": self.tp, "pipeline": self.pp}
+        sizes = {
+            "data": self.dp,
+            "context": self.cp,
+            "tensor": self.tp,
+            "pipeline": self.pp,
+        }
         used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
         return " x ".join(used) or "a single device"
 
@@ -52,8 +58,8 @@ class Candidate:
 
     @property
     def rows_of_part(self) -> float:
-        """Rows of one micro-batch."""
-        return self.rows / self.parts
+        """Rows of one micro-batch; of a row of which a rank has a part, that part."""
+        return self.rows / self.parts / self.layout.cp
 
     @property
     def shard(self) -> int:
@@ -140,21 +146,43 @@ class Rows:
     """What is known of the batch.
 
     Attributes:
-        global_size: Rows of one step over all ranks, if constrained.
-        example: Rows of the example batch: what each replica gets if ``global_size`` is None.
+        global_size: Rows of one step over all ranks.
+        example: Rows of the example batch.
+        is_stated: Whether nobody constrained ``global_size``: see :func:`stated_batch`.
     """
 
-    global_size: int | None
+    global_size: int
     example: int | None
+    is_stated: bool = False
 
     def of_replica(self, dp: int, microbatches: int) -> int:
         """Return the rows of one replica, 0 if they cannot be cut evenly."""
-        if self.global_size is not None:
-            whole = self.global_size % (dp * microbatches) == 0
-            return self.global_size // dp if whole else 0
-        if self.example is not None:
-            return self.example if self.example % microbatches == 0 else 0
-        return microbatches  # one row a micro-batch
+        whole = self.global_size % (dp * microbatches) == 0
+        return self.global_size // dp if whole else 0
+
+
+# About what a step of the largest published runs has.
+_MOST_TOKENS = 2**24
+
+
+def stated_batch(
+    world_size: int, constraints: Mapping[str, Any], example_rows: int | None, tokens: int
+) -> int:
+    """Return the global batch that all candidates are compared by where none is constrained.
+
+    It is one example batch for each rank that may be data parallel, up to 16 million tokens.
+    Without an example batch it is one row a rank, or four for each rank of a pipeline that was
+    asked for.
+    """
+    get = constraints.get
+    widest = max(layout.dp for layout in layouts(world_size, constraints))
+    rows = example_rows
+    if rows is None:
+        ranks = get("pipeline_parallel.size") or world_size
+        usual = 4 * ranks if is_pipeline_asked_for(constraints) else world_size // widest
+        rows = (get("pipeline_parallel.microbatches") or usual) * (get(ACCUMULATION) or 1)
+    most = max(1, _MOST_TOKENS // (rows * max(1, tokens)))
+    return rows * max(size for size in _divisors(widest, None) if size <= most)
 
 
 def candidates(
@@ -261,11 +289,13 @@ def _pipelines(
             return
         options = [fixed] if fixed else _microbatches(layout, rows)
         if layout.pp > 1 and not is_pipeline_asked_for(constraints):
-            options = [count for count in options if count > 1]
-            if not options:
+            few = not options or max(options) < layout.pp
+            options = [count for count in options if count >= layout.pp]
+            if few:
                 yield (
-                    f"{counted(stages, 'pipeline stage')} need two micro-batches or more to work "
-                    "at the same time, and a replica gets one row"
+                    f"{counted(stages, 'pipeline stage')} need {layout.pp} micro-batches or more "
+                    "to work at the same time, and a replica gets "
+                    f"{counted(rows.global_size // layout.dp, 'row')}"
                 )
         for microbatches in options:
             refused = refused_microbatches(
@@ -288,10 +318,11 @@ def _pipelines(
 
 
 def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
-    if rows.global_size is None:
+    if rows.is_stated:
         return (
-            f"the example batch of {rows.example} rows cannot be split into "
-            f"{microbatches} equal micro-batches"
+            f"{counted(rows.global_size, 'row')} of a step, as in the example batch, cannot be "
+            f"split over data_parallel.size {dp} in {microbatches} equal micro-batches; constrain "
+            "batch.global_size"
         )
     return (
         f"expected batch.global_size to be a multiple of data_parallel.size x "
@@ -344,9 +375,6 @@ def _schedules(
 def _microbatches(layout: Layout, rows: Rows) -> list[int]:
     if layout.pp == 1:
         return [1]
-    if rows.global_size is None and rows.example is None:
-        return [layout.pp, 2 * layout.pp, 4 * layout.pp]
-    known = rows.example if rows.global_size is None else rows.global_size // layout.dp
-    known = known or 1
+    known = max(1, rows.global_size // layout.dp)
     limit = min(known, 16 * layout.pp)
     return [count for count in range(1, limit + 1) if known % count == 0]

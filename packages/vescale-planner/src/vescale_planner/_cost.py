@@ -1,34 +1,54 @@
-"""How long a step takes: a roofline, ring collectives, and the bubble of the pipeline.
+"""How long a step takes: a roofline, collectives by level, and the bubble of the pipeline.
 
-    step = pipeline(compute + tensor-parallel communication + hand-over) + data-parallel
-           communication that backward does not hide + optimizer
+    step = micro-batches x (matrix products + attention + memory-bound work + tensor-parallel
+           communication + hand-over) + bubble + communication of data parallelism that nothing
+           hides + optimizer
 
-Every term is a few multiplications, so that a person can check the winner by hand. What is
-left out: attention's own efficiency, slow links shared by several groups, stragglers.
+Every term is a few multiplications, so that a person can check the winner by hand. What is left
+out: how the speed of a product depends on its shape, slow links shared with others, stragglers.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 
+from vescale_parallel import simulate_schedule
+
 from ._candidates import Candidate
+from ._collectives import Group, all_gather, all_reduce, exchange, send
 from ._partition import LocalPart, PipelineRank
 from .cluster import Cluster
 
 # Operators of one block's forward, for the time that starting them takes.
 _OPERATORS = 50
+# Backward of fused attention computes the scores again (Dao 2023): five products for two.
+_ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Seconds of one step, by what they are spent on; they add up to ``step``."""
 
-    compute: float
+    matrix: float
+    attention: float
+    memory_bound: float
     tensor_parallel: float
-    pipeline: float
+    context_parallel: float
+    bubble: float
+    hand_over: float
     data_parallel: float
     optimizer: float
+
+    @property
+    def compute(self) -> float:
+        """Forward and backward of the slowest pipeline rank."""
+        return self.matrix + self.attention + self.memory_bound
+
+    @property
+    def pipeline(self) -> float:
+        """What a pipeline adds."""
+        return self.bubble + self.hand_over
 
     @property
     def step(self) -> float:
@@ -36,6 +56,7 @@ class Cost:
         return (
             self.compute
             + self.tensor_parallel
+            + self.context_parallel
             + self.pipeline
             + self.data_parallel
             + self.optimizer
@@ -43,14 +64,48 @@ class Cost:
 
     def __str__(self) -> str:
         parts = {
-            "compute": self.compute,
+            "matrix products": self.matrix,
+            "attention": self.attention,
+            "memory-bound operators": self.memory_bound,
             "tensor-parallel communication": self.tensor_parallel,
-            "pipeline bubble and hand-over": self.pipeline,
+            "context-parallel communication": self.context_parallel,
+            "pipeline bubble": self.bubble,
+            "hand-over between stages": self.hand_over,
             "data-parallel communication not hidden": self.data_parallel,
             "optimizer": self.optimizer,
         }
         shown = {name: value for name, value in parts.items() if value > 0.001 * self.step}
         return ", ".join(f"{name} {seconds(value)}" for name, value in shown.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a plan says of dtypes and of when parameters and gradients are sent.
+
+    Attributes:
+        states: Tensors of a parameter's size that the optimizer keeps.
+        compute_itemsize: Bytes of an element in forward and backward.
+        reduce_itemsize: Of a gradient while it is summed; None as in backward.
+        prefetch: Of ``data_parallel.prefetch``.
+        ordered: Whether gradients are summed in rank order, which sends every copy.
+    """
+
+    states: int
+    compute_itemsize: int
+    reduce_itemsize: int | None = None
+    prefetch: int = 1
+    ordered: bool = True
+
+
+@dataclass(frozen=True)
+class _Compute:
+    matrix: float
+    attention: float
+    memory_bound: float
+
+    @property
+    def total(self) -> float:
+        return self.matrix + self.attention + self.memory_bound
 
 
 def seconds(value: float) -> str:
@@ -66,8 +121,7 @@ def step_cost(
     ranks: tuple[PipelineRank, ...],
     cluster: Cluster,
     *,
-    states: int,
-    compute_itemsize: int,
+    numerics: Numerics,
 ) -> Cost:
     """Return the predicted time of one optimizer step.
 
@@ -75,61 +129,128 @@ def step_cost(
         candidate: The plan.
         ranks: What every pipeline rank owns.
         cluster: The machines.
-        states: Tensors of a parameter's size that the optimizer keeps.
-        compute_itemsize: Bytes of an element in forward and backward.
+        numerics: Dtypes, and what is overlapped.
     """
-    microbatches = candidate.parts
-    compute = [
-        sum(_compute(p, candidate, cluster, compute_itemsize) for p in rank.parts)
-        for rank in ranks
-    ]
+    parts = candidate.parts
+    compute = [_compute_of_rank(r, candidate, cluster, numerics.compute_itemsize) for r in ranks]
     tensor = [sum(_tensor_parallel(p, candidate, cluster) for p in r.parts) for r in ranks]
-    busy = [c + t for c, t in zip(compute, tensor, strict=True)]
+    context = [sum(_context_parallel(p, candidate, cluster) for p in r.parts) for r in ranks]
+    busy = [c.total + t + x for c, t, x in zip(compute, tensor, context, strict=True)]
     slowest = max(range(len(ranks)), key=lambda rank: busy[rank])
-    # Filling and draining: every other rank's micro-batch once, divided by the virtual stages.
-    bubble = (sum(busy) - busy[slowest]) / candidate.virtual_stages
-    hand_over = _hand_over(candidate, ranks, cluster) * microbatches
-    backward = compute[slowest] * microbatches * 2 / 3
     return Cost(
-        compute=compute[slowest] * microbatches,
-        tensor_parallel=tensor[slowest] * microbatches,
-        pipeline=bubble + hand_over,
+        matrix=compute[slowest].matrix * parts,
+        attention=compute[slowest].attention * parts,
+        memory_bound=compute[slowest].memory_bound * parts,
+        tensor_parallel=tensor[slowest] * parts,
+        context_parallel=context[slowest] * parts,
+        bubble=_bubble(candidate, busy, slowest),
+        hand_over=_hand_over(candidate, ranks, cluster) * parts,
         data_parallel=max(
-            _data_parallel(candidate, rank, cluster, compute_itemsize, backward) for rank in ranks
+            _data_parallel(candidate, rank, cluster, numerics, spent.total)
+            for rank, spent in zip(ranks, compute, strict=True)
         ),
-        optimizer=max(_optimizer(candidate, rank, cluster, states) for rank in ranks),
+        optimizer=max(_optimizer(candidate, rank, cluster, numerics.states) for rank in ranks),
     )
 
 
-def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int) -> float:
-    """Return forward and backward of one micro-batch: the roofline, or starting operators.
+def _passes(candidate: Candidate, p: LocalPart) -> int:
+    """Return forwards that a part takes: backward is two, recomputation one."""
+    return 4 if candidate.recompute == "full" and p.is_block else 3
 
-    Backward takes twice the forward's flops; recomputation adds one forward.
+
+def _compute_of_rank(
+    rank: PipelineRank, candidate: Candidate, cluster: Cluster, itemsize: int
+) -> _Compute:
+    each = [_compute(p, candidate, cluster, itemsize) for p in rank.parts]
+    return _Compute(
+        sum(c.matrix for c in each),
+        sum(c.attention for c in each),
+        sum(c.memory_bound for c in each),
+    )
+
+
+def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int) -> _Compute:
+    """Return forward and backward of one micro-batch.
+
+    Products are the roofline of their flops and of reading parameters once a pass (Williams et
+    al. 2009). Element-wise operators run before and after them, not beside: they write activations
+    and read them, in each direction. Nothing is faster than starting its operators.
     """
-    rows = candidate.rows_of_part
-    passes = 4 if candidate.recompute == "full" and p.is_block else 3
-    peak = cluster.flops_per_second_of(itemsize) * cluster.efficiency
-    arithmetic = passes * rows * p.flops / peak
-    # Parameters are read once a pass, activations written and read in each direction.
-    moved = passes * p.numel * itemsize + (passes + 1) * rows * p.saved_bytes
+    rows, passes = candidate.rows_of_part, _passes(candidate, p)
+    peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
+    arithmetic = passes * rows * (p.flops - p.attention_flops) / (peak * cluster.efficiency)
+    matrix = max(arithmetic, passes * p.numel * itemsize / memory)
+    again = passes - 3
+    attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
+    attention /= peak * cluster.attention_efficiency
+    moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * _OPERATORS * cluster.launch_seconds if p.is_block else 0.0
-    return max(arithmetic, moved / cluster.memory_bytes_per_second, starting)
+    return _Compute(matrix, attention, max(moved, starting - matrix - attention))
+
+
+def _bubble(candidate: Candidate, busy: list[float], slowest: int) -> float:
+    """Return how long the slowest pipeline rank waits, by simulating the schedule.
+
+    Of equal stages a rank waits ``idle_passes`` of a stage's forward and backward; of unequal
+    ones, for those of the other ranks.
+    """
+    p, v = candidate.layout.pp, candidate.virtual_stages
+    if p == 1:
+        return 0.0
+    others = (sum(busy) - busy[slowest]) / (p - 1)
+    return idle_passes(candidate.schedule, p, v, candidate.microbatches) * others / v
+
+
+def idle_passes(schedule: str, size: int, virtual_stages: int, microbatches: int) -> float:
+    """Return how long a rank waits in a step, in forward and backward passes of one stage.
+
+    More than four micro-batches a rank make no difference, so no more are simulated.
+    """
+    most = 4 * size + microbatches % size
+    return _idle_passes(schedule, size, virtual_stages, min(microbatches, most))
+
+
+@functools.cache
+def _idle_passes(schedule: str, p: int, v: int, m: int) -> float:
+    found = simulate_schedule(schedule, size=p, virtual_stages=v, microbatches=m)
+    return found.seconds / 3 - m * v
 
 
 def _tensor_parallel(p: LocalPart, candidate: Candidate, cluster: Cluster) -> float:
-    """Return the all-reduces of one micro-batch: two a block and direction, one elsewhere.
+    """Return the all-reduces of one micro-batch: two a block and direction.
 
-    With a cut sequence each is a reduce-scatter and an all-gather, which send the same bytes.
+    With a cut sequence each is a reduce-scatter and an all-gather, which send the same bytes. In
+    front of the blocks an embedding's rows are summed. Behind them the gradient of an output
+    layer's input is summed; its logits stay cut, or are gathered.
     """
-    tp = candidate.layout.tp
-    if tp == 1 or p.share == 0.0 or p.part.output_bytes == 0.0:
+    layout = candidate.layout
+    if layout.tp == 1 or p.share == 0.0:
         return 0.0
+    group, rows = Group(layout.tp), candidate.rows_of_part
+    handed = p.part.output_bytes * rows
     if p.is_block:
         count = 6 if candidate.recompute == "full" else 4
-    else:
-        count = 1
-    nbytes = p.part.output_bytes * candidate.rows_of_part
-    return count * _all_reduce(nbytes, tp, tp, cluster)
+        return count * all_reduce(handed, group, cluster) if handed else 0.0
+    if not p.is_last:
+        return all_reduce(handed, group, cluster) if handed else 0.0
+    # Of cut logits ranks exchange a few numbers a row: all latency.
+    logits = 3 * all_reduce(0.0, group, cluster)
+    if not p.keeps_cut:
+        logits = all_gather(handed, group, cluster)
+    return logits + all_reduce(p.part.input_bytes * rows, group, cluster)
+
+
+def _context_parallel(p: LocalPart, candidate: Candidate, cluster: Cluster) -> float:
+    """Return the all-gathers of keys and values, and of their gradients (Llama 3, sec. 3.3.2).
+
+    As wide as what a block hands on; grouped queries make them smaller.
+    """
+    layout = candidate.layout
+    if layout.cp == 1 or not p.is_block:
+        return 0.0
+    nbytes = 2 * p.part.output_bytes / layout.tp * candidate.rows_of_part * layout.cp
+    times = _passes(candidate, p) - 1
+    return times * all_gather(nbytes, Group(layout.cp, layout.tp), cluster)
 
 
 def _hand_over(candidate: Candidate, ranks: tuple[PipelineRank, ...], cluster: Cluster) -> float:
@@ -137,63 +258,83 @@ def _hand_over(candidate: Candidate, ranks: tuple[PipelineRank, ...], cluster: C
     layout = candidate.layout
     if layout.pp == 1:
         return 0.0
-    span = layout.tp * layout.dp * layout.pp
+    group = Group(layout.pp, layout.tp * layout.cp * layout.dp)
     width = max((p.handed_bytes for p in ranks[0].parts if p.is_block), default=0.0)
-    once = width * candidate.rows_of_part / cluster.bytes_per_second(span)
-    return 2 * candidate.virtual_stages * (once + cluster.latency_seconds(span))
+    return 2 * candidate.virtual_stages * send(width * candidate.rows_of_part, group, cluster)
 
 
 def _data_parallel(
     candidate: Candidate,
     owned: PipelineRank,
     cluster: Cluster,
-    itemsize: int,
-    backward_seconds: float,
+    numerics: Numerics,
+    compute_seconds: float,
 ) -> float:
-    """Return the communication over the data-parallel ranks that backward does not hide.
+    """Return the communication over the data-parallel ranks that nothing hides.
 
-    Stage 0 all-reduces gradients. Stages 1 and 2 reduce-scatter gradients and all-gather
-    parameters: the same bytes. Stage 3 gathers before forward and again before backward, for
-    every micro-batch; without a pipeline gradients of stages 2 and 3 are scattered for every one,
-    too. Replicas of shards all-reduce what one shard holds.
+    What the engine does (docs/decisions/0010-overlap.md):
+
+    - Stages 1 and 2 gather parameters once a step, before forward: not hidden.
+    - Stage 3 gathers them before forward and before backward of every micro-batch, behind the
+      blocks before if it may prefetch.
+    - A single micro-batch's gradients are reduced while its backward runs, all but those of the
+      last unit. So are those of every micro-batch under stages 2 and 3 without a pipeline.
+    - Otherwise they are summed over micro-batches first, and reduced after all: not hidden.
     """
     layout, shard = candidate.layout, candidate.shard
-    if layout.dp == 1:
+    if layout.dp * layout.cp == 1:
         return 0.0
-    nbytes = sum(p.numel for p in owned.parts) * itemsize
-    units = max(1, len(owned.parts))
-    copies = layout.dp // shard
-    total = 0.0
-    if shard > 1:
-        gathers = 2 * candidate.parts if candidate.zero_stage == 3 else 1
-        # A pipeline sums the gradients of its micro-batches first.
-        scatters = candidate.parts if candidate.zero_stage >= 2 and layout.pp == 1 else 1
-        once = _all_gather(nbytes, shard, layout.tp * shard, cluster, messages=units)
-        total += (gathers + scatters) * once
-    if copies > 1:
-        span = layout.tp * layout.dp
-        total += _all_reduce(nbytes / shard, copies, span, cluster, messages=units)
-    # The last unit's communication starts when backward is over.
-    return max(total - cluster.overlap * backward_seconds, total / units)
+    units = _units(owned)
+    parts = candidate.parts
+    gather, reduce = _gather_and_reduce(candidate, owned, cluster, numerics, units)
+    passes = 4 if candidate.recompute == "full" else 3
+    behind = cluster.overlap * (units - 1) / units * compute_seconds
+    forward, backward = behind / passes, behind * (passes - 1) / passes
+
+    def exposed(communication: float, hiding: float) -> float:
+        return max(communication - hiding, communication / units)
+
+    early = layout.pp == 1 and (parts == 1 or candidate.zero_stage >= 2)
+    times = parts if candidate.zero_stage >= 2 else 1
+    if candidate.zero_stage < 3 or shard == 1:
+        once = gather if shard > 1 else 0.0
+        return once + (times * exposed(reduce, backward) if early else reduce)
+    if not numerics.prefetch:
+        gathers, hidden = 2 * parts * gather, 0.0
+    else:
+        gathers, hidden = parts * exposed(gather, forward), gather
+    if early:
+        return gathers + parts * exposed(hidden + reduce, backward)
+    return gathers + reduce + (parts * exposed(hidden, backward) if hidden else 0.0)
+
+
+def _units(owned: PipelineRank) -> int:
+    """Return how many collectives all parameters take: one a block, one for all outside."""
+    blocks = sum(p.is_block and p.numel > 0 for p in owned.parts)
+    return max(1, blocks + any(not p.is_block and p.numel > 0 for p in owned.parts))
+
+
+def _gather_and_reduce(
+    candidate: Candidate, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+) -> tuple[float, float]:
+    """Return the seconds to gather all parameters once, and to reduce all gradients once."""
+    layout, shard = candidate.layout, candidate.shard
+    numel = sum(p.numel for p in owned.parts)
+    sent = numel * numerics.compute_itemsize
+    summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
+    inner = layout.tp * layout.cp
+    scatter = exchange if numerics.ordered else all_gather
+    copies, group = layout.dp // shard, Group(shard, inner)
+    gather = all_gather(sent, group, cluster, messages=units) if shard > 1 else 0.0
+    reduce = scatter(summed, group, cluster, messages=units) if shard > 1 else 0.0
+    for replicas in (Group(copies, inner * shard), Group(layout.cp, layout.tp)):
+        if replicas.ranks > 1:
+            reduce += scatter(summed / shard, replicas, cluster, messages=units)
+            reduce += all_gather(summed / shard, replicas, cluster, messages=units)
+    return gather, reduce
 
 
 def _optimizer(candidate: Candidate, owned: PipelineRank, cluster: Cluster, states: int) -> float:
     """Return the time to read gradients, and read and write parameters and states."""
     nbytes = sum(p.nbytes for p in owned.parts) / candidate.shard
-    return (3 + 2 * states) * nbytes / cluster.memory_bytes_per_second
-
-
-def _all_gather(
-    nbytes: float, ranks: int, span: int, cluster: Cluster, *, messages: int = 1
-) -> float:
-    """Return an all-gather or reduce-scatter: (n - 1) / n of the bytes, log2 n messages deep."""
-    transfer = (ranks - 1) / ranks * nbytes / cluster.bytes_per_second(span)
-    rounds = math.ceil(math.log2(ranks))
-    return transfer + messages * rounds * cluster.latency_seconds(span)
-
-
-def _all_reduce(
-    nbytes: float, ranks: int, span: int, cluster: Cluster, *, messages: int = 1
-) -> float:
-    """Return a reduce-scatter and an all-gather."""
-    return 2 * _all_gather(nbytes, ranks, span, cluster, messages=messages)
+    return (3 + 2 * states) * nbytes / cluster.reached_memory_bytes_per_second

@@ -37,10 +37,19 @@ def reasons(
     ]
     accumulation = winner.candidate.accumulation
     if accumulation > 1 and ACCUMULATION not in constraints:
+        whole = any(each.candidate.accumulation == 1 for each in result.fits)
+        why = "fewer activations at once" if whole else "nothing fits with all rows at once"
         lines.append(
-            f"{ACCUMULATION} {accumulation}: nothing fits with all rows at once; each rank runs "
-            f"{winner.candidate.rows} rows in {accumulation} micro-batches, one after the other, "
-            "and forward has to return its loss"
+            f"{ACCUMULATION} {accumulation}: {why}; each rank runs {winner.candidate.rows} rows "
+            f"in {accumulation} micro-batches, one after the other, and forward has to return its "
+            "loss"
+        )
+    fastest = min(result.fits, key=lambda s: (s.seconds_per_row, s.candidate))
+    if fastest.candidate != winner.candidate:
+        slower = winner.seconds_per_row / fastest.seconds_per_row - 1
+        lines.append(
+            f"a tie: {fastest.candidate} is predicted {slower:.1%} faster, within the "
+            f"{TIE - 1:.0%} that count as equal; the plan with fewer moving parts was chosen"
         )
     lines += _runners_up(result)
     lines += _too_large(result, cluster)
@@ -106,14 +115,15 @@ def _about_rows(
     candidate = winner.candidate
     if constraints.get("batch.global_size") is not None:
         return []
-    if workload.rows is None:
-        note = f"assumed: {counted(candidate.rows, 'row')} a data-parallel rank and step"
-    else:
-        rows = counted(candidate.rows, "row")
-        note = f"assumed: every data-parallel rank gets {rows} a step, as in example_batch"
-    if candidate.parts > 1:
-        note += f", a multiple of {counted(candidate.parts, 'micro-batch', 'es')}"
-    return [f"{note}; constrain batch.global_size to say otherwise"]
+    size = candidate.layout.dp * candidate.rows
+    origin = "one for each rank" if workload.rows is None else "an example_batch for each rank"
+    rows = counted(candidate.rows, "row")
+    note = (
+        f"assumed: a global batch of {counted(size, 'row')} for all plans ({origin} that may be "
+        f"data parallel, {2**24:,} tokens at most), {rows} a data-parallel rank; constrain "
+        "batch.global_size to say otherwise"
+    )
+    return [note]
 
 
 def nothing_fits(result: SearchResult, cluster: Cluster, helpers: Mapping[str, Memory]) -> str:

@@ -20,7 +20,7 @@ from ._explain import NUM_RUNNERS_UP, left_whole, nothing_fits, reasons, runners
 from ._memory import Memory, optimizer_states
 from ._runnable import runnable
 from ._search import ScoredCandidate, Search, SearchResult
-from ._workload import itemsize_of, workload_of
+from ._workload import computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 
 _log = package_logger("vescale.planner")
@@ -46,8 +46,8 @@ def generate_plan(
         constraints: Dotted key to value, see ``vescale_parallel.constraint_keys()``. Each is
             obeyed exactly. The two may be given in either order.
         world_size: Ranks; by default ``WORLD_SIZE``, else the number of GPUs, else 1.
-        cluster: The machines, or their name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or
-            ``"cpu"``; by default what this one has.
+        cluster: The machines, or their name, one of ``Cluster.names()``; by default what this
+            one has.
         example_batch: What one data-parallel rank gives the model in a step. Flops and
             activations are then observed, otherwise estimated from the parameters.
         optimizer: The optimizer's name or class, for its memory.
@@ -118,11 +118,23 @@ def generate_plans(
     split = constraints.get(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
-    search = Search(model, workload, cluster, constraints, states, split, example_batch)
+    itemsize = itemsize_of(constraints.get("precision.param"), workload.itemsize)
+    workload = computed_in(workload, itemsize)
+    accumulates = ACCUMULATION not in constraints and not _has_batch_norm(model)
+    search = Search(
+        model,
+        workload,
+        cluster,
+        constraints,
+        states,
+        split,
+        example_batch,
+        accumulates=accumulates and workload.returns_loss,
+    )
     num_named = max(top - 1, NUM_RUNNERS_UP)
     result = _found(search, world_size, num_named)
-    if not result.fits and ACCUMULATION not in constraints and not _has_batch_norm(model):
-        # Only now: forward has to return its loss then.
+    if not result.fits and accumulates and not search.accumulates:
+        # Only now: forward has to return its loss then, which was not seen.
         accumulating = _found(replace(search, accumulates=True), world_size, num_named)
         result = accumulating if accumulating.fits else result
     if not result.fits:

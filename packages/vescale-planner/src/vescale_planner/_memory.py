@@ -79,11 +79,29 @@ def peak_memory(
         compute_itemsize: Bytes of an element in forward and backward.
         output_bytes: What the model returns for one row.
     """
-    memories = [
+    memories = memory_of_ranks(
+        candidate,
+        ranks,
+        states=states,
+        compute_itemsize=compute_itemsize,
+        output_bytes=output_bytes,
+    )
+    return max(memories, key=lambda memory: memory.total)
+
+
+def memory_of_ranks(
+    candidate: Candidate,
+    ranks: tuple[PipelineRank, ...],
+    *,
+    states: int,
+    compute_itemsize: int,
+    output_bytes: float,
+) -> tuple[Memory, ...]:
+    """Return the memory of every pipeline rank; arguments as of :func:`peak_memory`."""
+    return tuple(
         _of_rank(candidate, owned, rank, states, compute_itemsize, output_bytes)
         for rank, owned in enumerate(ranks)
-    ]
-    return max(memories, key=lambda memory: memory.total)
+    )
 
 
 def needed_bytes(memory: Memory, cluster: Cluster) -> int:
@@ -109,6 +127,8 @@ def _of_rank(
     # Stage 3 holds the parameters of two units whole: the one that runs and the next.
     gathered = sum(units[:2]) * scale if shard > 1 else 0.0
     sharded = zero_stage == 3
+    # Of cut logits a rank has its part.
+    output_bytes /= next((p.tp for p in owned.parts if p.keeps_cut), 1)
     is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.
     whole_unit = units[0] if units and shard > 1 else 0.0

@@ -22,6 +22,9 @@ class LocalPart:
         is_block: Whether it is a block, whose activations are cut with its matrices.
         sequence: Whether what it hands on, and what stays whole otherwise, is cut along the
             sequence; blocks only.
+        is_last: Whether it is what runs behind the blocks.
+        keeps_cut: Whether what it returns stays cut over the tensor-parallel ranks: logits of an
+            output layer whose plan says so, and what the loss keeps of them.
     """
 
     part: Part
@@ -29,6 +32,8 @@ class LocalPart:
     tp: int
     is_block: bool
     sequence: bool = False
+    is_last: bool = False
+    keeps_cut: bool = False
 
     @cached_property
     def nbytes(self) -> float:
@@ -46,6 +51,11 @@ class LocalPart:
         return self.part.flops * _cut(self.share, self.tp)
 
     @cached_property
+    def attention_flops(self) -> float:
+        """Of those, the ones of attention's scores, whose heads are cut with its matrices."""
+        return self.part.attention_flops * _cut(self.share, self.tp)
+
+    @cached_property
     def saved_bytes(self) -> float:
         """Kept for backward, for one row.
 
@@ -53,7 +63,7 @@ class LocalPart:
         layers, which only sequence parallelism cuts (Korthikanti et al. 2022).
         """
         if not self.is_block:
-            return self.part.saved_bytes
+            return self.part.saved_bytes / (self.tp if self.keeps_cut else 1)
         inside = 24 / 34 * _cut(self.share, self.tp)
         return self.part.saved_bytes * (inside + 10 / 34 / self._handed_parts)
 
@@ -84,9 +94,22 @@ class PipelineRank:
 
 
 def local_parts(
-    workload: Workload, sharded: frozenset[str], tp: int, *, sequence: bool = False
+    workload: Workload,
+    sharded: frozenset[str],
+    tp: int,
+    *,
+    sequence: bool = False,
+    cut_logits: bool = False,
 ) -> tuple[LocalPart, ...]:
-    """Return all parts of the model as a tensor-parallel rank has them."""
+    """Return all parts of the model as a tensor-parallel rank has them.
+
+    Args:
+        workload: The model.
+        sharded: Parameters that are cut.
+        tp: Size of the tensor-parallel axis.
+        sequence: Whether activations between blocks are cut along the sequence.
+        cut_logits: Whether what the model returns stays cut.
+    """
     parts = workload.parts
     found: list[LocalPart] = []
     for index, part in enumerate(parts):
@@ -98,7 +121,9 @@ def local_parts(
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
         share = cut / total if total else 0.0
-        found.append(LocalPart(part, share, tp, is_block or whole, sequence))
+        is_last = index == len(parts) - 1
+        keeps_cut = is_last and cut_logits and share > 0
+        found.append(LocalPart(part, share, tp, is_block or whole, sequence, is_last, keeps_cut))
     return tuple(found)
 
 

@@ -1,15 +1,19 @@
-"""Which of the candidates would the runtime refuse? A pipeline has to be tried to know that."""
+"""Which of the candidates would the runtime refuse? Its own checks are asked, stages tried."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from vescale_parallel import ObservationError, ParallelPlan, check_pipeline
+from vescale_parallel import ObservationError, ParallelPlan, check_pipeline, check_supported
 
-from ._candidates import is_pipeline_asked_for
+from ._candidates import Candidate, is_pipeline_asked_for
 from ._explain import NUM_RUNNERS_UP, runners_up
 from ._search import ScoredCandidate, Search, SearchResult, distinct, ranked
+
+# Stages, whether micro-batches are run one after the other, whether the batch is cut at all, and
+# whether there are several ranks: what the runtime's checks depend on.
+_Kind = tuple[int, bool, bool, bool]
 
 
 def runnable(
@@ -29,23 +33,39 @@ def runnable(
         fill_in: Returns the plan that a candidate stands for.
         num_named: How many are going to be named beside the first.
     """
-    tried: dict[int, str] = {}
+    tried: dict[_Kind, str] = {}
     while result.fits:
         for each in (result.fits[0], *runners_up(result, num_named)):
-            cut = each.candidate.stages
-            if each.candidate.layout.pp > 1 and cut not in tried:
-                tried[cut] = _refusal(fill_in(each), search)
-        refused = {cut for cut, why in tried.items() if why}
-        kept = [each for each in result.fits if each.candidate.stages not in refused]
+            kind = _kind(each.candidate)
+            if kind not in tried:
+                tried[kind] = _refusal(fill_in(each), search)
+        kept = [each for each in result.fits if not tried.get(_kind(each.candidate))]
         if len(kept) == len(result.fits):
             break
         result = replace(result, fits=tuple(ranked(kept)))
-    reasons = [f"{cut} pipeline stages: {why}" for cut, why in tried.items() if why]
+    reasons = [
+        f"{kind[0]} pipeline stages: {why}" if kind[0] > 1 else why
+        for kind, why in tried.items()
+        if why
+    ]
     return replace(result, rejected=tuple(distinct((*reasons, *result.rejected))))
 
 
+def _kind(candidate: Candidate) -> _Kind:
+    layout = candidate.layout
+    is_cut = layout.dp * candidate.parts > 1
+    many = layout.dp * layout.tp * layout.pp > 1
+    return candidate.stages, candidate.accumulation > 1, is_cut, many
+
+
 def _refusal(plan: ParallelPlan, search: Search) -> str:
-    """Return why a pipeline would not run, or why that is not known."""
+    """Return why the runtime would refuse a plan, or why that is not known."""
+    try:
+        check_supported(plan, search.model)
+    except ValueError as error:
+        return str(error)
+    if plan.pipeline_parallel.size == 1:
+        return ""
     is_asked_for = is_pipeline_asked_for(search.constraints)
     if not search.workload.observed:
         why = "needs an example_batch that can be observed, to see whether the blocks make one"

@@ -11,15 +11,15 @@ from torch import nn
 
 from vescale_parallel import ShardingProposal, StagePlacement, propose_sharding, rule_of
 
-from ._candidates import Candidate, Layout, Rows, candidates, layouts
-from ._cost import Cost, step_cost
-from ._memory import Memory, needed_bytes, peak_memory
+from ._candidates import Candidate, Layout, Rows, candidates, layouts, stated_batch
+from ._cost import Cost, Numerics, step_cost
+from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
 from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._workload import Workload, itemsize_of
 from .cluster import Cluster
 
-# Candidates within this factor of the fastest count as equally fast: no better than the model.
-TIE = 1.1
+# Candidates within this factor of the fastest count as equally fast: the simplest is chosen.
+TIE = 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,19 @@ class Search:
         """Whether activations between blocks are sharded along the sequence."""
         return bool(self.constraints.get("tensor_parallel.sequence", False))
 
+    @property
+    def numerics(self) -> Numerics:
+        """What the constraints say of dtypes and of data-parallel communication."""
+        get = self.constraints.get
+        reduce = get("precision.reduce")
+        return Numerics(
+            states=self.states,
+            compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
+            reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
+            prefetch=get("data_parallel.prefetch", 1),
+            ordered=get("data_parallel.reduction", "ordered") == "ordered",
+        )
+
     def run(self, world_size: int) -> SearchResult:
         """Score every candidate of a world size.
 
@@ -97,9 +110,7 @@ class Search:
         """
         scored: list[ScoredCandidate] = []
         rejected: dict[str, None] = {}
-        rows = Rows(
-            global_size=self.constraints.get("batch.global_size"), example=self.workload.rows
-        )
+        rows = self.rows(world_size)
         for layout in layouts(world_size, self.constraints):
             reason = self._impossible(layout)
             if reason:
@@ -125,20 +136,42 @@ class Search:
             rejected=tuple(distinct(rejected)),
         )
 
+    def rows(self, world_size: int) -> Rows:
+        """Return the batch of all candidates: as constrained, or one that is stated."""
+        given = self.constraints.get("batch.global_size")
+        if given is not None:
+            return Rows(global_size=given, example=self.workload.rows)
+        stated = stated_batch(
+            world_size, self.constraints, self.workload.rows, self.workload.tokens
+        )
+        return Rows(global_size=stated, example=self.workload.rows, is_stated=True)
+
+    def memories(self, candidate: Candidate) -> tuple[Memory, ...]:
+        """Return the memory of every pipeline rank."""
+        return memory_of_ranks(
+            candidate,
+            self._ranks_of(candidate),
+            states=self.states,
+            compute_itemsize=self.numerics.compute_itemsize,
+            output_bytes=self.workload.output_bytes,
+        )
+
+    def shard(self, tp: int, plan: dict[str, str]) -> None:
+        """Take a sharding plan for a tensor-parallel size instead of looking for one."""
+        self._sharding[tp] = plan
+
     def score(self, candidate: Candidate) -> ScoredCandidate:
         """Predict one candidate."""
         ranks = self._ranks_of(candidate)
-        itemsize = itemsize_of(self.constraints.get("precision.param"), self.workload.itemsize)
+        numerics = self.numerics
         memory = peak_memory(
             candidate,
             ranks,
             states=self.states,
-            compute_itemsize=itemsize,
+            compute_itemsize=numerics.compute_itemsize,
             output_bytes=self.workload.output_bytes,
         )
-        cost = step_cost(
-            candidate, ranks, self.cluster, states=self.states, compute_itemsize=itemsize
-        )
+        cost = step_cost(candidate, ranks, self.cluster, numerics=numerics)
         return ScoredCandidate(
             candidate=candidate,
             cost=cost,
@@ -220,7 +253,14 @@ class Search:
             assert not isinstance(sharding, str)
             plan = ShardingProposal(plan=sharding, left_whole={})
             sharded = plan.sharded_parameters(self.model)
-            parts = local_parts(self.workload, sharded, tp, sequence=self.sequence)
+            # Of a module by its own name, not of one in every block.
+            cut_logits = any(
+                key.endswith("<out>") and "*" not in key and placement == "Shard(-1)"
+                for key, placement in sharding.items()
+            )
+            parts = local_parts(
+                self.workload, sharded, tp, sequence=self.sequence, cut_logits=cut_logits
+            )
             starts = self.starts(candidate.stages)
             placement = StagePlacement(pp, candidate.virtual_stages, style)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,14 +41,18 @@ class Part:
     Attributes:
         parameters: What it owns; a tied one is owned where it is first used.
         flops: Of its forward.
+        attention_flops: Of those, the ones without a parameter: attention's scores.
         saved_bytes: Kept for its backward.
         output_bytes: What it hands to the next part.
+        input_bytes: What it is handed, of the part behind the blocks.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
     flops: float = 0.0
+    attention_flops: float = 0.0
     saved_bytes: float = 0.0
     output_bytes: float = 0.0
+    input_bytes: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -77,6 +81,7 @@ class Workload:
         output_bytes: What the model returns for one row.
         tokens: Of one row; 1 without a sequence.
         observed: Whether flops and bytes were observed or follow from parameters.
+        returns_loss: Whether forward was seen to return a scalar, as accumulation needs.
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
         assumptions: Sentences that say what was assumed.
@@ -96,6 +101,7 @@ class Workload:
     head_modules: tuple[str, ...]
     tail_modules: tuple[str, ...]
     assumptions: tuple[str, ...]
+    returns_loss: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -106,6 +112,33 @@ class Workload:
     def flops(self) -> float:
         """Of one row's forward."""
         return sum(part.flops for part in self.parts)
+
+
+def computed_in(workload: Workload, itemsize: int) -> Workload:
+    """Return what a model does whose compute is in another dtype than its parameters.
+
+    Activations are as wide as compute is. What the part behind the blocks keeps stays as wide as
+    it was: losses are computed in float32 whatever the dtype of logits.
+    """
+    if itemsize == workload.itemsize:
+        return workload
+    factor = itemsize / workload.itemsize
+
+    def part(each: Part, *, is_last: bool = False) -> Part:
+        return replace(
+            each,
+            saved_bytes=each.saved_bytes * (1.0 if is_last else factor),
+            output_bytes=each.output_bytes * factor,
+            input_bytes=each.input_bytes * factor,
+        )
+
+    return replace(
+        workload,
+        before=part(workload.before),
+        blocks=tuple(map(part, workload.blocks)),
+        after=part(workload.after, is_last=True),
+        output_bytes=workload.output_bytes * factor,
+    )
 
 
 def workload_of(model: nn.Module, example_batch: Any) -> Workload:
@@ -127,8 +160,9 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         notes.append("modules outside the blocks run in the order they were registered")
     owned, tied = _ownership(model, blocks, _behind(model, blocks, observation))
     if observation.ran:
-        before, inner, after = _observed_parts(observation, owned)
+        before, inner, after = _observed_parts(observation, owned, _products_once(model))
         notes.append(_order_note(observation))
+        notes.append(_uncounted_note(observation))
     else:
         before, inner, after = _estimated_parts(owned, tied, model)
     largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
@@ -148,6 +182,31 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
         assumptions=tuple(note for note in notes if note),
+        returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
+    )
+
+
+def _uncounted_note(seen: Observation) -> str:
+    """Say of which operators nobody knows the flops, so that nobody trusts a time without them."""
+    if not seen.uncounted:
+        return ""
+    return (
+        f"flops lack those of {', '.join(seen.uncounted)}, for which there is no rule: the "
+        "predicted time is too short by what they take"
+    )
+
+
+def _products_once(model: nn.Module) -> frozenset[str]:
+    """Return the matrices that every token is multiplied by once, as far as classes tell.
+
+    Convolutions use a weight at many places, and experts are not asked by every token.
+    """
+    return frozenset(
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 2
     )
 
 
@@ -213,8 +272,22 @@ def _ownership(
     return [tuple(part) for part in parts], tuple(tied)
 
 
-def _observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, ...], Part]:
+def _observed_parts(
+    seen: Observation, owned: Owned, once: frozenset[str]
+) -> tuple[Part, tuple[Part, ...], Part]:
+    """Divide an observation by its rows.
+
+    What a block of matrices computes beside two flops a token and element is attention.
+    """
     rows = max(1, seen.rows)
+
+    def attention(parameters: tuple[ParameterSize, ...], flops: float) -> float:
+        products = sum(p.numel for p in parameters if p.fqn in once)
+        others = sum(p.numel for p in parameters if p.fqn not in once)
+        if seen.tokens <= rows or others > 0.1 * products:
+            return 0.0
+        return max(0.0, flops - 2.0 * products * seen.tokens) / rows
+
     width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
     before = Part(
         parameters=owned[0],
@@ -226,6 +299,7 @@ def _observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, 
         Part(
             parameters=parameters,
             flops=block.flops / rows,
+            attention_flops=attention(parameters, block.flops),
             saved_bytes=block.saved_bytes / rows,
             output_bytes=block.output_bytes / rows,
         )
@@ -236,6 +310,7 @@ def _observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, 
         flops=seen.after_flops / rows,
         saved_bytes=seen.after_saved_bytes / rows,
         output_bytes=seen.output_bytes / rows,
+        input_bytes=seen.blocks[-1].output_bytes / rows if seen.blocks else 0.0,
     )
     return before, blocks, after
 
@@ -283,6 +358,7 @@ def _estimated_parts(
         flops=after.flops + tied_flops,
         saved_bytes=8.0 * logits,
         output_bytes=4.0 * logits,
+        input_bytes=blocks[-1].output_bytes if blocks else 0.0,
     )
     return before, blocks, after
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-_GB = 10**9
-_TERA = 10**12
+from ._presets import EFFICIENCY, PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +26,16 @@ class Cluster:
         memory_bytes_per_second: Peak of reading or writing device memory.
         ranks_per_node: Ranks that the fast links connect.
         intra_bytes_per_second: One rank sending inside its node, one direction.
-        inter_bytes_per_second: One rank sending to another node, one direction.
+        inter_bytes_per_second: One network card sending to another node, one direction.
+        nics_per_node: Network cards of a node, which its ranks share evenly; 0 for one a rank.
         intra_latency_seconds: Of one message inside a node.
         inter_latency_seconds: Of one message to another node.
         launch_seconds: To start one operator.
         efficiency: Part of ``flops_per_second`` that large matrix products reach.
-        overlap: Part of backward behind which data-parallel communication can hide.
+        attention_efficiency: Likewise of attention, counted over all scores, masked ones too.
+        memory_efficiency: Part of ``memory_bytes_per_second`` that element-wise operators reach.
+        link_efficiency: Part of the links' speed that collectives of large messages reach.
+        overlap: Part of compute behind which data-parallel communication can hide.
 
     Example:
         >>> Cluster.preset("h200").ranks_per_node
@@ -44,10 +50,14 @@ class Cluster:
     ranks_per_node: int
     intra_bytes_per_second: float
     inter_bytes_per_second: float
+    nics_per_node: int = 0
     intra_latency_seconds: float = 5e-6
     inter_latency_seconds: float = 15e-6
     launch_seconds: float = 5e-6
     efficiency: float = 0.5
+    attention_efficiency: float = 0.4
+    memory_efficiency: float = 0.85
+    link_efficiency: float = 0.8
     overlap: float = 0.8
 
     def __post_init__(self) -> None:
@@ -58,8 +68,14 @@ class Cluster:
         for name in speeds:
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected Cluster.{name} above 0, got {getattr(self, name)!r}")
-        for name in ("efficiency", "overlap"):
-            if not 0 <= getattr(self, name) <= 1 or (name == "efficiency" and not self.efficiency):
+        if self.nics_per_node < 0:
+            raise ValueError(
+                f"expected Cluster.nics_per_node of 0 (one a rank) or more, got "
+                f"{self.nics_per_node!r}"
+            )
+        parts = [each.name for each in fields(self) if each.name.endswith("efficiency")]
+        for name in (*parts, "overlap"):
+            if not 0 <= getattr(self, name) <= 1 or (name in parts and not getattr(self, name)):
                 raise ValueError(
                     f"expected Cluster.{name} between 0 and 1, got {getattr(self, name)!r}"
                 )
@@ -73,7 +89,9 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """Return a cluster by name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"cpu"``.
+        """Return a cluster by name, one of :meth:`names`.
+
+        ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"gb200"``, ``"mi300x"`` or ``"cpu"``.
 
         Raises:
             ValueError: If there is no such preset.
@@ -102,76 +120,105 @@ class Cluster:
         sizes = sorted(self.flops_per_second)
         return self.flops_per_second[next((s for s in sizes if s >= itemsize), sizes[-1])]
 
-    def bytes_per_second(self, span: int) -> float:
-        """Return the speed of one rank in a group that spans that many neighbouring ranks."""
-        inside = span <= self.ranks_per_node
-        return self.intra_bytes_per_second if inside else self.inter_bytes_per_second
+    @property
+    def inside_bytes_per_second(self) -> float:
+        """What a rank reaches inside its node."""
+        return self.intra_bytes_per_second * self.link_efficiency
 
-    def latency_seconds(self, span: int) -> float:
-        """Return the latency in a group that spans that many neighbouring ranks."""
-        inside = span <= self.ranks_per_node
-        return self.intra_latency_seconds if inside else self.inter_latency_seconds
+    @property
+    def outside_bytes_per_second(self) -> float:
+        """What a rank reaches to another node while all ranks of its node communicate."""
+        cards = (self.nics_per_node or self.ranks_per_node) / self.ranks_per_node
+        return self.inter_bytes_per_second * cards * self.link_efficiency
+
+    @property
+    def reached_memory_bytes_per_second(self) -> float:
+        """What element-wise operators reach."""
+        return self.memory_bytes_per_second * self.memory_efficiency
+
+    def to_json(self) -> str:
+        """Return the cluster as indented JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """Read what :meth:`to_json` wrote, or JSON written by hand.
+
+        Raises:
+            ValueError: If it is no JSON object, a field is unknown, or one is missing.
+
+        Example:
+            >>> Cluster.from_json(Cluster.preset("h100").to_json()) == Cluster.preset("h100")
+            True
+        """
+        try:
+            record: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected a cluster as JSON, got {text[:80]!r}: {error}") from None
+        return _of_record(record, "JSON")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Cluster:
+        """Read a cluster from a ``.json``, ``.yaml`` or ``.yml`` file.
+
+        Raises:
+            ValueError: As :meth:`from_json`, or if the file is called otherwise.
+            ImportError: If it is YAML and ``pyyaml`` is not installed.
+        """
+        path = Path(path)
+        if path.suffix == ".json":
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        if path.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"expected a .json, .yaml or .yml file of a cluster, got {path}")
+        try:
+            import yaml
+        except ImportError:
+            raise ImportError(f"to read {path}, pip install pyyaml, or write JSON") from None
+        return _of_record(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
 
 
-# NVIDIA's data sheets: dense tensor-core peak at 2 bytes, plain float32 (torch's default
-# matmul precision is not TF32) at 4, float64 tensor cores at 8; NVLink one direction; one
-# network card a GPU, 200 Gbit/s for the A100 and 400 Gbit/s for the others.
+def _of_record(record: Any, where: str) -> Cluster:
+    """Construct a cluster from a mapping; a ``preset`` in it fills in what it leaves out."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"expected {where} to be an object of Cluster's fields, got {record!r}")
+    values = dict(cast("Mapping[str, Any]", record))
+    preset = values.pop("preset", None)
+    known = [each.name for each in fields(Cluster)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(
+            f"unknown cluster field {unknown[0]!r} in {where}; known: 'preset', {known}"
+        )
+    # YAML reads 1e12 as a text, and JSON's keys are texts.
+    for name, value in values.items():
+        if name == "flops_per_second":
+            values[name] = {int(size): float(rate) for size, rate in dict(value).items()}
+        elif name != "name":
+            values[name] = _number(value, name, where)
+    if preset is not None:
+        return replace(Cluster.preset(preset), **values)
+    try:
+        return Cluster(**values)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}; give 'preset' to fill in what is left out") from None
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected {name} in {where} to be a number, got {value!r}") from None
+    return int(number) if number.is_integer() else number
+
+
 _PRESETS = {
-    "a100": Cluster(
-        name="a100",
-        memory_bytes=80 * _GB,
-        reserved_bytes=2 * _GB,
-        flops_per_second={2: 312 * _TERA, 4: 19.5 * _TERA, 8: 19.5 * _TERA},
-        memory_bytes_per_second=2039 * _GB,
-        ranks_per_node=8,
-        intra_bytes_per_second=300 * _GB,
-        inter_bytes_per_second=25 * _GB,
-    ),
-    "h100": Cluster(
-        name="h100",
-        memory_bytes=80 * _GB,
-        reserved_bytes=2 * _GB,
-        flops_per_second={2: 989 * _TERA, 4: 67 * _TERA, 8: 67 * _TERA},
-        memory_bytes_per_second=3350 * _GB,
-        ranks_per_node=8,
-        intra_bytes_per_second=450 * _GB,
-        inter_bytes_per_second=50 * _GB,
-    ),
-    "h200": Cluster(
-        name="h200",
-        memory_bytes=141 * _GB,
-        reserved_bytes=2 * _GB,
-        flops_per_second={2: 989 * _TERA, 4: 67 * _TERA, 8: 67 * _TERA},
-        memory_bytes_per_second=4800 * _GB,
-        ranks_per_node=8,
-        intra_bytes_per_second=450 * _GB,
-        inter_bytes_per_second=50 * _GB,
-    ),
-    "b200": Cluster(
-        name="b200",
-        memory_bytes=180 * _GB,
-        reserved_bytes=2 * _GB,
-        flops_per_second={2: 2250 * _TERA, 4: 75 * _TERA, 8: 37 * _TERA},
-        memory_bytes_per_second=8000 * _GB,
-        ranks_per_node=8,
-        intra_bytes_per_second=900 * _GB,
-        inter_bytes_per_second=50 * _GB,
-    ),
-    # One core of a server a rank; gloo between two processes of one machine, measured at
-    # 0.2 ms and 1.6 GB/s; 10 Gbit/s between machines.
-    "cpu": Cluster(
-        name="cpu",
-        memory_bytes=4 * _GB,
-        reserved_bytes=_GB // 2,
-        flops_per_second={4: 50e9, 8: 25e9},
-        memory_bytes_per_second=10 * _GB,
-        ranks_per_node=64,
-        intra_bytes_per_second=1.6 * _GB,
-        inter_bytes_per_second=1.25 * _GB,
-        intra_latency_seconds=2e-4,
-        inter_latency_seconds=5e-4,
-        overlap=0.0,
-    ),
+    name: Cluster(
+        name=name,
+        efficiency=EFFICIENCY[name][0],
+        attention_efficiency=EFFICIENCY[name][1],
+        **numbers,
+    )
+    for name, numbers in PRESETS.items()
 }
 
 

@@ -1,0 +1,82 @@
+"""How long collectives take: bytes over the links that carry them, and the latency of rounds.
+
+[Note: levels] A group has ``k`` ranks on each of ``nodes`` nodes. Every byte that a node lacks
+enters it once, over the links of its ``k`` ranks together, and is passed on inside, meanwhile:
+
+    all-gather of N bytes = max((n - 1) / n * N / inside, (nodes - 1) / nodes * N / (k * outside))
+
+as in NCCL's rings, of which every network card has one (NCCL user guide, "busbw" of nccl-tests,
+PERFORMANCE.md). ``outside`` is what one rank has of its node's cards, all of them added up, since
+the other groups of the node communicate at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, and how far apart neighbours are in the world."""
+
+    ranks: int
+    stride: int = 1
+
+    def per_node(self, cluster: Cluster) -> int:
+        """Return how many of them share a node."""
+        return max(1, min(self.ranks, cluster.ranks_per_node // self.stride))
+
+    def nodes(self, cluster: Cluster) -> int:
+        """Return how many nodes they are on."""
+        return math.ceil(self.ranks / self.per_node(cluster))
+
+
+def all_gather(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+    """Return the seconds of an all-gather, or a reduce-scatter in the backend's order.
+
+    Args:
+        nbytes: Of what every rank has afterwards, or had before.
+        group: Who communicates.
+        cluster: The machines.
+        messages: Collectives that these bytes are divided over.
+    """
+    ranks, per_node, nodes = group.ranks, group.per_node(cluster), group.nodes(cluster)
+    inside = (ranks - 1) / ranks * nbytes / cluster.inside_bytes_per_second
+    across = (nodes - 1) / nodes * nbytes / (per_node * cluster.outside_bytes_per_second)
+    transfer = max(inside if per_node > 1 else 0.0, across)
+    return transfer + messages * latency(group, cluster)
+
+
+def all_reduce(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+    """Return the seconds of a reduce-scatter and an all-gather."""
+    return 2 * all_gather(nbytes, group, cluster, messages=messages)
+
+
+def exchange(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+    """Return the seconds of an all-to-all: what sums in rank order are made of.
+
+    Every rank sends each other one its row, so ``(n - k) / n`` of the bytes leave the node over
+    the rank's own share of the cards: nothing is added up on the way. All go directly, at once.
+    """
+    ranks, per_node = group.ranks, group.per_node(cluster)
+    inside = (per_node - 1) / ranks * nbytes / cluster.inside_bytes_per_second
+    across = (ranks - per_node) / ranks * nbytes / cluster.outside_bytes_per_second
+    is_inside = group.nodes(cluster) == 1
+    once = cluster.intra_latency_seconds if is_inside else cluster.inter_latency_seconds
+    return max(inside, across) + messages * once
+
+
+def send(nbytes: float, group: Group, cluster: Cluster) -> float:
+    """Return the seconds of a message to the next rank of a group, over its slowest link."""
+    if group.nodes(cluster) == 1:
+        return nbytes / cluster.inside_bytes_per_second + cluster.intra_latency_seconds
+    return nbytes / cluster.outside_bytes_per_second + cluster.inter_latency_seconds
+
+
+def latency(group: Group, cluster: Cluster) -> float:
+    """Return the seconds of as many rounds as a tree has, inside nodes and between them."""
+    inside = math.ceil(math.log2(group.per_node(cluster))) * cluster.intra_latency_seconds
+    return inside + math.ceil(math.log2(group.nodes(cluster))) * cluster.inter_latency_seconds

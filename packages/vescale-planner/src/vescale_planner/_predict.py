@@ -1,0 +1,189 @@
+"""Price one plan, whoever wrote it: the numbers that the search compares plans by."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel import ParallelPlan
+
+from ._candidates import Candidate, Layout
+from ._memory import FRAGMENTATION, Memory, optimizer_states
+from ._search import Search
+from ._workload import Workload, computed_in, itemsize_of, workload_of
+from .cluster import Cluster, as_cluster
+from .prediction import Breakdown, Prediction, RankMemory
+
+# What of a plan changes its price besides the candidate that it stands for.
+_PRICED = (
+    "tensor_parallel.sequence",
+    "data_parallel.prefetch",
+    "data_parallel.reduction",
+    "precision.param",
+    "precision.reduce",
+    "pipeline_parallel.split_points",
+)
+
+
+def predict(
+    model: nn.Module,
+    plan: ParallelPlan,
+    cluster: Cluster | str | None = None,
+    *,
+    example_batch: Any = None,
+    optimizer: str | type = "adamw",
+) -> Prediction:
+    """Predict what one optimizer step of a plan takes. Communicates and allocates nothing.
+
+    The plan may be written by hand, need more memory than there is, or ask for context
+    parallelism, which this version prices and does not run.
+
+    Args:
+        model: Real, on the meta device, or deferred.
+        plan: Of any number of ranks.
+        cluster: The machines, or their name, one of ``Cluster.names()``; by default what this
+            one has.
+        example_batch: As for ``generate_plan``. Without one flops and activations are estimated.
+        optimizer: The optimizer's name or class, for its memory.
+
+    Raises:
+        ValueError: If the model has no such stages, or the plan has expert parallelism.
+
+    Example:
+        >>> found = predict(nn.Linear(8, 8), ParallelPlan(), "h200")
+        >>> found.step_seconds > 0, len(found.memory)
+        (True, 1)
+    """
+    if plan.expert_parallel.size > 1:
+        raise ValueError(
+            "expected expert_parallel.size 1, got "
+            f"{plan.expert_parallel.size}: experts on other ranks are not priced yet"
+        )
+    cluster = as_cluster(cluster, plan.world_size)
+    workload = workload_of(model, example_batch)
+    workload = computed_in(workload, itemsize_of(plan.precision.param, workload.itemsize))
+    notes = list(workload.assumptions)
+    candidate = _candidate(plan, workload, notes)
+    search = _search(plan, model, workload, cluster, optimizer_states(optimizer), notes)
+    _check_stages(plan, workload)
+    return prediction(candidate, search, tuple(notes))
+
+
+def prediction(candidate: Candidate, search: Search, assumptions: tuple[str, ...]) -> Prediction:
+    """Return what is predicted of a candidate."""
+    cost, workload, cluster = search.score(candidate).cost, search.workload, search.cluster
+    layout = candidate.layout
+    devices = layout.tp * layout.cp * layout.pp * layout.dp
+    samples = layout.dp * candidate.rows
+    peak = cluster.flops_per_second_of(search.numerics.compute_itemsize)
+    return Prediction(
+        step_seconds=cost.step,
+        tokens_per_second_per_device=samples * workload.tokens / (cost.step * devices),
+        # Backward takes twice the flops of forward.
+        mfu=3 * samples * workload.flops / (cost.step * devices * peak),
+        memory=tuple(_of_rank(each, cluster) for each in search.memories(candidate)),
+        breakdown=Breakdown(
+            matrix_products=cost.matrix,
+            attention=cost.attention,
+            memory_bound=cost.memory_bound,
+            tensor_parallel=cost.tensor_parallel,
+            context_parallel=cost.context_parallel,
+            pipeline_parallel=cost.hand_over,
+            data_parallel=cost.data_parallel,
+            bubble=cost.bubble,
+            optimizer=cost.optimizer,
+        ),
+        assumptions=assumptions,
+    )
+
+
+def _of_rank(memory: Memory, cluster: Cluster) -> RankMemory:
+    return RankMemory(
+        **asdict(memory),
+        fragmentation=(FRAGMENTATION - 1) * memory.total,
+        reserved=cluster.reserved_bytes,
+    )
+
+
+def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Candidate:
+    data, pipeline = plan.data_parallel, plan.pipeline_parallel
+    return Candidate(
+        layout=Layout(
+            plan.tensor_parallel.size, pipeline.size, data.size, plan.context_parallel.size
+        ),
+        zero_stage=data.zero_stage,
+        replicate=data.replicate_size,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        microbatches=pipeline.microbatches,
+        recompute=plan.recompute,
+        rows=_rows(plan, workload, notes),
+        accumulation=plan.batch.gradient_accumulation,
+    )
+
+
+def _rows(plan: ParallelPlan, workload: Workload, notes: list[str]) -> int:
+    """Return the rows of a data-parallel rank."""
+    size = plan.batch.global_size
+    if size is None and plan.estimate is not None:
+        size = plan.estimate.samples
+    if size is not None:
+        return size // plan.data_parallel.size
+    parts = plan.num_microbatches
+    rows = -(-(workload.rows or 1) // parts) * parts
+    notes.append(
+        f"every data-parallel rank gets {rows} rows a step; give the plan batch.global_size to "
+        "say otherwise"
+    )
+    return rows
+
+
+def _search(
+    plan: ParallelPlan,
+    model: nn.Module,
+    workload: Workload,
+    cluster: Cluster,
+    states: int,
+    notes: list[str],
+) -> Search:
+    """Return what scores candidates, with the plan's own sharding of layers."""
+    described = plan.dotted()
+    constraints = {key: described[key] for key in _PRICED if key in described}
+    pipeline, tensor = plan.pipeline_parallel, plan.tensor_parallel
+    method = "uniform" if pipeline.split_method == "manual" else pipeline.split_method
+    search = Search(model, workload, cluster, constraints, states, method)
+    sharding = dict(tensor.sharding_plan)
+    if tensor.size > 1 and not sharding:
+        sharding = _assumed_sharding(model, workload)
+        notes.append("the plan has no sharding_plan: all matrices and the logits are sharded")
+    search.shard(tensor.size, sharding)
+    return search
+
+
+def _assumed_sharding(model: nn.Module, workload: Workload) -> dict[str, str]:
+    """Return placements of all matrices; which dim of one makes no difference to its price."""
+    found = {name: "Shard(0)" for name, p in model.named_parameters() if p.dim() > 1}
+    head = [p for p in (*workload.after.parameters, *workload.tied) if p.fqn in found]
+    if workload.blocks and head:
+        found[f"{head[-1].fqn.rpartition('.')[0]}.<out>"] = "Shard(-1)"
+    return found
+
+
+def _check_stages(plan: ParallelPlan, workload: Workload) -> None:
+    stages = plan.pipeline_parallel.num_stages
+    if stages == 1:
+        return
+    if workload.no_pipeline:
+        raise ValueError(workload.no_pipeline)
+    if stages > len(workload.blocks):
+        raise ValueError(
+            f"expected at most {len(workload.blocks)} pipeline stages, one per block, got {stages}"
+        )
+    unknown = set(plan.pipeline_parallel.split_points) - set(workload.block_names)
+    if unknown:
+        raise ValueError(
+            f"pipeline_parallel.split_points: {min(unknown)!r} is no block; blocks are "
+            f"{workload.block_names[0]!r} to {workload.block_names[-1]!r}"
+        )
