@@ -19,6 +19,14 @@ from torch.autograd import profiler as autograd_profiler
 # The mesh of an enclosing `with mesh:`; its public form is an argument that may be left out.
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
+# What connects processes, exchanged while ranks are threads; in torch 2.11 to 2.15.
+# A store can be written in Python; torch has no public name for its base. In torch 2.11 to 2.15.
+from torch.distributed import (
+    DistStoreError as DistStoreError,  # pyright: ignore[reportPrivateImportUsage]: public
+    Store as Store,  # pyright: ignore[reportPrivateImportUsage]: public
+    distributed_c10d as distributed_c10d,
+)
+
 # The store that init_process_group met in; torch has no public accessor. Without it a
 # broken collective cannot say which rank failed.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -99,6 +107,11 @@ except ImportError:  # remove with torch 2.12
         return obj
 
 
+# Has every thread know process groups of its own by name, as torch's tests of collectives do. In
+# torch 2.11 to 2.15; without it a process could not hold several ranks.
+isolate_threads: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]: not in the stubs
+
+
 def real_mesh(mesh: Any) -> DeviceMesh:
     """Return the mesh that a compiler's placeholder stands for, or the mesh itself."""
     return maybe_unwrap_fake_script_object(mesh)
@@ -121,16 +134,20 @@ __all__ = [
     "DISTRIBUTED",
     "DTensorBase",
     "DTensorSpec",
+    "DistStoreError",
     "FakeStore",
     "OpOverload",
+    "Store",
     "StridedShard",
     "TensorMeta",
     "default_mesh",
     "default_store",
     "disable_current_modes",
+    "distributed_c10d",
     "foreach_add_",
     "foreach_supported_types",
     "is_profiler_enabled",
+    "isolate_threads",
     "make_wrapper",
     "new_dtensor",
     "no_dispatch",
