@@ -3,6 +3,7 @@
 [Note: gloo's ring] gloo cuts a tensor into one chunk for each rank, of whole segments. Chunk c
 begins its way at rank c - 1, goes to the next lower rank, which adds it to its own, and ends at
 rank c. So the order of additions differs from chunk to chunk; with two ranks it does not matter.
+A reduction onto one rank cuts large tensors at other places than one for all ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _OPS: dict[Any, _Op] = {
 }
 
 
-def reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
-    """Return the reduction of tensors of one shape, by rank, as gloo makes it."""
+def reduced(rows: Sequence[Tensor], op: Any, *, onto_one: bool = False) -> Tensor:
+    """Return the reduction of tensors of one shape, by rank, as gloo makes it for all or one."""
     combine = _OPS.get(getattr(op, "op", op))
     if combine is None:
         raise NotImplementedError(f"an emulated rank cannot reduce with {op!r}")
     flat = [row.detach().reshape(-1) for row in rows]
     total = torch.empty_like(flat[0])
-    chunk = _chunk_numel(flat[0], len(rows))
+    chunk = (_chunk_numel_onto_one if onto_one else _chunk_numel)(flat[0], len(rows))
     for place in range(len(rows)):
         span = slice(place * chunk, (place + 1) * chunk)
         _fold([flat[(place - step - 1) % len(rows)][span] for step in range(len(rows))], combine,
@@ -52,6 +53,12 @@ def _chunk_numel(flat: Tensor, num_ranks: int) -> int:
     per_rank = -(-wanted // num_ranks)
     segment = -(-nbytes // (per_rank * num_ranks))
     return per_rank * -(-segment // itemsize)
+
+
+def _chunk_numel_onto_one(flat: Tensor, num_ranks: int) -> int:
+    most = _MAX_SEGMENT_NBYTES // flat.itemsize
+    segment = max(1, min(-(-flat.numel() // (2 * num_ranks)), most))
+    return segment * -(-flat.numel() // (segment * num_ranks))
 
 
 def _fold(parts: Sequence[Tensor], combine: _Op, out: Tensor) -> None:

@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from vescale_dtensor._torch_private import WorkBase
 
 from .baton import Baton, RankStopped
 from .store import ThreadStore
@@ -66,7 +67,7 @@ def _record(events: list[Any]) -> None:
         events.append(event)
 
 
-class ThreadWork(dist.Work):
+class ThreadWork(WorkBase):
     """A collective that was started; waiting for it lets the other ranks run."""
 
     def __init__(self, meeting: Meeting, baton: Baton, result: Sequence[Tensor]) -> None:

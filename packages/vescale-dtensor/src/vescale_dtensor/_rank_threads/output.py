@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import pdb
+import pdb  # noqa: T100 whose breakpoints are passed over
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 from .baton import Baton
 
@@ -16,28 +16,39 @@ from .baton import Baton
 def output_of(baton: Baton, shown: int | None) -> Iterator[None]:
     """Show what ranks print with their number before each line, or one rank's as it is.
 
-    Breakpoints of the ranks that are not shown are passed over.
+    Breakpoints of the ranks that are not shown are passed over, see :class:`Breakpoints`.
     """
     out, err, hook, set_trace = sys.stdout, sys.stderr, sys.breakpointhook, pdb.set_trace
-
-    def is_shown() -> bool:
-        return shown is None or baton.current is None or baton.current == shown
-
-    def of_shown(stop: Callable[..., Any]) -> Callable[..., Any]:
-        def stop_if_shown(*args: Any, **kwargs: Any) -> Any:
-            return stop(*args, **kwargs) if is_shown() else None
-
-        return stop_if_shown
-
     sys.stdout = _OutputOfRanks(out, baton, shown)
     sys.stderr = _OutputOfRanks(err, baton, shown)
-    if shown is not None:
-        sys.breakpointhook, pdb.set_trace = of_shown(hook), of_shown(set_trace)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = out, err
         sys.breakpointhook, pdb.set_trace = hook, set_trace
+
+
+class Breakpoints:
+    """Where a debugger stops: set while the rank runs, since a debugger looks at who calls it.
+
+    Args:
+        shown: The rank whose breakpoints count; None for all.
+    """
+
+    def __init__(self, shown: int | None) -> None:
+        self._shown = shown
+        self._stops = sys.breakpointhook, pdb.set_trace
+
+    def stop_in(self, rank: int | None) -> None:
+        """Have breakpoints of the rank that runs from now on stop, or be passed over."""
+        if self._shown is not None:
+            is_shown = rank is None or rank == self._shown
+            stops = self._stops if is_shown else (_pass_over, _pass_over)
+            sys.breakpointhook, pdb.set_trace = stops
+
+
+def _pass_over(*args: object, **kwargs: object) -> None:
+    """Do not stop."""
 
 
 class _OutputOfRanks(io.TextIOBase):

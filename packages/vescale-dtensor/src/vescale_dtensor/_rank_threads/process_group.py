@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_dtensor._torch_private import ProcessGroupBase
+
 from .arithmetic import reduced
 from .meetings import Exchange, Meetings, ThreadWork, write
 
@@ -19,7 +21,7 @@ class Options(SimpleNamespace):
     """What torch notes on the options of a backend; only the timeout is ever read."""
 
 
-class ThreadGroup(dist.ProcessGroup):
+class ThreadGroup(ProcessGroupBase):
     """The ranks of one group, for one of them.
 
     Args:
@@ -134,7 +136,7 @@ class ThreadGroup(dist.ProcessGroup):
 
         def run(brought: Sequence[Any]) -> None:
             for rows in zip(*brought, strict=True):
-                write(rows[opts.rootRank], reduced(rows, opts.reduceOp))
+                write(rows[opts.rootRank], reduced(rows, opts.reduceOp, onto_one=True))
 
         return self._meet(f"reduce to {opts.rootRank}", tensors, list(tensors), run, tensors)
 
@@ -229,9 +231,7 @@ class ThreadGroup(dist.ProcessGroup):
 
         return self._meet("reduce_scatter", outputs, (outputs, inputs), run, outputs)
 
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None
-    ) -> ThreadWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ThreadWork:
         """Reduce, and give each rank its rows of the result."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 

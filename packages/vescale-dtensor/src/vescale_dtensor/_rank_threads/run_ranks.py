@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vescale_dtensor._caches import forget_world
 
 from .baton import Baton
-from .output import output_of
+from .output import Breakpoints, output_of
 from .own_state import OwnState, put_fresh
 from .torch_distributed import connecting_threads
 
@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    function: Callable[..., T], world_size: int, *, args: tuple[Any, ...] = (), rank: int | None = None
+    function: Callable[..., T],
+    world_size: int,
+    *,
+    args: tuple[Any, ...] = (),
+    rank: int | None = None,
 ) -> list[T]:
     """Call a function on every rank of a world that lives in this process.
 
@@ -43,10 +47,12 @@ def run_ranks(
         ValueError: If the process has a world of several ranks already.
     """
     _check(world_size, rank)
+    breakpoints = Breakpoints(rank)
     outside = OwnState()
     states: list[OwnState | None] = [None] * world_size
 
     def switch(before: int | None, after: int | None) -> None:
+        breakpoints.stop_in(after)
         if before is None:
             outside.take()
         elif (state := states[before]) is not None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from vescale_dtensor._torch_private import DistStoreError, Store
+from vescale_dtensor._torch_private import DistStoreError, StoreBase
 
 from .baton import Baton
 
 
-class ThreadStore(Store):
+class ThreadStore(StoreBase):
     """A dictionary; whoever waits for a key lets the other ranks run."""
 
     def __init__(self, baton: Baton) -> None:
