@@ -42,8 +42,8 @@ def make(name: str) -> nn.Module:
         return build(name)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    return ReturnsLoss(GPT2LMHeadModel(GPT2Config(**sizes)))
+    config = GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=61, n_positions=64)
+    return ReturnsLoss(GPT2LMHeadModel(config))
 
 
 @dataclass
@@ -138,13 +138,21 @@ SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist, vescale
 
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x).pow(2).mean()
+
 def train():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    model = Net()
     plan = vescale.generate_plan(model, {"data_parallel.size": 2})
     model = vescale.parallelize(plan, model)
     print(sys.argv[1:], dist.get_rank(), os.environ["WORLD_SIZE"])
-    model(torch.ones(4, 4)).sum().backward()
+    model(torch.ones(4, 4)).backward()
 
 if __name__ == "__main__":
     train()

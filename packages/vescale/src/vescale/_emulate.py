@@ -46,16 +46,14 @@ def emulate(
         Exception: What a rank raised, with its traceback. The other ranks are ended.
 
     Example:
-        >>> import torch, vescale
-        >>> def train() -> float:
-        ...     torch.manual_seed(0)
-        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        ...     plan = vescale.generate_plan(model, {"data_parallel.size": 2})
-        ...     model = vescale.parallelize(plan, model)
-        ...     return round(model(torch.ones(2, 4)).sum().item(), 3)
-        >>> losses = vescale.emulate(train, 2)
-        >>> len(losses)
-        2
+        >>> import torch, torch.distributed as dist, vescale
+        >>> def add() -> float:
+        ...     dist.init_process_group("gloo")
+        ...     x = torch.full((), float(dist.get_rank()))
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> vescale.emulate(add, 3)
+        [3.0, 3.0, 3.0]
     """
     world_size = plan.world_size if isinstance(plan, ParallelPlan) else plan
     return run_ranks(function, world_size, args=args, rank=rank)
