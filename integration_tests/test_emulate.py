@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import vescale
+import vescale_ckpt
 from vescale.cli.main import main
 from vescale_parallel import with_constraints
 from vescale_testing import World
@@ -116,6 +117,22 @@ def test_what_emulated_ranks_save_processes_load(world2: World, tmp_path: Path) 
     vescale.emulate(train, 2, args=("hand_written", constraints, path))
     ours = vescale.emulate(train, 2, args=("hand_written", constraints, "", path))
     assert_same(ours, world2.run(train, "hand_written", constraints, "", path))
+
+
+def save_beside(path: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with vescale_ckpt.AsyncSaver() as saver:
+        saver.save(path, {"common": torch.arange(3.0), f"of {rank}": torch.ones(rank + 1)})
+
+
+@pytest.mark.slow
+def test_emulated_ranks_save_at_once_what_processes_save_beside(tmp_path: Path) -> None:
+    vescale.emulate(save_beside, 2, args=(str(tmp_path / "step"),))
+    state = {"common": torch.empty(3), "of 0": torch.empty(1), "of 1": torch.empty(2)}
+    vescale.load(tmp_path / "step", state)
+    assert torch.equal(state["common"], torch.arange(3.0))
+    assert torch.equal(state["of 1"], torch.ones(2))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pdb  # noqa: T100 what is tested
 import random
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -324,3 +325,36 @@ def test_a_thread_that_a_rank_starts_cannot_communicate() -> None:
 def test_sizes_that_make_no_sense_are_refused(size: int, rank: int | None) -> None:
     with pytest.raises(ValueError, match="expected a"):
         run_ranks(_join, size, rank=rank)
+
+
+def test_every_rank_filters_warnings_by_itself() -> None:
+    def count() -> int:
+        if _join() == 1:
+            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():
+            dist.barrier()
+            warnings.simplefilter("error")
+            dist.barrier()
+        return sum(each[0] == "error" and not each[1] for each in warnings.filters)
+
+    before = list(warnings.filters)
+    found = run_ranks(count, 2)
+    assert warnings.filters == before
+    assert found[0] == sum(each[0] == "error" and not each[1] for each in before)
+
+
+def test_polling_lets_the_other_ranks_run() -> None:
+    def poll() -> float:
+        x = torch.ones(1)
+        if _join() == 1:
+            dist.barrier()
+            dist.send(x, 0)
+            return 0.0
+        dist.barrier()
+        work = dist.irecv(x, 1)
+        assert work is not None
+        while not work.is_completed():
+            pass
+        return x.item()
+
+    assert run_ranks(poll, 2) == [1.0, 0.0]

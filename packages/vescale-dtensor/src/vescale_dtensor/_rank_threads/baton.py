@@ -62,6 +62,7 @@ class Baton:
         self._done = threading.Event()
         self._progress = 0
         self._num_timeouts = 0
+        self._pausing_since: float | None = None
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Call a function on every rank, to the end of all of them; return what they returned."""
@@ -121,21 +122,16 @@ class Baton:
     def pause(self, waits_for: str) -> None:
         """Let each other rank run for once that can: this one is about to ask again."""
         me = self._this_rank(waits_for)
-        begin, before = time.monotonic(), self._progress
-        others = [r for r in self._ranks if r is not me and _can_go_on(r)]
-        if others:
+        if any(_can_go_on(rank) for rank in self._ranks if rank is not me):
             me.ready, me.waits_for = lambda: True, waits_for
             self._pass_on(me)
             me.ready = None
-        self._stop_if_failed()
-        if others or self._progress != before:
             self._pausing_since = None
-        else:
-            self._pausing_since = self._pausing_since or begin
-            if begin - self._pausing_since > _PATIENCE_SECONDS:
-                raise self._deadlock()
-
-    _pausing_since: float | None = None
+        self._stop_if_failed()
+        now = time.monotonic()
+        self._pausing_since = self._pausing_since or now
+        if now - self._pausing_since > _PATIENCE_SECONDS:
+            raise self._deadlock()
 
     def fail(self, error: BaseException, rank: int | None) -> None:
         """End all ranks with an error, unless there was one before."""

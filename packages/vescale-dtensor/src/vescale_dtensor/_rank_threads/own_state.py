@@ -44,6 +44,7 @@ class OwnState:
 def put_fresh(rank: int, local_rank: int) -> None:
     """Make the process as it is for a rank that begins, random generators as they are."""
     distributed_c10d._world = _no_groups()
+    warnings.filters = list(warnings.filters)
     for own in RANKS_OWN:
         own.put(own.fresh())
     values = (rank, local_rank, 0, rank)
@@ -68,8 +69,7 @@ def _no_groups() -> Any:
 
 
 def _parts() -> list[_Part]:
-    parts = [*_PARTS, *(_Part(own.get, own.put) for own in RANKS_OWN)]
-    return parts
+    return [*_PARTS, *(_Part(own.get, own.put) for own in RANKS_OWN)]
 
 
 def _cuda_generators() -> list[torch.Tensor]:
@@ -107,8 +107,9 @@ def _put_dtype(dtype: torch.dtype) -> None:
 
 
 def _put_warning_filters(filters: Any) -> None:
-    if filters is not warnings.filters:
-        warnings.filters = filters
+    is_equal = filters == warnings.filters
+    warnings.filters = filters
+    if not is_equal:
         # What was shown once is remembered until filters change.
         warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]: not in the stubs
 
