@@ -49,6 +49,7 @@ def test_public_names_are_these() -> None:
         "ones",
         "ordered_sum",
         "own_list",
+        "own_variable",
         "package_logger",
         "profiler_range",
         "rand",

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
     Shard as Shard,
 )
 
-from ._caches import own_list as own_list
+from ._caches import own_list as own_list, own_variable as own_variable
 from ._comm.asynchronous import (
     CollectiveWork as CollectiveWork,
     start_all_gather as start_all_gather,
@@ -137,6 +137,7 @@ __all__ = [
     "ones",
     "ordered_sum",
     "own_list",
+    "own_variable",
     "package_logger",
     "profiler_range",
     "rand",

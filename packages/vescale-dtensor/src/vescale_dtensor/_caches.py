@@ -46,15 +46,19 @@ def own_list(values: list[Any]) -> None:
     RANKS_OWN.append(RanksOwn(values.copy, put, list))
 
 
-def own_variable(module: str, name: str) -> None:
-    """Let every rank have a module's variable of its own, and begin with its value of now."""
-    fresh = getattr(sys.modules[module], name)
+def own_variable(holder: str | type, name: str) -> None:
+    """Let every rank have a variable of its own, of a module, by its name, or of a class.
+
+    A rank begins with its value of now.
+    """
+    where = sys.modules[holder] if isinstance(holder, str) else holder
+    fresh = getattr(where, name)
 
     def get() -> Any:
-        return getattr(sys.modules[module], name)
+        return getattr(where, name)
 
     def put(value: Any) -> None:
-        setattr(sys.modules[module], name, value)
+        setattr(where, name, value)
 
     RANKS_OWN.append(RanksOwn(get, put, lambda: fresh))
 
