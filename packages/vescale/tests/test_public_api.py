@@ -14,6 +14,7 @@ def test_public_names_are_these() -> None:
         "declare_matrices",
         "declare_optimizer",
         "deferred_init",
+        "emulate",
         "export",
         "generate_plan",
         "load",

@@ -13,6 +13,7 @@ The rooms, in the order in which a call of an operator passes through them:
 - ``_redistribute``: from one layout to another: steps, who sends what to whom, then bytes.
 - ``_comm``: collectives, between processes or the parts of one, and their failures.
 - ``_layout``: which elements a rank holds: placements, boxes, layouts, reshapes.
+- ``_rank_threads``: all ranks of a program in this process, for a debugger.
 - ``random``: the room that emulates torch's generators.
 - ``_debug``: ``explain``, ``CommCounter``, ``visualize``, ``forbid_gathers``.
 """
@@ -24,6 +25,7 @@ from torch.distributed.tensor import (
     Shard as Shard,
 )
 
+from ._caches import own_list as own_list, own_variable as own_variable
 from ._comm.asynchronous import (
     CollectiveWork as CollectiveWork,
     start_all_gather as start_all_gather,
@@ -70,6 +72,8 @@ from ._layout.placements import (
     is_sharded as is_sharded,
 )
 from ._logging import package_logger as package_logger
+from ._rank_threads.baton import DeadlockError as DeadlockError
+from ._rank_threads.run_ranks import run_ranks as run_ranks
 from ._register import register_rules, register_with_torch
 from ._sharding.op_call import Unsupported as Unsupported
 from ._sharding.replicate_fallback import GatherWarning as GatherWarning, strict as strict
@@ -94,6 +98,7 @@ __all__ = [
     "CommCounter",
     "Communication",
     "DTensor",
+    "DeadlockError",
     "EmulatedWorld",
     "Explanation",
     "GatherForbiddenError",
@@ -131,11 +136,14 @@ __all__ = [
     "named_failures",
     "ones",
     "ordered_sum",
+    "own_list",
+    "own_variable",
     "package_logger",
     "profiler_range",
     "rand",
     "randn",
     "reduce_scatter",
+    "run_ranks",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

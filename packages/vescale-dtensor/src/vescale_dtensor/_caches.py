@@ -5,7 +5,9 @@ It would keep the job's process groups alive, and be wrong in the next one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -16,6 +18,49 @@ _world_of_caches: dist.ProcessGroup | None = None
 def forget_with_world(forget: Callable[[], object]) -> None:
     """Call ``forget`` when an emulated world ends, or the first mesh of another job is used."""
     _forgetful.append(forget)
+
+
+class RanksOwn(NamedTuple):
+    """A variable that every process has; ranks in one process take turns with it.
+
+    Attributes:
+        get: Return its value, which later changes do not reach.
+        put: Give it a value.
+        fresh: Return the value that it has in a new process.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    fresh: Callable[[], Any]
+
+
+RANKS_OWN: list[RanksOwn] = []
+
+
+def own_list(values: list[Any]) -> None:
+    """Let every rank have a list of its own, where ranks are threads of one process."""
+
+    def put(taken: list[Any]) -> None:
+        values[:] = taken
+
+    RANKS_OWN.append(RanksOwn(values.copy, put, list))
+
+
+def own_variable(holder: str | type, name: str) -> None:
+    """Let every rank have a variable of its own, of a module, by its name, or of a class.
+
+    A rank begins with its value of now.
+    """
+    where = sys.modules[holder] if isinstance(holder, str) else holder
+    fresh = getattr(where, name)
+
+    def get() -> Any:
+        return getattr(where, name)
+
+    def put(value: Any) -> None:
+        setattr(where, name, value)
+
+    RANKS_OWN.append(RanksOwn(get, put, lambda: fresh))
 
 
 def forget_world() -> None:
@@ -33,3 +78,6 @@ def notice_world() -> dist.ProcessGroup | None:
             forget_world()
         _world_of_caches = world
     return world
+
+
+own_variable(__name__, "_world_of_caches")

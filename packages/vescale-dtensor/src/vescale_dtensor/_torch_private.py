@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as torch_dtensor
 
 # One overload of an operator: what __torch_dispatch__ is called with.
@@ -15,6 +16,12 @@ from torch._ops import OpOverload as OpOverload
 
 # Whether a profiler runs is a flag of this module.
 from torch.autograd import profiler as autograd_profiler
+
+# What connects processes, exchanged while ranks are threads; in torch 2.11 to 2.15.
+from torch.distributed import (
+    DistStoreError as DistStoreError,  # pyright: ignore[reportPrivateImportUsage]: public
+    distributed_c10d as distributed_c10d,
+)
 
 # The mesh of an enclosing `with mesh:`; its public form is an argument that may be left out.
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -99,6 +106,16 @@ except ImportError:  # remove with torch 2.12
         return obj
 
 
+# Can be written in Python; the names of parameters in their stubs differ from version to version.
+ProcessGroupBase: Any = dist.ProcessGroup
+WorkBase: Any = dist.Work
+StoreBase: Any = dist.Store  # pyright: ignore[reportPrivateImportUsage]: public
+
+# Has every thread know process groups of its own by name, as torch's tests of collectives do. In
+# torch 2.11 to 2.15; without it a process could not hold several ranks.
+isolate_threads: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]: not in the stubs
+
+
 def real_mesh(mesh: Any) -> DeviceMesh:
     """Return the mesh that a compiler's placeholder stands for, or the mesh itself."""
     return maybe_unwrap_fake_script_object(mesh)
@@ -121,16 +138,22 @@ __all__ = [
     "DISTRIBUTED",
     "DTensorBase",
     "DTensorSpec",
+    "DistStoreError",
     "FakeStore",
     "OpOverload",
+    "ProcessGroupBase",
+    "StoreBase",
     "StridedShard",
     "TensorMeta",
+    "WorkBase",
     "default_mesh",
     "default_store",
     "disable_current_modes",
+    "distributed_c10d",
     "foreach_add_",
     "foreach_supported_types",
     "is_profiler_enabled",
+    "isolate_threads",
     "make_wrapper",
     "new_dtensor",
     "no_dispatch",

@@ -12,6 +12,7 @@ from vescale_parallel import (
 from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 
 from ._checkpoint import load as load, save as save
+from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
@@ -27,6 +28,7 @@ __all__ = [
     "declare_matrices",
     "declare_optimizer",
     "deferred_init",
+    "emulate",
     "export",
     "generate_plan",
     "load",

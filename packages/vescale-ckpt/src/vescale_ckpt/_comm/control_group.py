@@ -185,6 +185,12 @@ class ControlGroup:
         return self.group.process_group
 
     @property
+    def communicates_on_one_thread(self) -> bool:
+        """Whether ranks are threads themselves, and so cannot save in the background."""
+        process_group = None if self.group is None else self.group.process_group
+        return getattr(process_group, "is_for_one_thread", False)
+
+    @property
     def is_closed(self) -> bool:
         """Whether there are no connections any more; see [Note: told errors]."""
         return self.group is not None and self.group.process_group is None

@@ -125,6 +125,9 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             except BaseException as error:
                 outcome.error = error
 
+        if ranks.communicates_on_one_thread:
+            work()
+            return
         thread = threading.Thread(target=work, name="vescale-ckpt-save")
         try:
             thread.start()

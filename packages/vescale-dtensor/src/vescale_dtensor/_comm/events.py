@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor._caches import own_list
+
 CommunicationKind = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
 
 
@@ -38,6 +40,7 @@ class Communication:
 
 
 _listeners: list[Callable[[Communication], None]] = []
+own_list(_listeners)
 
 
 @contextmanager

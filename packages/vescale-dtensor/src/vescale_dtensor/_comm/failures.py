@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor._caches import forget_with_world
+from vescale_dtensor._caches import forget_with_world, own_list, own_variable
 from vescale_dtensor._torch_private import default_store
 
 from .emulation import is_emulated
@@ -61,6 +61,8 @@ def _forget() -> None:
 
 
 forget_with_world(_forget)
+own_list(_standing)
+own_variable(__name__, "_named")
 
 
 class PeerError(RuntimeError):

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_dtensor._caches import own_variable
 from vescale_dtensor._comm.emulation import as_it_is, is_emulated, offset_of, part_of
 from vescale_dtensor._layout.layout import replicated
 from vescale_dtensor._redistribute.execute import redistribute_local
@@ -31,6 +32,7 @@ class GatherWarning(UserWarning):
 
 
 _strict = False
+own_variable(__name__, "_strict")
 _warned: set[OpOverload] = set()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from vescale_dtensor._caches import own_list
 from vescale_dtensor._layout.layout import Layout, placements_text
 
 
@@ -21,6 +22,7 @@ class Redistribution:
 
 
 _listeners: list[Callable[[Redistribution], None]] = []
+own_list(_listeners)
 
 
 @contextmanager

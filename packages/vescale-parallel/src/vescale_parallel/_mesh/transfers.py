@@ -12,8 +12,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from vescale_dtensor import own_list
+
 Sent = Literal["send activations", "send gradients", "send tied weights"]
 _listeners: list[Callable[[Sent, int], None]] = []
+own_list(_listeners)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor import own_variable
 from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 
 
@@ -19,7 +20,7 @@ class Placeholder(Tensor):
     then on any use is an error: it would put zeros into a result.
 
     Attributes:
-        usable: Whether computing with placeholders is allowed now; of the whole process, since
+        usable: Whether computing with placeholders is allowed now; of the whole rank, since
             one model runs at a time.
     """
 
@@ -41,6 +42,9 @@ class Placeholder(Tensor):
                 "used after or between them. Use another parallelism for this model"
             )
         return super().__torch_function__(func, types, tuple(args), dict(kwargs or {}))  # pyright: ignore[reportArgumentType]: types is a collection
+
+
+own_variable(Placeholder, "usable")
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Placeholder:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -69,8 +70,21 @@ class StreamBeside:
         return wait
 
 
+class AtOnce:
+    """Before the program goes on: for ranks that are threads, which communicate on no other."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def start(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Wait:
+        result = _without_autograd(run, x)
+        return lambda: result
+
+
 def make_beside(ranks: Ranks) -> Beside:
     """Return what runs collectives of this process's device beside the program."""
+    if getattr(dist.group.WORLD, "is_for_one_thread", False):
+        return AtOnce(ranks)
     return StreamBeside(ranks) if torch.cuda.is_available() else ThreadBeside(ranks)
 
 

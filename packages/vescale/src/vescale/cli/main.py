@@ -12,13 +12,14 @@ import torch
 import vescale_ckpt.cli
 from vescale import __version__
 
-from . import completion, doctor, plan
+from . import completion, doctor, emulate, plan
 from .command import Command, CommandError
 
 # A further subcommand is a further entry.
 COMMANDS = (
     plan.COMMAND,
     doctor.COMMAND,
+    emulate.COMMAND,
     Command(
         name="ckpt",
         help="look at checkpoints, check, compare, copy and delete them",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from vescale_dtensor import profiler_range
+from vescale_dtensor import own_list, profiler_range
 from vescale_parallel._loss.output import loss_of
 from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.schedules.messages import (
@@ -32,6 +32,7 @@ from .split_backward import HookedNodes, SplitBackward
 # and how many messages are kept.
 Watcher = Callable[[Operation, int, int], None]
 _watchers: list[Watcher] = []
+own_list(_watchers)
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 
 
