@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vescale
+from vescale_dtensor import GatherWarning
 
 from .families import InDouble
 from .plans import DP, make_plan
@@ -33,13 +35,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **_SMALL, **_ROUTED, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
+        "head_dim": 4,
     },
     "glm4_moe": {**_SMALL, **_ROUTED, "first_k_dense_replace": 1},
 }  # fmt: skip
 
 
-def build(family: str, implementation: str = "eager", **more: Any) -> nn.Module:
-    """Return a model of a family in float64, with experts that are computed in some way."""
+def build(
+    family: str, implementation: str = "eager", *, skewed: bool = False, **more: Any
+) -> nn.Module:
+    """Return a model of a family in float64, with experts that are computed in some way.
+
+    ``skewed`` routers send nothing to some experts, and of gpt-oss to the upper half.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -53,7 +61,16 @@ def build(family: str, implementation: str = "eager", **more: Any) -> nn.Module:
             nn.init.normal_(parameter, std=0.3)
         elif name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
+        if skewed and name.endswith((".gate.weight", ".router.weight")):
+            _skew(parameter)
+        if skewed and name.endswith(".router.bias"):
+            parameter.data[: len(parameter) // 2] += 100
     return model
+
+
+def _skew(router: nn.Parameter) -> None:
+    """Have the outer experts, on one side or the other, get all tokens."""
+    router.data.copy_(router.data[:1] * torch.linspace(-2, 2, len(router))[:, None])
 
 
 def tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
@@ -114,7 +131,9 @@ def train(
         parts //= plan.data_parallel.size
     losses, norms, grads = list[float](), list[float](), dict[str, Tensor]()
     for step in range(steps):
-        with AllInDouble():
+        with AllInDouble(), warnings.catch_warnings():
+            # Balancing losses count tokens by torch.histc, whose inputs are gathered.
+            warnings.simplefilter("ignore", GatherWarning)
             losses.append(_step(model, step, constraints, parts))
         if not step:
             grads = {n: whole(p.grad).clone() for n, p in model.named_parameters()}

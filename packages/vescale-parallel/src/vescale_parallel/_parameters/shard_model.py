@@ -119,9 +119,7 @@ def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
     return next(iter(placed.values()), Replicate())
 
 
-def _cuts(
-    mesh: DeviceMesh, tp: Placement, *, is_expert: bool
-) -> list[Cut]:
+def _cuts(mesh: DeviceMesh, tp: Placement, *, is_expert: bool) -> list[Cut]:
     """Return the axes that cut what a rank computes with: their size, its rank, and how."""
     axes: list[tuple[str, Placement]] = [("ep", Shard(0))] if is_expert else []
     return [
@@ -155,9 +153,7 @@ def _shard_parameter(
     is_expert: bool,
 ) -> ShardedParameter:
     shape, owner = parameter.shape, _owner(plan, stages)
-    placements = placements_of(
-        mesh, shape, tp=tp, place=place, owner=owner, is_expert=is_expert
-    )
+    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, is_expert=is_expert)
     sizes, ranks, cuts = zip(*_cuts(mesh, tp, is_expert=is_expert), strict=True)
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
     is_owner = owner == axis_rank(mesh, "pp")

@@ -9,12 +9,8 @@ from .plan import ParallelPlan
 
 def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
-    experts, tensor = plan.expert_parallel.size > 1, plan.tensor_parallel.size
-    stages = plan.pipeline_parallel.size
     asked = {
         "context_parallel.size > 1": plan.context_parallel.size > 1,
-        "expert_parallel.size > 1 with tensor_parallel.size > 1": experts and tensor > 1,
-        "expert_parallel.size > 1 with pipeline_parallel.size > 1": experts and stages > 1,
         "compile": plan.compile,
     }
     for name, wanted in asked.items():
