@@ -15,7 +15,7 @@ import vescale
 from vescale_dtensor import GatherWarning
 
 from .families import InDouble
-from .plans import DP, make_plan
+from .plans import make_plan
 from .training import whole
 
 ROWS, LENGTH, VOCABULARY = 8, 6, 48
@@ -94,6 +94,15 @@ class AllInDouble(InDouble):
         return torch.cat([rows[start:end] @ weight for (start, end), weight in groups])
 
 
+def rows_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's rows of a batch; all of them on one device."""
+    ranks = getattr(model, "_vescale_engine", None)
+    if ranks is None:
+        return batch
+    size, rank = ranks.data_ranks.size, vescale.data_parallel_rank(model)
+    return {name: each.chunk(size)[rank] for name, each in batch.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """What came out of some steps: losses, the first gradients, parameters at the end."""
@@ -102,11 +111,6 @@ class Trained:
     grads: dict[str, Tensor]
     norms: list[float]
     parameters: dict[str, Tensor]
-
-
-def of_experts(name: str) -> bool:
-    """Whether a parameter stacks experts."""
-    return ".experts." in name
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -134,7 +138,7 @@ def train(
         with AllInDouble(), warnings.catch_warnings():
             # Balancing losses count tokens by torch.histc, whose inputs are gathered.
             warnings.simplefilter("ignore", GatherWarning)
-            losses.append(_step(model, step, constraints, parts))
+            losses.append(_step(model, step, parts))
         if not step:
             grads = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
         norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
@@ -144,11 +148,8 @@ def train(
     return Trained(losses=losses, grads=grads, norms=norms, parameters=final)
 
 
-def _step(model: Any, step: int, constraints: Any, parts: int) -> float:
-    batch = tokens(step)
-    if constraints is not None:
-        size, rank = constraints[DP], vescale.data_parallel_rank(model)
-        batch = {name: each.chunk(size)[rank] for name, each in batch.items()}
+def _step(model: Any, step: int, parts: int) -> float:
+    batch = rows_of(model, tokens(step))
     loss = 0.0
     for index in range(parts):
         part = {name: each.chunk(parts)[index] for name, each in batch.items()}

@@ -39,10 +39,10 @@ def find_experts(model: nn.Module, size: int) -> list[Experts]:
     stacked = {fqn: count for fqn, count in stacked.items() if count}
     if not stacked:
         raise ValueError(
-            f"expert_parallel.size {size}: found no experts in {type(model).__name__}. Experts are "
-            "a module whose parameters all stack them on their first dim, and whose forward takes "
-            "rows (tokens, hidden), the experts of each (tokens, k) and their weights (tokens, k); "
-            "leave expert_parallel out of the plan"
+            f"expert_parallel.size {size}: found no experts in {type(model).__name__}. Experts "
+            "are a module whose parameters all stack them on their first dim, and whose forward "
+            "takes rows (tokens, hidden), the experts of each (tokens, k) and their weights "
+            "(tokens, k); leave expert_parallel out of the plan"
         )
     known: dict[str, Experts] = {}
     found = list[Experts]()
@@ -105,8 +105,8 @@ def _refusal(fqn: str, why: str) -> str:
     return (
         f"expert_parallel: {fqn!r} stacks experts, but ranks cannot share them out: {why}. Its "
         "forward takes rows (tokens, hidden), the experts of each (tokens, k) and their weights "
-        "(tokens, k), and returns the sum over k of weight times expert; leave expert_parallel out "
-        "of the plan otherwise"
+        "(tokens, k), and returns the sum over k of weight times expert; otherwise leave "
+        "expert_parallel out of the plan"
     )
 
 

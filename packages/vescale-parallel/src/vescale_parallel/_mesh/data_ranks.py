@@ -11,7 +11,7 @@ from .mesh import data_groups, data_rank, data_size
 
 
 class DataRanks:
-    """The data-parallel ranks of a mesh, over the axes ``dp_replicate``, ``ep`` and ``dp_shard``."""
+    """The data-parallel ranks of a mesh, over all of ``DATA_AXES``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._groups = data_groups(mesh)

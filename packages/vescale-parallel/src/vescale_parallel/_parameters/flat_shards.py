@@ -14,7 +14,6 @@ from vescale_dtensor import InterleavedShard, local_shape
 
 from .flat_layout import FlatLayout, FlatShape, flat_layout
 
-
 # An axis that cuts what ranks compute with: its size, this rank on it, and how.
 Cut = tuple[int, int, Placement]
 
