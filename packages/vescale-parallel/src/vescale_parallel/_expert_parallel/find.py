@@ -89,13 +89,15 @@ def _proven(fqn: str, module: nn.Module, count: int, size: int) -> Experts:
             raise ValueError(_refusal(fqn, f"{type(error).__name__}: {error}")) from error
         if _draws(whole, rows):
             raise ValueError(_refusal(fqn, "its forward draws random numbers"))
-        why = "its results are not the sum of what each expert makes of a row, by weight"
+        why = ""
         for attributes in _counting_experts(whole, count):
             try:
                 made = _shared_out(whole, rows, attributes, size)
             except Exception as error:  # these integers were not those, or not all of them
-                why = f"with some of its experts alone it raises {type(error).__name__}: {error}"
+                raised = f"with some of its experts alone it raises {type(error).__name__}"
+                why = why or f"{raised}: {error}"
                 continue
+            why = "its results are not the sum of what each expert makes of a row, by weight"
             if all(map(_close, made, expected)):
                 return Experts(fqn, count, attributes, _combination(whole, rows, attributes))
     raise ValueError(_refusal(fqn, why))
@@ -165,22 +167,30 @@ def _counting_experts(module: nn.Module, count: int) -> Iterator[tuple[str, ...]
 
 def _shared_out(module: nn.Module, given: Made, attributes: tuple[str, ...], size: int) -> Made:
     def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        made = _rows_of_experts(module, rows, index, attributes, size)
+        made = _rows_of_experts(module, rows, index, attributes, size, num_parts=2)
         return combined(made, index, weights, "slots")
 
     return _with_gradients(module, given, run)
 
 
 def _rows_of_experts(
-    module: nn.Module, rows_TH: Tensor, index_TK: Tensor, attributes: tuple[str, ...], size: int
+    module: nn.Module,
+    rows_TH: Tensor,
+    index_TK: Tensor,
+    attributes: tuple[str, ...],
+    size: int,
+    num_parts: int,
 ) -> Tensor:
-    """Return what experts make of each row, as ``size`` ranks one after the other."""
+    """Return what experts make of each row, as ``size`` ranks one after the other.
+
+    Each runs its rows in parts, which have to be what they are together.
+    """
     whole: dict[str, Any] = dict(module._parameters)
     count = next(iter(whole.values())).shape[0]
     order, counts = sorted_by_expert(index_TK, count)
     experts = index_TK.reshape(-1)[order]
     sent = rows_TH[order // index_TK.shape[1]]
-    made = list[Tensor]()
+    made, pairs = list[Tensor](), list[Tensor]()
     ends = counts.view(size, -1).sum(1).cumsum(0).tolist()
     for rank, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         local = count // size
@@ -188,20 +198,22 @@ def _rows_of_experts(
         try:
             # What forward finds: tensors that autograd leads back to the parameters.
             object.__setattr__(module, "_parameters", parts)
-            mine = experts[start:end] - rank * local
-            made.append(
-                call_some(module, module.forward, attributes, local, sent[start:end], mine)
-            )
+            for first in range(start, min(start + num_parts, end)):
+                part = slice(first, end, num_parts)
+                mine = experts[part] - rank * local
+                run = module, module.forward, attributes, local
+                made.append(call_some(*run, sent[part], mine))
+                pairs.append(order[part])
         finally:
             object.__setattr__(module, "_parameters", whole)
-    return torch.cat(made)[order.argsort()].view(*index_TK.shape, -1)
+    return torch.cat(made)[torch.cat(pairs).argsort()].view(*index_TK.shape, -1)
 
 
 def _combination(module: nn.Module, given: Made, attributes: tuple[str, ...]) -> Combination:
     """Return in which order a module adds up, told by the bits of its result."""
     rows, index, weights = given
     with torch.no_grad():
-        made = _rows_of_experts(module, rows, index, attributes, 1)
+        made = _rows_of_experts(module, rows, index, attributes, 1, num_parts=1)
         expected = module(*given)
         if torch.equal(combined(made, index, weights, "ascending"), expected):
             return "ascending"
