@@ -94,6 +94,11 @@ class _Dispatch:
                 given,
                 experts,
             )
+            if made.dtype != given.dtype:  # ranks without a row would send others
+                raise ValueError(
+                    f"{self._experts.fqn!r} makes rows of {made.dtype} of rows of {given.dtype}; "
+                    "expert_parallel needs one dtype, so cast what it returns"
+                )
         if made.requires_grad or not torch.is_grad_enabled():
             return made
         # Backward sends gradients back on all ranks if it does on one.

@@ -81,6 +81,11 @@ def bound(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, 
         kinds = [type(each).__name__ for each in given]
         raise TypeError(f"expected rows, experts and weights as tensors, got {kinds}")
     rows, index, weights = given
+    if rows.shape[:-1].numel() != index.shape[:-1].numel():
+        raise TypeError(
+            f"expected experts for each row, got shapes {tuple(rows.shape)} of rows and "
+            f"{tuple(index.shape)} of experts"
+        )
     return rows, index, weights
 
 

@@ -23,6 +23,7 @@ from vescale_parallel._verify.scaled_down_model import scaled_down
 from .experts import Combination, Experts, call_some, combined, num_stacked, sorted_by_expert
 
 _MAX_NUMEL = 2**22  # of a module that is run itself
+_MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
 _NUM_ROWS, _NUM_SLOTS = 24, 3
 _RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 _HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
@@ -71,6 +72,9 @@ def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None]) -> nn.M
     for name, other in scaled[0].named_modules() if scaled[0] is not None else ():
         if generalize(name) == generalize(fqn) and num_stacked(other) == num_stacked(module):
             return other
+    if sum(p.numel() for p in module.parameters()) > _MOST_NUMEL:
+        why = "it is too large to be tried, and the model has no configuration of a smaller one"
+        raise ValueError(_refusal(fqn, why))
     return module
 
 
