@@ -14,6 +14,8 @@ TP, SEQUENCE = "tensor_parallel.size", "tensor_parallel.sequence"
 PP, PARTS = "pipeline_parallel.size", "pipeline_parallel.microbatches"
 SCHEDULE, VIRTUAL = "pipeline_parallel.schedule", "pipeline_parallel.virtual_stages"
 
+EP = "expert_parallel.size"
+
 Constraints = Mapping[str, Any]
 
 ONE: dict[str, Constraints] = {"nothing": {}}

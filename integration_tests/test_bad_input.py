@@ -18,7 +18,20 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches, build
-from .plans import DP, FOUR, PARTS, PP, SCHEDULE, TP, TWO, VIRTUAL, ZERO, Constraints, make_plan
+from .plans import (
+    DP,
+    EP,
+    FOUR,
+    PARTS,
+    PP,
+    SCHEDULE,
+    TP,
+    TWO,
+    VIRTUAL,
+    ZERO,
+    Constraints,
+    make_plan,
+)
 from .short_group import in_short_group
 
 ROWS = "batch.global_size"
@@ -85,7 +98,8 @@ STARTS: dict[str, tuple[Constraints, str]] = {
     "sequence": ({TP: 2, "tensor_parallel.sequence": True}, r"sequence needs an example_batch"),
     "compile": ({DP: 2, "compile": True}, r"compile is not available in this version"),
     "context": ({"context_parallel.size": 2}, r"context_parallel.size > 1 is not available"),
-    "expert": ({DP: 2, "expert_parallel.size": 2}, r"expert_parallel.size > 1 is not available"),
+    "no_experts": ({DP: 2, EP: 2}, r"expert_parallel.size 2: found no experts in HandWritten"),
+    "experts_of_one_rank": ({PP: 2, EP: 2}, r"size to divide data_parallel.size \(1\).* got 2"),
     "unknown": ({"tensor_parallel.sise": 2}, r"unknown constraint .*'tensor_parallel.size'"),
     "zero_stage": ({DP: 2, ZERO: 4}, r"data_parallel.zero_stage to be one of .* got 4"),
 }

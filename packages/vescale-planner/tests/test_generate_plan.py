@@ -269,7 +269,11 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
             r"batch\.global_size to be a multiple.*got 6",
         ),
         ({"context_parallel.size": 2}, 4, r"context parallelism is not available"),
-        ({"expert_parallel.size": 2}, 4, r"expert parallelism is not available"),
+        (
+            {"expert_parallel.size": 3},
+            4,
+            r"expert_parallel\.size 3 does not divide data_parallel\.size",
+        ),
         ({"compile": True}, 4, r"compilation is not available"),
         ({"tensor_parallel.size": "2"}, 4, r"tensor_parallel\.size to be a positive integer"),
         ({"pipeline_parallel.size": 0}, 4, r"pipeline_parallel\.size to be a positive integer"),

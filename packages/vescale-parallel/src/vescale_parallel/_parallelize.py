@@ -20,11 +20,15 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._data_parallel.zero_state import ZeroState
+from ._expert_parallel.dispatch import dispatch
+from ._expert_parallel.experts import Experts, expert_parameters
+from ._expert_parallel.find import find_experts
 from ._loss.kernels import leave_in_blocks
 from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import (
+    DATA_AXES,
     axis_group,
     axis_rank,
     axis_size,
@@ -162,6 +166,7 @@ def _change(
 ) -> ParallelLoader | None:
     """Change a model in place; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
+    experts = _experts(plan, model)
     sharding, proofs, left_whole = _shard(plan, model, batch)
     stages, blocks = stage_map(plan, model), blocks_of(model)
     mesh = build_mesh(plan)
@@ -178,7 +183,19 @@ def _change(
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
-    params = shard_parameters(plan, model, mesh, sharding, run_here, stages_of, placeholder, read)
+    params = shard_parameters(
+        plan,
+        model,
+        mesh,
+        sharding,
+        run_here,
+        stages_of,
+        placeholder,
+        read,
+        expert_parameters(model, experts),
+    )
+    if experts:
+        dispatch(model, experts, second_group(mesh, "ep"))
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
@@ -194,6 +211,8 @@ def _change(
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
+    # Experts send gradients in backward, in one order with what else ranks exchange.
+    parameters.rows_are_coupled = bool(experts)
     leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:
@@ -206,6 +225,11 @@ def _change(
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     tell_result(plan, mesh, params, stages)
     return loader
+
+
+def _experts(plan: ParallelPlan, model: nn.Module) -> list[Experts]:
+    size = plan.expert_parallel.size
+    return [] if size == 1 else find_experts(model, size)
 
 
 def _train_parts(
@@ -293,7 +317,7 @@ def _add_collectives(
 def _batch_rows(
     mesh: DeviceMesh, guard: RowGuard | None, lift: LiftPlain | None, plan: ParallelPlan
 ) -> BatchRows:
-    axes = tuple(n for n in mesh.mesh_dim_names or () if n in ("dp_replicate", "dp_shard"))
+    axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
     if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None

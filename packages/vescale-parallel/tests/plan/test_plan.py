@@ -129,7 +129,7 @@ def test_every_constraint_key_is_a_field_and_every_field_a_key() -> None:
 
 def test_the_world_is_the_product_of_the_axes() -> None:
     plan = full_plan()
-    assert plan.axes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert plan.axes == {"pp": 2, "dp_replicate": 2, "ep": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     plan.check_world_size(16)
     with pytest.raises(ValueError, match=r"expected 16 ranks \(pp 2 x dp_replicate 2 x .* size 8"):
         plan.check_world_size(8)

@@ -206,13 +206,19 @@ def candidates(
     if layout.pp > 1 and num_blocks < layout.pp * (get("pipeline_parallel.virtual_stages") or 1):
         yield _too_many_stages(layout.pp, get("pipeline_parallel.virtual_stages") or 1, num_blocks)
         return
-    replicate = get("data_parallel.replicate_size") or 1
-    if layout.dp % replicate:
-        yield (
-            f"data_parallel.replicate_size {replicate} does not divide "
-            f"data_parallel.size {layout.dp}"
-        )
+    experts = get("expert_parallel.size") or 1
+    # Ranks that share experts have copies of everything else.
+    replicate = max(get("data_parallel.replicate_size") or 1, experts)
+    if experts > 1 and layout.tp > 1:
+        yield f"expert_parallel.size {experts} needs tensor_parallel.size 1, not {layout.tp}"
         return
+    for name, size in (
+        ("data_parallel.replicate_size", replicate),
+        ("expert_parallel.size", experts),
+    ):
+        if layout.dp % size:
+            yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
+            return
     pipelines = list(_pipelines(layout, rows, num_blocks, constraints))
     for pipeline in pipelines:
         if isinstance(pipeline, str):
@@ -223,7 +229,7 @@ def candidates(
         if accumulates and layout.pp == 1:
             accumulations = _divisors(rows_of_replica, None)
         for accumulation in accumulations:
-            for zero_stage in _zero_stages(layout, replicate, get("data_parallel.zero_stage")):
+            for zero_stage in _zero_stages(layout, replicate, constraints):
                 for recompute in _recomputations(get("recompute")):
                     yield Candidate(
                         layout=layout,
@@ -251,13 +257,17 @@ def _recomputations(
     return ("none", "full") if fixed is None else (fixed,)
 
 
-def _zero_stages(layout: Layout, replicate: int, fixed: int | None) -> tuple[int, ...]:
+def _zero_stages(
+    layout: Layout, replicate: int, constraints: Mapping[str, Any]
+) -> tuple[int, ...]:
+    fixed = constraints.get("data_parallel.zero_stage")
     if fixed is not None:
         return (fixed,)
     if layout.dp == replicate:
         return (0,)
     # Hybrid sharding was asked for, and stage 0 would replicate everything.
-    return (1, 2, 3) if replicate > 1 else (0, 1, 2, 3)
+    is_hybrid = (constraints.get("data_parallel.replicate_size") or 1) > 1
+    return (1, 2, 3) if is_hybrid else (0, 1, 2, 3)
 
 
 def _pipelines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,9 +22,10 @@ from ._workload import Workload
 
 _NOT_YET = {
     "context_parallel.size": (1, "context parallelism"),
-    "expert_parallel.size": (1, "expert parallelism"),
     "compile": (False, "compilation"),
 }
+
+_WITHIN_DATA = ("data_parallel.replicate_size", "expert_parallel.size")
 
 
 def in_order(model: object, constraints: object) -> tuple[nn.Module, dict[str, Any]]:
@@ -73,10 +75,11 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
             )
     _check_pipeline(constraints)
     others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}
-    replicate = others.pop("data_parallel.replicate_size", None)
-    if replicate is not None:
-        size = others.get("data_parallel.size", replicate)
-        others |= {"data_parallel.replicate_size": replicate, "data_parallel.size": size}
+    # Which have to divide the size that is still to be chosen.
+    within = [constraints[key] for key in _WITHIN_DATA if key in constraints]
+    if within:
+        sizes = [max(size, 1) for size in within if isinstance(size, int)]
+        others = {"data_parallel.size": math.lcm(*sizes)} | others
         if "data_parallel.size" not in constraints:
             others.pop("batch.global_size", None)
     with_constraints(ParallelPlan(), others)

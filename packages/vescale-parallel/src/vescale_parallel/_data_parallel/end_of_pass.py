@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_gather
-from vescale_parallel._mesh.mesh import axis_group
+from vescale_parallel._mesh.mesh import DATA_AXES, axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .mix_up import END_OF_BACKWARD, END_OF_FORWARD, Exchanges
@@ -38,7 +38,7 @@ class EndOfPass:
     ) -> None:
         self._mesh, self._params, self._param_groups = mesh, params, param_groups
         self._exchanges = exchanges
-        groups = [axis_group(mesh, axis) for axis in ("dp_replicate", "dp_shard")]
+        groups = [axis_group(mesh, axis) for axis in DATA_AXES]
         self._groups = [group for group in groups if group is not None]
 
     @property

@@ -166,6 +166,8 @@ class GradientRows:
         dtype: In which they are summed.
         buffers: Of the model.
         order: In which they are summed.
+        num_ranks: What sums are divided by: all ranks that share a batch, those included whose
+            tokens came to experts of this one.
     """
 
     def __init__(
@@ -177,8 +179,10 @@ class GradientRows:
         dtype: torch.dtype,
         buffers: GradientBuffers,
         order: ReductionOrder,
+        num_ranks: int,
     ) -> None:
         self.params, self.dtype = params, dtype
+        self._num_ranks = num_ranks
         self._layout, self._rank = layout, rank
         self._buffers, self._order = buffers, order
         self._places = dict(zip(params, places, strict=True))
@@ -265,7 +269,7 @@ class GradientRows:
     def _mean_of_shards(
         self, rows: Tensor, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None
     ) -> Started[Tensor]:
-        num_ranks, dtype = shards.size() * _size(copies), self.params[0].local.dtype
+        num_ranks, dtype = self._num_ranks, self.params[0].local.dtype
         with self._buffers.received(rows) as received:
             own = received[0]
             if self._order == "library":
@@ -282,7 +286,9 @@ class GradientRows:
     def _mean_of_copies(
         self, row: Tensor, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
     ) -> Started[Tensor]:
-        num_ranks, dtype = _size(shards) * _size(copies), self.params[0].local.dtype
+        num_ranks, dtype = self._num_ranks, self.params[0].local.dtype
+        if shards is None and copies is None:  # of experts that no other rank has
+            return row.div_(num_ranks) if self.dtype == dtype else row.to(dtype) / num_ranks
         divides = self.dtype == dtype  # a shard of the sum, before all have it
         for group in (shards, copies):
             if group is not None:
@@ -322,7 +328,3 @@ def _numel(param: ShardedParameter) -> int:
     """Return the elements that ranks share out: all of a tensor-parallel rank's."""
     assert param.unsharded is not None
     return param.unsharded.numel()
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_reduce
-from vescale_parallel._mesh.mesh import axis_group, axis_rank, axis_size
+from vescale_parallel._mesh.mesh import (
+    DATA_AXES,
+    axis_group,
+    axis_rank,
+    axis_size,
+    data_size,
+    gradient_groups,
+)
 from vescale_parallel._parameters.flat_layout import FlatShape, flat_layout
 from vescale_parallel._parameters.flat_shards import FlatShards, allocate, groups_of, release
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
@@ -224,7 +231,7 @@ class ParamGroup:
                 own = grad.to(self._reduced_in(param)).to(param.local.dtype)
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
             return
-        shards, copies = axis_group(self.mesh, "dp_shard"), axis_group(self.mesh, "dp_replicate")
+        shards, copies = gradient_groups(self.mesh, of_experts=False)
         together = [*dict.fromkeys(self._rows_of(self._trained()).values())]
         if together and self.exchanges.with_reductions:
             # Before reductions go on: ranks that wait in them answer those that come elsewhere.
@@ -233,7 +240,10 @@ class ParamGroup:
         for rows in together:
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
-            self.reductions.start(self._reduction(rows, shards, copies))
+            own = (shards, copies)
+            if rows.params[0].is_expert:
+                own = gradient_groups(self.mesh, of_experts=True)
+            self.reductions.start(self._reduction(rows, *own))
 
     def _reduction(
         self,
@@ -274,7 +284,7 @@ class ParamGroup:
 
     @property
     def _num_ranks(self) -> int:
-        return axis_size(self.mesh, "dp_shard") * axis_size(self.mesh, "dp_replicate")
+        return data_size(self.mesh)
 
     def _trained(self) -> tuple[ShardedParameter, ...]:
         return tuple(param for param in self.params if param.sharded.requires_grad)
@@ -298,18 +308,16 @@ class ParamGroup:
         for shards, members in placed.items():
             own, places = zip(*members, strict=True)
             dtype = self._reduced_in(own[0])
-            grouped.append(
-                GradientRows(own, places, shards.layout, rank, dtype, self.buffers, order)
-            )
+            how = rank, dtype, self.buffers, order, self._num_ranks
+            grouped.append(GradientRows(own, places, shards.layout, *how))
         # Of copies every rank sums a part, whichever of two axes it shares them on.
-        multiple = math.lcm(axis_size(self.mesh, "dp_shard"), axis_size(self.mesh, "dp_replicate"))
+        multiple = math.lcm(*(axis_size(self.mesh, axis) for axis in DATA_AXES))
         for same in _by_dtype([param for param in params if param.place is None]):
             dtype = self._reduced_in(same[0])
             shapes = tuple(FlatShape(tuple(_unsharded_data(param).shape)) for param in same)
             layout = flat_layout(shapes, 1, dtype.itemsize, multiple)
-            grouped.append(
-                GradientRows(same, range(len(same)), layout, 0, dtype, self.buffers, order)
-            )
+            how = 0, dtype, self.buffers, order, self._num_ranks
+            grouped.append(GradientRows(same, range(len(same)), layout, *how))
         return grouped
 
     def _reduced_in(self, param: ShardedParameter) -> torch.dtype:
@@ -383,10 +391,10 @@ def reduce_together(param_groups: Sequence[ParamGroup]) -> None:
 
 
 def _by_dtype(params: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
-    """Return parameters of one dtype together: in compute, and as they are kept."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
+    """Return parameters of one dtype together: in compute, and as they are kept; experts apart."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ShardedParameter]] = {}
     for param in params:
-        key = _unsharded_data(param).dtype, param.local.dtype
+        key = _unsharded_data(param).dtype, param.local.dtype, param.is_expert
         groups.setdefault(key, []).append(param)
     return list(groups.values())
 

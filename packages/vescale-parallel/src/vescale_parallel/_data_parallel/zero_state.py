@@ -115,7 +115,7 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        return any(param.place is not None for param in self.params)
+        return any(param.place is not None or param.is_expert for param in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""

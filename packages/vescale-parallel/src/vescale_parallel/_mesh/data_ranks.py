@@ -7,17 +7,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_gather, ordered_sum
 
-from .mesh import axis_rank, axis_size, data_groups
+from .mesh import data_groups, data_rank, data_size
 
 
 class DataRanks:
-    """The data-parallel ranks of a mesh, over the axes ``dp_replicate`` and ``dp_shard``."""
+    """The data-parallel ranks of a mesh, over all of ``DATA_AXES``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._groups = data_groups(mesh)
-        copies, shards = axis_size(mesh, "dp_replicate"), axis_size(mesh, "dp_shard")
-        self.size = copies * shards
-        self.rank = axis_rank(mesh, "dp_replicate") * shards + axis_rank(mesh, "dp_shard")
+        self.size, self.rank = data_size(mesh), data_rank(mesh)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum over ranks, in rank order. Every rank must call this."""

@@ -16,6 +16,9 @@ from vescale_parallel._torch_private import group_timeout, set_timeout
 from .agreement import barrier
 from .process_group import this_device
 
+# The axes of ranks that share a batch, outermost first.
+DATA_AXES = ("dp_replicate", "ep", "dp_shard")
+
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     """Return the plan's mesh, without the axes of size 1. Every rank must call this.
@@ -66,8 +69,37 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
 
 def data_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that share a batch, innermost axis first."""
-    groups = [axis_group(mesh, axis) for axis in ("dp_shard", "dp_replicate")]
+    groups = [axis_group(mesh, axis) for axis in reversed(DATA_AXES)]
     return [group for group in groups if group is not None]
+
+
+def data_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that share a batch."""
+    return math.prod(axis_size(mesh, axis) for axis in DATA_AXES)
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Return the index of this rank among those that share a batch."""
+    rank = 0
+    for axis in DATA_AXES:
+        rank = rank * axis_size(mesh, axis) + axis_rank(mesh, axis)
+    return rank
+
+
+def gradient_groups(
+    mesh: DeviceMesh, *, of_experts: bool
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return over which ranks gradients are summed, those that have shards first, then copies.
+
+    Of experts other ranks of the ``ep`` axis have none: tokens came here. A mesh has at most two
+    data axes that are reduced over.
+    """
+    shards = axis_group(mesh, "dp_shard")
+    axes = ("dp_replicate",) if of_experts else ("ep", "dp_replicate")
+    copies = [group for axis in axes if (group := axis_group(mesh, axis)) is not None]
+    if shards is None and len(copies) > 1:
+        shards, *copies = copies
+    return shards, copies[0] if copies else None
 
 
 def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:

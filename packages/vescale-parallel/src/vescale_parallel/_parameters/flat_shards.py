@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import InterleavedShard, local_shape
 
 from .flat_layout import FlatLayout, FlatShape, flat_layout
+
+# An axis that cuts what ranks compute with: its size, this rank on it, and how.
+Cut = tuple[int, int, Placement]
 
 
 @dataclass(eq=False)
@@ -88,9 +92,8 @@ class FlatPlace:
 
 
 def place_in_buffers(
-    parameters: Mapping[int, tuple[Hashable, nn.Parameter, Placement]],
+    parameters: Mapping[int, tuple[Hashable, nn.Parameter, Sequence[Cut]]],
     *,
-    tp_size: int,
     ranks: int,
     rank: int,
     copies: int,
@@ -100,9 +103,8 @@ def place_in_buffers(
     """Return where each parameter is.
 
     Args:
-        parameters: By key: what travels with it, the parameter, its placement over tensor-parallel
-            ranks.
-        tp_size: Tensor-parallel ranks.
+        parameters: By key: what travels with it, the parameter, the axes that cut what ranks
+            compute with.
         ranks: Those that hold ranges.
         rank: This one.
         copies: Of each range, on as many ranks, which share out the sum of its gradients.
@@ -117,7 +119,7 @@ def place_in_buffers(
     places: dict[int, FlatPlace] = {}
     for keys in together.values():
         _, like, _ = parameters[keys[0]]
-        shapes = tuple(_flat_shape(parameters[key][1:], tp_size) for key in keys)
+        shapes = tuple(_flat_shape(*parameters[key][1:]) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
         shards = FlatShards(layout, rank, like.dtype, dtype, device)
@@ -125,13 +127,16 @@ def place_in_buffers(
     return places
 
 
-def _flat_shape(parameter: tuple[nn.Parameter, Placement], tp_size: int) -> FlatShape:
-    """Return the largest part of a parameter that a tensor-parallel rank has."""
-    whole, tp = parameter
-    parts = {local_shape(whole.shape, (tp_size,), (rank,), (tp,)) for rank in range(tp_size)}
-    dim = tp.dim if isinstance(tp, Shard | InterleavedShard) else 0
+def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut]) -> FlatShape:
+    """Return the largest part of a parameter that a rank computes with."""
+    sizes, _, how = zip(*cuts, strict=True)
+    parts = {
+        local_shape(whole.shape, sizes, ranks, how)
+        for ranks in itertools.product(*map(range, sizes))
+    }
+    dims = [each.dim for each in how if isinstance(each, Shard | InterleavedShard)]
     # Where rows differ in length, only elements are in the same range on all ranks.
-    return FlatShape(max(parts), is_flattened=len(parts) > 1 and dim > 0)
+    return FlatShape(max(parts), is_flattened=len(parts) > 1 and any(dims))
 
 
 def groups_of(model: nn.Module, blocks: Sequence[str]) -> Callable[[Sequence[str]], int | None]:

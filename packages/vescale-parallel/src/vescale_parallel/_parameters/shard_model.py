@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import Box, DTensor, local_boxes, local_shape
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
@@ -17,7 +17,7 @@ from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
-from .flat_shards import FlatPlace, groups_of, place_in_buffers
+from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
 from .replaced import mark_replaced
 from .sharded_parameter import ShardedParameter, placements_of
 
@@ -46,12 +46,14 @@ def shard_parameters(
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
+    experts: Collection[str] = (),
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
     Those of one of ``blocks`` travel together. ``stages_of`` returns the pipeline stages that use
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
-    ``read`` the values of a box of a tensor.
+    ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
+    of which each rank of the ``ep`` axis has its own.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -65,15 +67,18 @@ def shard_parameters(
         group_of = groups_of(model, blocks)
         places = place_in_buffers(
             {
-                key: ((group_of(fqns), _owner(plan, stages[key])), tensors[key], tp[key])
+                key: (
+                    (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
+                    tensors[key],
+                    _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
+                )
                 for key, fqns in names.items()
                 # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
                 if tensors[key].ndim
             },
-            tp_size=axis_size(mesh, "tp"),
             ranks=axis_size(mesh, "dp_shard"),
             rank=axis_rank(mesh, "dp_shard"),
-            copies=axis_size(mesh, "dp_replicate"),
+            copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
             compute_dtype=functools.partial(_compute_dtype, plan),
             device=this_device(),
         )
@@ -90,6 +95,7 @@ def shard_parameters(
             stages=stages[key],
             place=places.get(key),
             read=read,
+            is_expert=fqns[0] in experts,
         )
         if param.unsharded is None:
             param.placeholder = placeholder(
@@ -111,6 +117,14 @@ def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
             f"placement each, all equal, got {placed}"
         )
     return next(iter(placed.values()), Replicate())
+
+
+def _cuts(mesh: DeviceMesh, tp: Placement, *, is_expert: bool) -> list[Cut]:
+    """Return the axes that cut what a rank computes with: their size, its rank, and how."""
+    axes: list[tuple[str, Placement]] = [("ep", Shard(0))] if is_expert else []
+    return [
+        (axis_size(mesh, axis), axis_rank(mesh, axis), how) for axis, how in [*axes, ("tp", tp)]
+    ]
 
 
 def _owner(plan: ParallelPlan, stages: Sequence[int]) -> int:
@@ -136,12 +150,12 @@ def _shard_parameter(
     stages: tuple[int, ...],
     place: FlatPlace | None,
     read: Read,
+    is_expert: bool,
 ) -> ShardedParameter:
     shape, owner = parameter.shape, _owner(plan, stages)
-    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner)
-    part = torch.Size(
-        local_shape(shape, (axis_size(mesh, "tp"),), (axis_rank(mesh, "tp"),), (tp,))
-    )
+    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, is_expert=is_expert)
+    sizes, ranks, cuts = zip(*_cuts(mesh, tp, is_expert=is_expert), strict=True)
+    part = torch.Size(local_shape(shape, sizes, ranks, cuts))
     is_owner = owner == axis_rank(mesh, "pp")
     local = _read_local(parameter, mesh, placements, read, place if is_owner else None, part)
     sharded = nn.Parameter(
@@ -155,8 +169,8 @@ def _shard_parameter(
     for hook in (parameter._backward_hooks or {}).values():
         sharded.register_hook(hook)
     unsharded, shares = None, False
-    ranks = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
-    if axis_rank(mesh, "pp") in ranks:
+    users = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
+    if axis_rank(mesh, "pp") in users:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         shares = is_owner and place is None and dtype == local.dtype
@@ -170,7 +184,7 @@ def _shard_parameter(
             # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages
+        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages, is_expert
     )
 
 
@@ -182,7 +196,7 @@ def _read_local(
     place: FlatPlace | None,
     part: torch.Size,
 ) -> Tensor:
-    """Return this rank's shard, in its place if it has one; ``part`` is that of its tp rank."""
+    """Return this rank's shard, in its place if it has one; ``part`` is what it computes with."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shape = parameter.shape

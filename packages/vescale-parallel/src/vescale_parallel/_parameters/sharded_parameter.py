@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import DTensor, RaggedShard
 
@@ -32,6 +32,7 @@ class ShardedParameter:
         partial_over_tp: Whether tensor-parallel ranks hold partial values of its gradient.
         stages: Pipeline stages that use it; the first one owns it, and
             sends it to the others for a step.
+        is_expert: Whether it stacks experts, of which ranks of the ``ep`` axis have their own.
     """
 
     fqns: tuple[str, ...]
@@ -42,6 +43,7 @@ class ShardedParameter:
     place: FlatPlace | None
     partial_over_tp: bool
     stages: tuple[int, ...]
+    is_expert: bool = False
     placeholder: Tensor | None = None
 
     @property
@@ -119,6 +121,7 @@ def placements_of(
     tp: Placement,
     place: FlatPlace | None,
     owner: int,
+    is_expert: bool = False,
 ) -> tuple[Placement, ...]:
     """Return a parameter's placement on every mesh axis.
 
@@ -126,6 +129,8 @@ def placements_of(
     ``owner`` is the stage that owns it.
     """
     by_axis: dict[str, Placement] = {"tp": tp}
+    if is_expert:
+        by_axis["ep"] = Shard(0)
     if place is not None:
         by_axis["dp_shard"] = place.placement
     names = mesh.mesh_dim_names or ()

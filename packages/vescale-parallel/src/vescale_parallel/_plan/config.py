@@ -204,7 +204,13 @@ class ContextParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
-    """Ranks of the data axes that share one set of experts."""
+    """Which ranks of a batch share the experts of a mixture.
+
+    Attributes:
+        size: Ranks that each have other experts, and send them each other's tokens; divides
+            ``data_parallel.size``, whose ranks they are. What is no expert has a copy on each,
+            whatever the stage of ZeRO.
+    """
 
     size: int = 1
 

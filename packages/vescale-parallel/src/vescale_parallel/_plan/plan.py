@@ -111,6 +111,7 @@ class ParallelPlan:
         self._check_sections()
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
+        self._check_experts()
         shards = self.data_parallel.size * self.num_microbatches
         size = self.batch.global_size
         if size is not None and size % shards:
@@ -136,6 +137,20 @@ class ParallelPlan:
                     f"{name}={kind.__name__}({fields(kind)[0].name}=..)"
                 )
 
+    def _check_experts(self) -> None:
+        data, experts = self.data_parallel, self.expert_parallel.size
+        if data.size % experts:
+            raise ValueError(
+                f"expected expert_parallel.size to divide data_parallel.size ({data.size}), whose "
+                f"ranks it groups, got {experts}"
+            )
+        if experts > 1 and data.zero_stage and data.replicate_size not in (1, experts):
+            raise ValueError(
+                "expected data_parallel.replicate_size to be 1 or expert_parallel.size "
+                f"({experts}), which is how many ranks then have a copy of what is no expert, "
+                f"got {data.replicate_size}"
+            )
+
     @property
     def num_microbatches(self) -> int:
         """Parts that each data-parallel rank's batch is run in, one after the other."""
@@ -144,10 +159,16 @@ class ParallelPlan:
     @property
     def axes(self) -> dict[str, int]:
         """Size of every mesh axis, outermost first."""
+        data, experts = self.data_parallel, self.expert_parallel.size
+        shard = data.shard_size
+        if experts > 1 and data.zero_stage:
+            # What is no expert has a copy on each rank that shares the experts.
+            shard = data.size // experts
         return {
             "pp": self.pipeline_parallel.size,
-            "dp_replicate": self.data_parallel.size // self.data_parallel.shard_size,
-            "dp_shard": self.data_parallel.shard_size,
+            "dp_replicate": data.size // shard // experts,
+            "ep": experts,
+            "dp_shard": shard,
             "cp": self.context_parallel.size,
             "tp": self.tensor_parallel.size,
         }
@@ -202,7 +223,11 @@ class ParallelPlan:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         lines = filled(f"plan for {ranks}" + (f", {self.model}" if self.model else ""), "", "  ")
         for sentence in in_words(
-            self.tensor_parallel, self.pipeline_parallel, self.data_parallel, self.recompute
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.data_parallel,
+            self.expert_parallel,
+            self.recompute,
         ):
             lines += filled(sentence, "  ", "    ")
         for key, value in self.dotted().items():

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .config import DataParallel, PipelineParallel, TensorParallel
+from .config import DataParallel, ExpertParallel, PipelineParallel, TensorParallel
 
 WIDTH = 100
 _ZERO = {
@@ -20,15 +20,22 @@ _ZERO = {
 
 
 def in_words(
-    tensor: TensorParallel, pipeline: PipelineParallel, data: DataParallel, recompute: str
+    tensor: TensorParallel,
+    pipeline: PipelineParallel,
+    data: DataParallel,
+    experts: ExpertParallel,
+    recompute: str,
 ) -> list[str]:
     """Return one sentence for every kind of parallelism that a plan uses."""
     said: list[str] = []
     if data.size > 1:
         said.append(f"the batch is split over {data.size} data-parallel replicas")
-        said.append(_ZERO[data.zero_stage].format(ranks=data.shard_size))
-        if data.zero_stage and data.replicate_size > 1:
-            said.append(f"there are {data.replicate_size} copies of that (hybrid sharding)")
+        copies = max(data.replicate_size, experts.size)
+        said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies))
+        if data.zero_stage and copies > 1:
+            said.append(f"there are {copies} copies of that (hybrid sharding)")
+    if experts.size > 1:
+        said.append(f"of experts each of {experts.size} data-parallel ranks has its own ones")
     if tensor.size > 1:
         said.append(f"each layer is sharded over {tensor.size} tensor-parallel ranks")
     if pipeline.size > 1:

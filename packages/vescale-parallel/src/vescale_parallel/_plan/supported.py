@@ -11,12 +11,17 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
     asked = {
         "context_parallel.size > 1": plan.context_parallel.size > 1,
-        "expert_parallel.size > 1": plan.expert_parallel.size > 1,
         "compile": plan.compile,
     }
     for name, wanted in asked.items():
         if wanted:
             raise ValueError(f"{name} is not available in this version; leave it out of the plan")
+    if plan.expert_parallel.size > 1 and plan.tensor_parallel.size > 1:
+        raise ValueError(
+            f"expected tensor_parallel.size 1 with expert_parallel.size "
+            f"{plan.expert_parallel.size}, got {plan.tensor_parallel.size}: experts are either "
+            "whole on some ranks or cut on all; use data_parallel.size for the other ranks"
+        )
     parts = plan.data_parallel.size * plan.num_microbatches
     names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
-from vescale_parallel._mesh.mesh import axis_rank, axis_size
+from vescale_parallel._mesh.mesh import DATA_AXES, axis_rank, axis_size
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._trace.generators import forked_generators, generator_state
 
@@ -20,7 +20,7 @@ class OwnStreams:
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
         self._position = 0
-        for axis in ("pp", "dp_replicate", "dp_shard"):
+        for axis in ("pp", *DATA_AXES):
             self._position = self._position * axis_size(mesh, axis) + axis_rank(mesh, axis)
         self._is_cuda = mesh.device_type == "cuda"
         self._group = group

@@ -1,0 +1,1 @@
+"""Expert parallelism: ranks that share a batch have experts of their own, and send them tokens."""

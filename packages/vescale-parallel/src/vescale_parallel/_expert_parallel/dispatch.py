@@ -1,0 +1,114 @@
+"""Calls of experts on several ranks: tokens are sent to the experts, and what they make back.
+
+[Note: dispatch] Nothing is dropped. Pairs of a token and an expert are sorted by expert, so that
+each rank is sent consecutive rows. Ranks tell each other once how many rows every expert gets,
+which is all that the host waits for, and says which expert a row is for. The module's own forward
+runs on what arrived with this rank's experts, each row with weight one. Rows come back the same
+way, and are weighted and summed where their token is. So ``top_k`` rows a token are sent there
+and back, less those of experts of the token's own rank; backward sends as much.
+
+A rank to which nothing was sent runs nothing, and takes part in every exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_dtensor import all_to_all, profiler_range
+
+from .experts import Experts, bound, call_some, combined, sorted_by_expert
+
+
+def dispatch(model: nn.Module, found: Iterable[Experts], group: dist.ProcessGroup) -> None:
+    """Have modules that hold this rank's experts be called with tokens of all ranks, in place."""
+    for experts in found:
+        module = model.get_submodule(experts.fqn)
+        _Dispatch(module, module.forward, experts, group).install()
+
+
+class _Dispatch:
+    """The calls of one module; every rank of the group makes them in one order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        experts: Experts,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module, self._forward, self._experts = module, forward, experts
+        self._group, self._num_ranks = group, group.size()
+        self._num_local = experts.num_experts // self._num_ranks
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+
+        @functools.wraps(self._forward)
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            rows, index, weights = bound(self._forward, args, kwargs)
+            with profiler_range("experts"):
+                made = self._run(
+                    rows.reshape(-1, rows.shape[-1]),
+                    index.reshape(-1, index.shape[-1]),
+                    weights.reshape(-1, index.shape[-1]),
+                )
+            return made.view(rows.shape)
+
+        self._module.forward = run
+
+    def _run(self, rows_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        num_pairs, num_slots = index_TK.numel(), index_TK.shape[-1]
+        order, counts = sorted_by_expert(index_TK, self._experts.num_experts)
+        arriving = all_to_all(counts, self._group)
+        told = torch.stack([counts, arriving]).view(2, self._num_ranks, -1).sum(-1).tolist()
+        sent, received = told
+        if sum(sent) != num_pairs:
+            raise ValueError(self._refusal(index_TK))
+        there = {"input_splits": sent, "output_splits": received}
+        back = {"input_splits": received, "output_splits": sent}
+        given = all_to_all(rows_TH[order // num_slots], self._group, **there)
+        made = self._made_here(given, arriving)
+        returned = all_to_all(made, self._group, **back)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(num_pairs, device=order.device)
+        rows_TKH = returned[place].view(*index_TK.shape, -1)
+        return combined(rows_TKH, index_TK, weights_TK, self._experts.combination)
+
+    def _made_here(self, given: Tensor, arriving: Tensor) -> Tensor:
+        """Return what this rank's experts make of the rows that were sent to it."""
+        made = given.clone()
+        if len(given):
+            own = torch.arange(self._num_local, device=given.device).repeat(self._num_ranks)
+            experts = own.repeat_interleave(arriving, output_size=len(given))
+            made = call_some(
+                self._module,
+                self._forward,
+                self._experts.attributes,
+                self._num_local,
+                given,
+                experts,
+            )
+            if made.dtype != given.dtype:  # ranks without a row would send others
+                raise ValueError(
+                    f"{self._experts.fqn!r} makes rows of {made.dtype} of rows of {given.dtype}; "
+                    "expert_parallel needs one dtype, so cast what it returns"
+                )
+        if made.requires_grad or not torch.is_grad_enabled():
+            return made
+        # Backward sends gradients back on all ranks if it does on one.
+        trained = any(p.requires_grad for p in self._module.parameters())
+        return made.requires_grad_(trained)
+
+    def _refusal(self, index: Tensor) -> str:
+        num_experts = self._experts.num_experts
+        return (
+            f"{self._experts.fqn!r} was called with experts from {int(index.min())} to "
+            f"{int(index.max())}, and has 0 to {num_experts - 1}; with expert_parallel.size "
+            f"{self._num_ranks} every row goes to experts that there are"
+        )

@@ -1,0 +1,143 @@
+"""Modules that stack experts, and one call of some of them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Combination = Literal["slots", "ascending"]
+_NUM_ARGUMENTS = 3  # rows, the experts of each, their weights
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module whose parameters stack experts on their first dim.
+
+    Attributes:
+        fqn: Its name.
+        num_experts: How many.
+        attributes: Its integers that count experts, and so count this rank's in a call of those.
+        combination: How it adds up the experts of a row: all of its slots at once, or one after
+            the other in the order of experts.
+    """
+
+    fqn: str
+    num_experts: int
+    attributes: tuple[str, ...]
+    combination: Combination
+
+
+def expert_parameters(model: nn.Module, found: Iterable[Experts]) -> set[str]:
+    """Return the FQNs of the parameters of experts."""
+    return {
+        f"{each.fqn}.{name}"
+        for each in found
+        for name, _ in model.get_submodule(each.fqn).named_parameters()
+    }
+
+
+def num_stacked(module: nn.Module) -> int:
+    """Return how many experts a module stacks, 0 if it is none that stacks some.
+
+    It has parameters of its own, all with one first dim and one of them a stack of matrices, and
+    a forward of three arguments: rows, the experts of each, and their weights.
+    """
+    own = [parameter.shape for parameter in module.parameters(recurse=False)]
+    if len(own) != len(list(module.parameters())) or not own:
+        return 0
+    is_stack = min(map(len, own)) > 1 and max(map(len, own)) > 2
+    lengths = {shape[0] for shape in own}
+    if not is_stack or len(lengths) > 1 or not _takes_rows(module):
+        return 0
+    return lengths.pop()
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether forward can be called with three arguments, and needs no more."""
+    try:
+        parameters = [*inspect.signature(module.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more = [p for p in parameters if p not in places[:_NUM_ARGUMENTS]]
+    is_needed = [p for p in more if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return len(places) >= _NUM_ARGUMENTS and not is_needed
+
+
+def bound(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, experts and weights of a call, however they were given.
+
+    Raises:
+        TypeError: If the call has other arguments.
+    """
+    given = [*inspect.signature(forward).bind(*args, **kwargs).arguments.values()]
+    if len(given) != _NUM_ARGUMENTS or not all(isinstance(each, Tensor) for each in given):
+        kinds = [type(each).__name__ for each in given]
+        raise TypeError(f"expected rows, experts and weights as tensors, got {kinds}")
+    rows, index, weights = given
+    if rows.shape[:-1].numel() != index.shape[:-1].numel():
+        raise TypeError(
+            f"expected experts for each row, got shapes {tuple(rows.shape)} of rows and "
+            f"{tuple(index.shape)} of experts"
+        )
+    return rows, index, weights
+
+
+def call_some(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    attributes: tuple[str, ...],
+    num_experts: int,
+    rows_NH: Tensor,
+    expert_N: Tensor,
+) -> Tensor:
+    """Run a module on rows that each go to one of ``num_experts``, those that it has now.
+
+    With weights of one, which multiply to the same bits.
+    """
+    with _counting(module, attributes, num_experts):
+        return forward(rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1))
+
+
+@contextlib.contextmanager
+def _counting(module: nn.Module, attributes: tuple[str, ...], value: int) -> Iterator[None]:
+    held = {name: getattr(module, name) for name in attributes}
+    try:
+        for name in attributes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, before in held.items():
+            setattr(module, name, before)
+
+
+def combined(
+    rows_TKH: Tensor, index_TK: Tensor, weights_TK: Tensor, combination: Combination
+) -> Tensor:
+    """Sum what experts made of each row, by weight, in the order in which the module does."""
+    dtype = rows_TKH.dtype
+    weighted = rows_TKH * weights_TK[..., None]
+    if combination == "slots":
+        return weighted.sum(1).to(dtype)
+    order = index_TK.argsort(stable=True, dim=1)[..., None].expand_as(weighted)
+    first, *others = weighted.to(dtype).gather(1, order).unbind(1)
+    total = first
+    for each in others:
+        total = total + each
+    return total
+
+
+def sorted_by_expert(index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the order of (token, slot) pairs by expert, and how many each expert has.
+
+    What is no expert's index is in no count.
+    """
+    experts, order = index_TK.reshape(-1).sort(stable=True)
+    borders = torch.arange(num_experts + 1, device=index_TK.device, dtype=experts.dtype)
+    return order, torch.searchsorted(experts, borders).diff()

@@ -1,0 +1,229 @@
+"""Which modules of a model stack experts that ranks can share out: found, and proven by running.
+
+[Note: what is proven of experts] That a module is the sum over the slots of a row of weight times
+what the expert makes of the row, whichever rows an expert gets with it, and that it runs with some
+of its experts alone once certain of its integers count those. Both are tried on random numbers in
+float64, gradients included, on the module or one like it of a scaled-down model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.random_copies import InDouble, random_copy
+from vescale_parallel._trace.generators import generator_state, untouched_generators
+from vescale_parallel._verify.scaled_down_model import scaled_down
+
+from .experts import Combination, Experts, call_some, combined, num_stacked, sorted_by_expert
+
+_MAX_NUMEL = 2**22  # of a module that is run itself
+_MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
+_NUM_ROWS, _NUM_SLOTS = 24, 3
+_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
+_HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
+Made = tuple[Tensor, ...]
+
+
+def find_experts(model: nn.Module, size: int) -> list[Experts]:
+    """Return the modules whose experts ``size`` ranks can share out.
+
+    Raises:
+        ValueError: If there are none, or some cannot be shared out.
+    """
+    stacked = {fqn: num_stacked(module) for fqn, module in model.named_modules()}
+    stacked = {fqn: count for fqn, count in stacked.items() if count}
+    if not stacked:
+        raise ValueError(
+            f"expert_parallel.size {size}: found no experts in {type(model).__name__}. Experts "
+            "are a module whose parameters all stack them on their first dim, and whose forward "
+            "takes rows (tokens, hidden), the experts of each (tokens, k) and their weights "
+            "(tokens, k); leave expert_parallel out of the plan"
+        )
+    known: dict[str, Experts] = {}
+    found = list[Experts]()
+    scaled: list[nn.Module | None] = []
+    for fqn, count in stacked.items():
+        if count % size:
+            raise ValueError(
+                f"expert_parallel.size {size} does not divide the {count} experts of {fqn!r}; use "
+                f"one of {[n for n in range(1, count + 1) if count % n == 0]}"
+            )
+        kind = f"{generalize(fqn)} {count} {type(model.get_submodule(fqn))}"
+        if kind not in known:
+            known[kind] = _proven(fqn, _subject(model, fqn, scaled), count, size)
+        like = known[kind]
+        found.append(Experts(fqn, count, like.attributes, like.combination))
+    return found
+
+
+def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None]) -> nn.Module:
+    """Return the module to run: itself, or one like it of a scaled-down model if it is large."""
+    module = model.get_submodule(fqn)
+    if sum(p.numel() for p in module.parameters()) <= _MAX_NUMEL:
+        return module
+    if not scaled:
+        scaled.append(scaled_down(model, 1))
+    for name, other in scaled[0].named_modules() if scaled[0] is not None else ():
+        if generalize(name) == generalize(fqn) and num_stacked(other) == num_stacked(module):
+            return other
+    if sum(p.numel() for p in module.parameters()) > _MOST_NUMEL:
+        why = "it is too large to be tried, and the model has no configuration of a smaller one"
+        raise ValueError(_refusal(fqn, why))
+    return module
+
+
+def _proven(fqn: str, module: nn.Module, count: int, size: int) -> Experts:
+    """Return how a module's experts are shared out.
+
+    Raises:
+        ValueError: If its results are not those of its experts, summed by weight.
+    """
+    with untouched_generators(seed=0), InDouble():
+        try:
+            whole = random_copy(module)
+            rows, expected = _one_device(whole, count)
+        # What a user's module raises is why it is not understood.
+        except Exception as error:
+            raise ValueError(_refusal(fqn, f"{type(error).__name__}: {error}")) from error
+        if _draws(whole, rows):
+            raise ValueError(_refusal(fqn, "its forward draws random numbers"))
+        why = ""
+        for attributes in _counting_experts(whole, count):
+            try:
+                made = _shared_out(whole, rows, attributes, size)
+            except Exception as error:  # these integers were not those, or not all of them
+                raised = f"with some of its experts alone it raises {type(error).__name__}"
+                why = why or f"{raised}: {error}"
+                continue
+            why = "its results are not the sum of what each expert makes of a row, by weight"
+            if all(map(_close, made, expected)):
+                return Experts(fqn, count, attributes, _combination(whole, rows, attributes))
+    raise ValueError(_refusal(fqn, why))
+
+
+def _refusal(fqn: str, why: str) -> str:
+    return (
+        f"expert_parallel: {fqn!r} stacks experts, but ranks cannot share them out: {why}. Its "
+        "forward takes rows (tokens, hidden), the experts of each (tokens, k) and their weights "
+        "(tokens, k), and returns the sum over k of weight times expert; otherwise leave "
+        "expert_parallel out of the plan"
+    )
+
+
+def _one_device(module: nn.Module, count: int) -> tuple[Made, Made]:
+    """Return rows, experts and weights that a module takes, and what it makes of them."""
+    errors = list[Exception]()
+    for hidden in _widths(module):
+        rows = torch.randn(_NUM_ROWS, hidden, dtype=torch.float64)
+        slots = min(_NUM_SLOTS, count)
+        index = torch.rand(_NUM_ROWS, count).argsort(1)[:, :slots]
+        weights = torch.rand(_NUM_ROWS, slots, dtype=torch.float64) + 0.5
+        given = rows, index, weights
+        try:
+            made = _with_gradients(module, given, module)
+        except Exception as error:  # arbitrary modules: of rows of another width
+            errors.append(error)
+            continue
+        if made[0].shape == rows.shape:
+            return given, made
+    raise errors[0] if errors else ValueError("what it returns is not of the shape of its rows")
+
+
+def _widths(module: nn.Module) -> Iterator[int]:
+    """Yield how wide rows may be, the likeliest first."""
+    named = [getattr(module, name, None) for name in _HIDDEN]
+    dims = [dim for p in module.parameters() for dim in p.shape[1:]]
+    yield from dict.fromkeys(each for each in [*named, *dims] if isinstance(each, int))
+
+
+def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Tensor]) -> Made:
+    """Return a result and the gradients of rows, weights and parameters."""
+    rows, index, weights = given
+    rows, weights = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    result = run(rows, index, weights)
+    probe = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
+    trained = [rows, weights, *module.parameters()]
+    grads = torch.autograd.grad((result * probe).sum(), trained)
+    return result.detach(), *grads
+
+
+def _draws(module: nn.Module, given: Made) -> bool:
+    module.train()
+    before = generator_state()
+    with torch.no_grad():
+        module(*given)
+    module.eval()
+    return generator_state() != before
+
+
+def _counting_experts(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
+    """Yield sets of a module's integers that may count its experts, all of them first."""
+    names = [name for name, value in vars(module).items() if type(value) is int and value == count]
+    for length in range(len(names), -1, -1):
+        yield from itertools.combinations(names, length)
+
+
+def _shared_out(module: nn.Module, given: Made, attributes: tuple[str, ...], size: int) -> Made:
+    def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        made = _rows_of_experts(module, rows, index, attributes, size, num_parts=2)
+        return combined(made, index, weights, "slots")
+
+    return _with_gradients(module, given, run)
+
+
+def _rows_of_experts(
+    module: nn.Module,
+    rows_TH: Tensor,
+    index_TK: Tensor,
+    attributes: tuple[str, ...],
+    size: int,
+    num_parts: int,
+) -> Tensor:
+    """Return what experts make of each row, as ``size`` ranks one after the other.
+
+    Each runs its rows in parts, which have to be what they are together.
+    """
+    whole: dict[str, Any] = dict(module._parameters)
+    count = next(iter(whole.values())).shape[0]
+    order, counts = sorted_by_expert(index_TK, count)
+    experts = index_TK.reshape(-1)[order]
+    sent = rows_TH[order // index_TK.shape[1]]
+    made, pairs = list[Tensor](), list[Tensor]()
+    ends = counts.view(size, -1).sum(1).cumsum(0).tolist()
+    for rank, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        local = count // size
+        parts = {name: p[rank * local : (rank + 1) * local] for name, p in whole.items()}
+        try:
+            # What forward finds: tensors that autograd leads back to the parameters.
+            object.__setattr__(module, "_parameters", parts)
+            for first in range(start, min(start + num_parts, end)):
+                part = slice(first, end, num_parts)
+                mine = experts[part] - rank * local
+                run = module, module.forward, attributes, local
+                made.append(call_some(*run, sent[part], mine))
+                pairs.append(order[part])
+        finally:
+            object.__setattr__(module, "_parameters", whole)
+    return torch.cat(made)[torch.cat(pairs).argsort()].view(*index_TK.shape, -1)
+
+
+def _combination(module: nn.Module, given: Made, attributes: tuple[str, ...]) -> Combination:
+    """Return in which order a module adds up, told by the bits of its result."""
+    rows, index, weights = given
+    with torch.no_grad():
+        made = _rows_of_experts(module, rows, index, attributes, 1, num_parts=1)
+        expected = module(*given)
+        if torch.equal(combined(made, index, weights, "ascending"), expected):
+            return "ascending"
+    return "slots"
+
+
+def _close(made: Tensor, expected: Tensor) -> bool:
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))

@@ -1,0 +1,177 @@
+"""Which modules stack experts, and what is proven of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._expert_parallel.experts import (
+    Combination,
+    bound,
+    combined,
+    expert_parameters,
+    num_stacked,
+    sorted_by_expert,
+)
+from vescale_parallel._expert_parallel.find import find_experts
+
+
+class Stack(nn.Module):
+    """Four experts; ``made`` computes what an expert makes of a row."""
+
+    def __init__(self, experts: int = 4, hidden: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, hidden, hidden))
+        self.bias = nn.Parameter(torch.randn(experts, hidden))
+        self.how_many, self.width, self.is_gated = experts, hidden, True
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(rows)
+        for expert in range(self.how_many):
+            row, slot = torch.where(chosen == expert)
+            made = self.made(rows[row] @ self.weight[expert] + self.bias[expert])
+            total.index_add_(0, row, made * weights[row, slot, None])
+        return total
+
+    def made(self, rows: Tensor) -> Tensor:
+        return rows.tanh()
+
+
+class Normalized(Stack):
+    """What an expert makes of a row depends on its other rows."""
+
+    def made(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(0) if len(rows) else rows
+
+
+class Dropping(Stack):
+    def made(self, rows: Tensor) -> Tensor:
+        return nn.functional.dropout(rows, 0.5, self.training)
+
+
+class FirstTwo(Stack):
+    """Weights of more than two experts are cut."""
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(rows, chosen, torch.stack([*weights[:, :2].unbind(1)] * 2, 1))
+
+
+class AllRows(nn.Module):
+    """Not chosen by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.weight
+
+
+class Moe(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4), experts
+
+
+def transformers_experts(family: str, implementation: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, hidden_size=16, intermediate_size=12, moe_intermediate_size=12,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        vocab_size=32, num_local_experts=8, num_experts=8, num_experts_per_tok=3, pad_token_id=0,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("implementation", "combination"),
+    [("eager", "ascending"), ("batched_mm", "slots"), ("grouped_mm", "slots")],
+)
+def test_transformers_models_say_how_they_add_up(
+    family: str, implementation: str, combination: str
+) -> None:
+    model = transformers_experts(family, implementation)
+    (found,) = find_experts(model, 4)
+    assert (found.num_experts, found.attributes) == (8, ("num_experts",))
+    assert found.combination == combination
+    assert expert_parameters(model, [found]) == {
+        name for name, _ in model.named_parameters() if ".experts." in name
+    }
+
+
+def test_integers_that_count_experts_are_found_among_others() -> None:
+    (found,) = find_experts(Moe(Stack(experts=6, hidden=6)), 3)
+    assert "how_many" in found.attributes
+    assert found.fqn == "experts"
+    (found,) = find_experts(Moe(Stack()), 2)
+    assert found.attributes == ("how_many",)
+
+
+def test_finding_draws_and_changes_nothing() -> None:
+    model = Moe(Stack())
+    before = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
+    find_experts(model, 2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(p, before[1][name]) for name, p in model.named_parameters())
+    assert isinstance(model.experts, Stack)
+    assert model.experts.how_many == 4
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (Normalized, r"'experts' stacks experts, .*not the sum of what each expert makes"),
+        (FirstTwo, r"'experts' stacks experts"),
+        (Dropping, r"'experts' stacks experts, .*draws random numbers"),
+        (AllRows, r"found no experts in Moe"),
+        (lambda: Stack(experts=5), r"does not divide the 5 experts of 'experts'.*\[1, 5\]"),
+    ],
+)
+def test_other_modules_are_refused(experts: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_experts(Moe(experts()), 2)
+
+
+def test_a_stack_has_parameters_of_its_own_with_one_first_dim() -> None:
+    assert num_stacked(Stack()) == 4
+    other = Stack()
+    other.bias = nn.Parameter(torch.randn(3, 6))
+    assert num_stacked(other) == 0
+    other = Stack()
+    other.norm = nn.LayerNorm(6)
+    assert num_stacked(other) == 0
+    assert num_stacked(nn.Linear(4, 4)) == num_stacked(nn.MultiheadAttention(4, 2)) == 0
+    assert num_stacked(AllRows()) == 0
+
+
+def test_a_call_is_rows_experts_and_weights_in_any_form() -> None:
+    rows, chosen, weights = torch.ones(2, 6), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2)
+    named: dict[str, Any] = {"weights": weights, "chosen": chosen}
+    assert bound(Stack().forward, (rows,), named) == (rows, chosen, weights)
+    with pytest.raises(TypeError, match=r"rows, experts and weights .*got \['Tensor', 'int', "):
+        bound(Stack().forward, (rows, 3, weights), {})
+
+
+def test_pairs_are_sorted_by_expert_then_token_then_slot() -> None:
+    index = torch.tensor([[3, 0], [0, 1], [1, 3]])
+    order, counts = sorted_by_expert(index, 4)
+    assert order.tolist() == [1, 2, 3, 4, 0, 5]
+    assert counts.tolist() == [2, 2, 0, 2]
+    assert sorted_by_expert(torch.tensor([[4, 0]]), 4)[1].tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("combination", ["slots", "ascending"])
+def test_rows_are_added_in_the_order_that_the_module_has(combination: Combination) -> None:
+    rows = torch.tensor([[[1e8], [1.0], [-1e8]]])
+    weights, index = torch.ones(1, 3), torch.tensor([[2, 0, 1]])
+    made = combined(rows, index, weights, combination)
+    expected = {"slots": rows.sum(1), "ascending": (rows[:, 1] + rows[:, 2]) + rows[:, 0]}
+    assert torch.equal(made, expected[combination])
