@@ -16,7 +16,7 @@ TERA = 10**12
 # "ConnectX-7, 400 Gb/s"; GB200 NVL72 and AMD's reference nodes likewise.
 _CARD_400 = 50 * GB
 
-# Frozen before benchmarks/published was scored. Matrix products: what cuBLAS reaches on large
+# Not fitted to measured runs. Matrix products: what cuBLAS reaches on large
 # bfloat16 ones (an A100 250 of 312, an H100 650 to 700 of 989 TFLOP/s under its power limit, an
 # MI300X 600 to 700 of 1307). Attention: FlashAttention-2 (Dao 2023) at length 2k to 8k on an A100,
 # FlashAttention-3 (Shah et al. 2024) on an H100, forward and backward.
