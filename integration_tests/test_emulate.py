@@ -121,18 +121,16 @@ def test_what_emulated_ranks_save_processes_load(world2: World, tmp_path: Path) 
 
 def save_beside(path: str) -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     with vescale_ckpt.AsyncSaver() as saver:
-        saver.save(path, {"common": torch.arange(3.0), f"of {rank}": torch.ones(rank + 1)})
+        saver.save(path, {"common": torch.arange(3.0)})
 
 
 @pytest.mark.slow
 def test_emulated_ranks_save_at_once_what_processes_save_beside(tmp_path: Path) -> None:
     vescale.emulate(save_beside, 2, args=(str(tmp_path / "step"),))
-    state = {"common": torch.empty(3), "of 0": torch.empty(1), "of 1": torch.empty(2)}
+    state = {"common": torch.empty(3)}
     vescale.load(tmp_path / "step", state)
     assert torch.equal(state["common"], torch.arange(3.0))
-    assert torch.equal(state["of 1"], torch.ones(2))
 
 
 @pytest.mark.slow

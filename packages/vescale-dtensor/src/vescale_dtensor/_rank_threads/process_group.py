@@ -14,7 +14,7 @@ from torch import Tensor
 from vescale_dtensor._torch_private import ProcessGroupBase
 
 from .arithmetic import reduced
-from .meetings import Exchange, Meetings, ThreadWork, write
+from .exchanges import Exchanges, Run, ThreadWork, write
 
 
 class Options(SimpleNamespace):
@@ -25,7 +25,7 @@ class ThreadGroup(ProcessGroupBase):
     """The ranks of one group, for one of them.
 
     Args:
-        meetings: Where the ranks of the emulation meet.
+        exchanges: Where the ranks of the emulation meet.
         key: What no other group of the emulation has.
         rank: Of this rank in the group.
         size: Number of ranks.
@@ -36,10 +36,10 @@ class ThreadGroup(ProcessGroupBase):
     is_for_one_thread = True
 
     def __init__(
-        self, meetings: Meetings, key: Any, rank: int, size: int, timeout: timedelta | None
+        self, exchanges: Exchanges, key: Any, rank: int, size: int, timeout: timedelta | None
     ) -> None:
         super().__init__(rank, size)
-        self._meetings, self._key, self._rank, self._size = meetings, key, rank, size
+        self._exchanges, self._key, self._rank, self._size = exchanges, key, rank, size
         self.options = Options(_timeout=timeout)
         self._count = 0
         self._name = self._desc = ""
@@ -97,7 +97,7 @@ class ThreadGroup(ProcessGroupBase):
 
     def get_group_store(self) -> Any:
         """Return the store of the emulation."""
-        return self._meetings.store
+        return self._exchanges.store
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
@@ -281,16 +281,16 @@ class ThreadGroup(ProcessGroupBase):
         """Send a tensor to a rank."""
         name = f"send of {_shown(tensors)} to {target}, tag {tag}, of {self._told}"
         lane = (self._rank, target, tag)
-        meeting = self._meetings.send(self._key, name, lane, tensors[0].detach())
-        return ThreadWork(meeting, self._meetings.baton, tensors)
+        meeting = self._exchanges.send(self._key, name, lane, tensors[0].detach())
+        return ThreadWork(meeting, self._exchanges.baton, tensors)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> ThreadWork:
         """Receive a tensor from a rank."""
         told = "any rank" if source < 0 else str(source)
         name = f"receive of {_shown(tensors)} from {told}, tag {tag}, of {self._told}"
         lane = (source, self._rank, tag)
-        meeting = self._meetings.receive(self._key, name, lane, tensors[0], self._size)
-        return ThreadWork(meeting, self._meetings.baton, tensors)
+        meeting = self._exchanges.receive(self._key, name, lane, tensors[0], self._size)
+        return ThreadWork(meeting, self._exchanges.baton, tensors)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> ThreadWork:
         """Receive a tensor from whoever sends first."""
@@ -320,15 +320,15 @@ class ThreadGroup(ProcessGroupBase):
         kind: str,
         like: Sequence[Tensor],
         brought: Any,
-        run: Exchange,
+        run: Run,
         result: Sequence[Tensor],
     ) -> ThreadWork:
         name = f"{kind} {_shown(like)} over {self._told}" if like else f"{kind} over {self._told}"
         number, self._count = self._count, self._count + 1
-        meeting = self._meetings.come(
+        meeting = self._exchanges.come(
             (self._key, number), name, self._size, self._rank, brought, run
         )
-        return ThreadWork(meeting, self._meetings.baton, result)
+        return ThreadWork(meeting, self._exchanges.baton, result)
 
     @property
     def _told(self) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._torch_private import distributed_c10d, isolate_threads
 
 from .baton import Baton
-from .meetings import Meetings
+from .exchanges import Exchanges
 from .process_group import Options, ThreadGroup
 from .store import ThreadStore
 
@@ -58,7 +58,7 @@ class _Connections:
     def __init__(self, baton: Baton, world_size: int) -> None:
         self._baton, self._world_size = baton, world_size
         self._store = ThreadStore(baton)
-        self._meetings = Meetings(baton, self._store)
+        self._exchanges = Exchanges(baton, self._store)
         self._num_groups = itertools.count()
         self._uses: Counter[tuple[int, bytes]] = Counter()
         self._owners = [next(_mesh_owners) for _ in range(world_size)]
@@ -71,7 +71,7 @@ class _Connections:
                 self, store: Any, rank: int, size: int, timeout: timedelta | None = None
             ) -> None:
                 key = connections.key_of(store)
-                super().__init__(connections.meetings, key, rank, size, timeout)
+                super().__init__(connections.exchanges, key, rank, size, timeout)
 
         class GroupWithOptions(Group):
             """Made in place of NCCL's."""
@@ -85,9 +85,9 @@ class _Connections:
         self.gloo, self.nccl = Group, GroupWithOptions
 
     @property
-    def meetings(self) -> Meetings:
+    def exchanges(self) -> Exchanges:
         """Where the ranks meet."""
-        return self._meetings
+        return self._exchanges
 
     def rendezvous(self, *args: Any, **kwargs: Any) -> Iterator[tuple[ThreadStore, int, int]]:
         """Yield the store, and which rank of how many this one is."""

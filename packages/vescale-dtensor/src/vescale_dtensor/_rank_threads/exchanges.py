@@ -16,7 +16,7 @@ from .baton import Baton, RankStopped
 from .store import ThreadStore
 
 # Gets what each rank brought, in the order of group ranks.
-Exchange = Callable[[Sequence[Any]], None]
+Run = Callable[[Sequence[Any]], None]
 
 
 class Meeting:
@@ -35,7 +35,7 @@ class Meeting:
         self._events: list[Any] = []
         self._done_event: Any = None
 
-    def come(self, rank: int, brought: Any, exchange: Exchange) -> bool:
+    def come(self, rank: int, brought: Any, exchange: Run) -> bool:
         """Bring tensors; whoever comes last exchanges them. Whether that has happened."""
         self._brought[rank] = brought
         _record(self._events)
@@ -125,7 +125,7 @@ class ThreadWork(WorkBase):
     _source_rank = source_rank
 
 
-class Meetings:
+class Exchanges:
     """The collectives and messages of all groups of an emulation."""
 
     def __init__(self, baton: Baton, store: ThreadStore) -> None:
@@ -135,7 +135,7 @@ class Meetings:
         self._receives: dict[Hashable, deque[tuple[Meeting, Tensor]]] = defaultdict(deque)
 
     def come(
-        self, key: Hashable, name: str, size: int, rank: int, brought: Any, exchange: Exchange
+        self, key: Hashable, name: str, size: int, rank: int, brought: Any, exchange: Run
     ) -> Meeting:
         """Bring tensors to the collective that ranks of a group know by ``key``."""
         self._check_thread(name)
