@@ -183,16 +183,9 @@ def _change(
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
+    own = expert_parameters(model, experts)
     params = shard_parameters(
-        plan,
-        model,
-        mesh,
-        sharding,
-        run_here,
-        stages_of,
-        placeholder,
-        read,
-        expert_parameters(model, experts),
+        plan, model, mesh, sharding, run_here, stages_of, placeholder, read, own
     )
     if experts:
         dispatch(model, experts, second_group(mesh, "ep"))
