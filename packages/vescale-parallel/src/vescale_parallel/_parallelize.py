@@ -204,8 +204,6 @@ def _change(
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
-    # Experts send gradients in backward, in one order with what else ranks exchange.
-    parameters.rows_are_coupled = bool(experts)
     leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:

@@ -96,7 +96,7 @@ class ZeroState:
         self._num_reduced = 0
         compared = self._exchanges if self._guarded else None
         self._end = EndOfPass(mesh, params, self._order, compared)
-        self.rows_are_coupled = False
+        self.rows_are_coupled = any(param.is_expert for param in params)
         self.syncs = True
         self._has_copies = self._end.has_copies
         self._unsynced = UnsyncedGradients(self._order)
