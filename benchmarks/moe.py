@@ -2,11 +2,11 @@
 
     python benchmarks/moe.py [--ranks 2] [--steps 4] [--repeats 3] [--only "expert" ...]
 
-Trains a Qwen3-MoE of 22 million parameters, of which 17 million are in 16 experts a layer, with AdamW on as
-many rows a rank. Every contender runs in processes of its own: gloo, one thread a rank. Contenders
-alternate; figures are medians over repeats, of the mean over ranks. CPU time is user and system
-time of a step; memory is the peak of resident memory, and how far that is above what imports took.
-Prints JSON; ``ratio`` is to the best peer (``PEERS``).
+Trains a Qwen3-MoE of 21 million parameters, of which 17 million are in 16 experts a layer, with
+AdamW on as many rows a rank. Every contender runs in processes of its own: gloo, one thread a
+rank. Contenders alternate; figures are medians over repeats, of the mean over ranks. CPU time is
+user and system time of a step; memory is the peak of resident memory, and how far that is above
+what imports took. Prints JSON; ``ratio`` is to the best peer (``PEERS``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from side_by_side.contenders import (
     random_ids,
     timed,
     told,
-    with_optimizer,
 )
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -95,10 +94,11 @@ def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
 
 def fresh() -> nn.Module:
     torch.manual_seed(0)
+    sizes: dict[str, Any] = {"head_dim": 64}
     config = Qwen3MoeConfig(
         hidden_size=256, intermediate_size=512, moe_intermediate_size=352, num_experts=16,
         num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=64, vocab_size=VOCABULARY, use_cache=False,
+        vocab_size=VOCABULARY, use_cache=False, **sizes,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -113,10 +113,14 @@ def theirs(ranks: int) -> Trained:
     """Send tokens to experts by transformers itself; the rest is FSDP2's."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    own = tempfile.mkdtemp()
-    fresh().save_pretrained(own)
+    told_by_first = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told_by_first)
+    fresh().save_pretrained(told_by_first[0])  # by the first rank alone
+    dist.barrier()
     config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
-    model = AutoModelForCausalLM.from_pretrained(own, distributed_config=config, use_cache=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        told_by_first[0], distributed_config=config, use_cache=False
+    )
     # torch's foreach loops take no lists of plain tensors and DTensors.
     model.train()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -140,7 +140,9 @@ def train(
             warnings.simplefilter("ignore", GatherWarning)
             losses.append(_step(model, step, parts))
         if not step:
-            grads = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+            of_each = {name: p.grad for name, p in model.named_parameters()}
+            grads = {name: whole(g).clone() for name, g in of_each.items() if g is not None}
+            assert grads.keys() == of_each.keys()
         norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
         optimizer.step()
         optimizer.zero_grad()

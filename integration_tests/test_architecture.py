@@ -45,7 +45,9 @@ def test_a_folder_is_short_enough_to_be_read(package: str) -> None:
     for each in {file.parent for file in _files(package)}:
         if each.relative_to(folder.parent) in LONG_FOLDERS:
             continue
-        entries = sorted(child.name for child in each.iterdir() if child.name != "__pycache__")
+        # Not with what Python writes, and a file that is empty for type checkers.
+        others = ("__pycache__", "py.typed")
+        entries = sorted(child.name for child in each.iterdir() if child.name not in others)
         assert len(entries) <= MAX_ENTRIES, (each, entries)
 
 

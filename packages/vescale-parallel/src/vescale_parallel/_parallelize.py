@@ -183,16 +183,9 @@ def _change(
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
+    own = expert_parameters(model, experts)
     params = shard_parameters(
-        plan,
-        model,
-        mesh,
-        sharding,
-        run_here,
-        stages_of,
-        placeholder,
-        read,
-        expert_parameters(model, experts),
+        plan, model, mesh, sharding, run_here, stages_of, placeholder, read, own
     )
     if experts:
         dispatch(model, experts, second_group(mesh, "ep"))
@@ -211,8 +204,6 @@ def _change(
         for fqn in run_here:
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
-    # Experts send gradients in backward, in one order with what else ranks exchange.
-    parameters.rows_are_coupled = bool(experts)
     leave_in_blocks(model, run_here)
     engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
     if plan.data_parallel.size > 1 or stages is not None:

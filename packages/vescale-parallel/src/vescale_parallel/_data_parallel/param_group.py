@@ -231,27 +231,20 @@ class ParamGroup:
                 own = grad.to(self._reduced_in(param)).to(param.local.dtype)
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
             return
-        shards, copies = gradient_groups(self.mesh, of_experts=False)
         together = [*dict.fromkeys(self._rows_of(self._trained()).values())]
         if together and self.exchanges.with_reductions:
             # Before reductions go on: ranks that wait in them answer those that come elsewhere.
-            self.exchanges.begin(reduction_of(self.number), shards, copies)
+            groups = gradient_groups(self.mesh, of_experts=False)
+            self.exchanges.begin(reduction_of(self.number), *groups)
         self.reductions.advance()
         for rows in together:
             # Popped, so that whole gradients are let go of as soon as the shard is known.
             rows.write({param: grads.pop(param) for param in rows.params if param in grads})
-            own = (shards, copies)
-            if rows.params[0].is_expert:
-                own = gradient_groups(self.mesh, of_experts=True)
-            self.reductions.start(self._reduction(rows, *own))
+            self.reductions.start(self._reduction(rows))
 
-    def _reduction(
-        self,
-        rows: GradientRows,
-        shards: dist.ProcessGroup | None,
-        copies: dist.ProcessGroup | None,
-    ) -> Reduction:
-        mean = yield from rows.mean(shards, copies)
+    def _reduction(self, rows: GradientRows) -> Reduction:
+        groups = gradient_groups(self.mesh, of_experts=rows.params[0].is_expert)
+        mean = yield from rows.mean(*groups)
         held = self._pending.get(rows)
         self._pending[rows] = mean if held is None else held.add_(mean)
 

@@ -99,7 +99,7 @@ class ZeroState:
         self._order = [*reversed(self._param_groups), root]
         compared = self._exchanges if self._guarded else None
         self._end = EndOfPass(mesh, params, self._order, compared)
-        self.rows_are_coupled, self.syncs = False, True
+        self.rows_are_coupled, self.syncs = any(param.is_expert for param in params), True
         self._unsynced = UnsyncedGradients(self._order)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
         self._reduced_early, self._held_back = list[ParamGroup](), False
