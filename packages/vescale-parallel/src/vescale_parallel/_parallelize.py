@@ -51,6 +51,7 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import ShardedRng
+from ._rng.stage_draws import StageDraws
 from ._runtime.accumulation import AccumulatedStep, let_count
 from ._runtime.arguments import Arguments
 from ._runtime.checks import (
@@ -171,8 +172,13 @@ def _change(
         row_guard.is_rows_first = loader.gave
     # The model, changed in the order of [Note: who wraps a module], innermost first.
     param_dtype, staging = torch_dtype(plan.precision.param), Staging()
+    draws = None
     if stages is not None:
+        staged = (*stages.blocks, *stages.outside)
+        input_dtype = param_dtype if plan.precision.cast_inputs else None
+        draws = StageDraws(model, staged, mesh, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
+        draws.borders.install(model, staged)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
@@ -195,7 +201,7 @@ def _change(
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
-    engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
+    engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging, draws)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
@@ -325,6 +331,7 @@ def _engine(
     lift: LiftPlain | None,
     stages: StageMap | None,
     staging: Staging,
+    draws: StageDraws | None,
 ) -> Engine:
     ranks = DataRanks(mesh)
     logits = DistributedLogits(
@@ -334,8 +341,9 @@ def _engine(
     parameters.while_backward = logits.declared
     parameters.after_backward = inputs.after_backward
     step = None
-    if stages is not None:
-        pipeline = Pipeline(plan, mesh, staging, stages.starts, len(stages.blocks), ranks.total)
+    if stages is not None and draws is not None:
+        num_blocks = len(stages.blocks)
+        pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
         step = PipelineStep(

@@ -101,8 +101,15 @@ def equal_blocks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def _kind(module: nn.Module) -> object:
-    layout = [(name, type(each)) for name, each in module.named_modules()]
+    layout = [
+        (name, type(each), each.training, _switches(each)) for name, each in module.named_modules()
+    ]
     return layout, [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+
+
+def _switches(module: nn.Module) -> list[str]:
+    """Return the numbers of a module that are not zero: dropout of zero draws nothing."""
+    return [name for name, value in vars(module).items() if isinstance(value, int | float) and value]
 
 
 def _repeat(model: nn.Module, first: str, others: Sequence[str]) -> None:

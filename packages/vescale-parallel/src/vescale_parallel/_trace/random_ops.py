@@ -53,17 +53,29 @@ def draw_with(
     Raises:
         NotImplementedError: If it does not draw a number for each element.
     """
-    like = args[0] if isinstance(args[0], Tensor) else _empty(args, kwargs)
-    how = random_operator(func, args, device_type=like.device.type)
-    if how is None or not _is_element_wise(args):
-        raise NotImplementedError(f"{func} does not draw element by element")
+    how, like, out = drawn_into(func, args, kwargs)
     is_inplace = func._schema.name.endswith("_")
-    out = _result(like, how, kwargs, is_inplace=is_inplace)
     fill(how, out)
     if how.finish is None:
         return like.copy_(out) if is_inplace and out is not like else out
     result = how.finish(out, args)
     return like.copy_(result) if is_inplace else result
+
+
+def drawn_into(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[RandomOperator, Tensor, Tensor]:
+    """Return how an operator draws, a tensor like its result, and one to draw into.
+
+    Raises:
+        NotImplementedError: If it does not draw a number for each element.
+    """
+    like = args[0] if isinstance(args[0], Tensor) else _empty(args, kwargs)
+    how = random_operator(func, args, device_type=like.device.type)
+    if how is None or not _is_element_wise(args):
+        raise NotImplementedError(f"{func} does not draw element by element")
+    is_inplace = func._schema.name.endswith("_")
+    return how, like, _result(like, how, kwargs, is_inplace=is_inplace)
 
 
 def _empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
