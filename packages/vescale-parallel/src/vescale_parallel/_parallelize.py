@@ -174,11 +174,10 @@ def _change(
     param_dtype, staging = torch_dtype(plan.precision.param), Staging()
     draws = None
     if stages is not None:
-        staged = (*stages.blocks, *stages.outside)
         input_dtype = param_dtype if plan.precision.cast_inputs else None
-        draws = StageDraws(model, staged, mesh, param_dtype, input_dtype)
+        draws = StageDraws(model, stages.stage_of_modules, mesh, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
-        draws.borders.install(model, staged)
+        draws.borders.install(model, stages.stage_of_modules)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
@@ -188,7 +187,7 @@ def _change(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
-    rng = ShardedRng(_place(mesh), lengths, None if forms is None else forms.known)
+    rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
         rng.install(model)
     for param in params:
@@ -270,10 +269,11 @@ def _guards_of_calls(
     if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
         row_guard = RowGuard(model, exchange, losses_only=pipelined)
-    if mesh.size() * plan.num_microbatches == 1 or pipelined:
+    # Stages of a pipeline draw for whole micro-batches, see [Note: draws of a pipeline].
+    num_parts = 1 if pipelined else plan.data_parallel.size * plan.num_microbatches
+    if num_parts * plan.tensor_parallel.size == 1:
         return row_guard, None
-    looks = row_guard or RowGuard(model, exchange)
-    has_parts = plan.data_parallel.size * plan.num_microbatches > 1
+    looks, has_parts = row_guard or RowGuard(model, exchange), num_parts > 1
     return row_guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
 
 
@@ -310,11 +310,11 @@ def _batch_rows(
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
-def _place(mesh: DeviceMesh) -> Place:
-    ranks = DataRanks(mesh)
+def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:
+    ranks, pipelined = DataRanks(mesh), plan.pipeline_parallel.size > 1
     return Place(
-        num_parts_of_batch=ranks.size,
-        part_of_batch=ranks.rank,
+        num_parts_of_batch=1 if pipelined else ranks.size,
+        part_of_batch=0 if pipelined else ranks.rank,
         tp_size=axis_size(mesh, "tp"),
         tp_rank=axis_rank(mesh, "tp"),
     )

@@ -174,7 +174,7 @@ class Pipeline:
         counts = self._count(forward, microbatches, form) if self._has_last_stage else []
 
         def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
-            with self.draws.of_microbatch(microbatch):
+            with self.draws.of_pass(stage, microbatch):
                 return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
 
         signatures = [signature_of(each) for each in microbatches]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,23 +59,13 @@ class PassBorders:
 
     now: StagePass | None = None
 
-    def install(self, model: nn.Module, modules: Sequence[str]) -> None:
+    def install(self, model: nn.Module, modules: Iterable[str]) -> None:
         """Watch modules that are staged already, in place."""
         for fqn in modules:
             module = model.get_submodule(fqn)
-            module.forward = self._running(module.forward)
             cls = type(module)
             module.__class__ = type(cls.__name__, (_Bordered, cls), {"__module__": cls.__module__})
             object.__setattr__(module, "_vescale_border", (self, fqn))
-
-    def _running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.now is not None:
-                self.now.runs()
-            return forward(*args, **kwargs)
-
-        return run
 
 
 class _Bordered(nn.Module):
@@ -106,7 +95,7 @@ class StageDraws:
 
     Args:
         model: Whole still; it is copied without values.
-        modules: FQNs of those that another stage may own, none inside of another.
+        stage_of: The stage of each module that another stage may own, none inside of another.
         mesh: The plan's.
         dtype: Of the model's parameters in compute; None for their own.
         input_dtype: Of floating-point inputs; None for their own.
@@ -115,12 +104,12 @@ class StageDraws:
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[str],
+        stage_of: Mapping[str, int],
         mesh: DeviceMesh,
         dtype: torch.dtype | None = None,
         input_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model, self._whole, self._modules = model, copied_without_values(model), modules
+        self._model, self._whole, self._stage_of = model, copied_without_values(model), stage_of
         self._mesh, self._ranks = mesh, DataRanks(mesh)
         self._dtype, self._input_dtype = dtype, input_dtype
         self._found: dict[object, _Found] = {}
@@ -174,7 +163,7 @@ class StageDraws:
         torch.default_generator.set_state(end.state())
 
     @contextlib.contextmanager
-    def of_microbatch(self, microbatch: int) -> Iterator[None]:
+    def of_pass(self, stage: int, microbatch: int) -> Iterator[None]:
         """Draw for a pass of a micro-batch, by its number among those of this rank."""
         if self._points is None:
             yield
@@ -182,7 +171,8 @@ class StageDraws:
         held = torch.default_generator.get_state()
         if self._left_at is not None and not torch.equal(held, self._left_at):
             self._say("", "between forward passes, in backward for example,")
-        now = self.borders.now = StagePass(self._points, microbatch, self._say)
+        own = {fqn for fqn, each in self._stage_of.items() if each == stage}
+        now = self.borders.now = StagePass(self._points, microbatch, own, self._say)
         try:
             yield
             now.end()
@@ -232,7 +222,7 @@ class StageDraws:
 
         def find() -> ForwardDraws:
             with torch.autocast("cpu", casts, enabled=casts is not None):
-                return draws_of_forward(whole, given, self._modules, self._dtype)
+                return draws_of_forward(whole, given, self._stage_of, self._dtype)
 
         try:
             return _Found(in_fresh_thread(find))

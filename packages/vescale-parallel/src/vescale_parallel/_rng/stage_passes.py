@@ -10,7 +10,7 @@ stage draws is torch's own, and at the end of a step all ranks have one device's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
 import torch
@@ -59,63 +59,64 @@ class StagePass:
     Args:
         points: Of the step.
         microbatch: Its number among those of this rank.
+        own: The modules that run on this stage.
         say: Called, with where, if something draws otherwise than was seen.
     """
 
-    def __init__(self, points: StepPoints, microbatch: int, say: Callable[[str], None]) -> None:
-        self._draws, self._say = points.draws, say
-        self._start, self._points = points.start(microbatch), points.at_borders(microbatch)
+    def __init__(
+        self,
+        points: StepPoints,
+        microbatch: int,
+        own: Collection[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._draws, self._own, self._say = points.draws, own, say
+        self._points = points.at_borders(microbatch)
         self._index = 0
         self._is_lost, self._is_placed = False, False
-        self._is_called, self._has_run = False, False
         self._held = torch.default_generator.get_state()
-        self._place_before(0, self._start)
+        self._place_before(points.start(microbatch))
 
     def entered(self, fqn: str) -> None:
-        """A module is called, which may be another stage's."""
-        self._is_called, self._has_run = True, False
-        borders = self._draws.borders
+        """A module is called that some stage owns."""
+        borders, index = self._draws.borders, self._index
         if self._is_lost:
             return
-        if self._index >= len(borders) or borders[self._index] != (fqn, "enter"):
+        if index >= len(borders) or borders[index] != (fqn, "enter"):
             self._lose(fqn)
-
-    def runs(self) -> None:
-        """The module that was called is this stage's."""
-        if not self._is_called or self._has_run:
-            return  # called by its forward, or by a module within
-        self._has_run = True
-        if self._is_lost or not self._draws.moves[self._index + 1]:
-            return
-        point = self._points[self._index]
-        # What was drawn outside for other stages' activations, of no value here, may have been
-        # drawn for another layout of them.
-        if not self._is_placed or not point.may_be_of(torch.default_generator.get_state()):
-            self._place(point)
+        elif fqn in self._own and self._draws.moves[index + 1]:
+            # What was drawn outside for other stages' activations, of no value here, may have
+            # been drawn for another layout of them.
+            if not self._points[index].may_be_of(torch.default_generator.get_state()):
+                self._place(self._points[index])
 
     def left(self, fqn: str, *, goes_on: bool) -> None:
-        """The module has returned; ``goes_on`` says whether forward does."""
-        self._is_called = False
+        """It has returned; ``goes_on`` says whether forward does."""
         if self._is_lost:
             return
         moves = self._draws.moves[self._index + 1]
         self._index += 2
         point = self._points[self._index - 1]
-        if self._has_run:
+        if fqn in self._own:
             self._check(point, fqn)
         elif moves:
             self._is_placed = False
         if goes_on and not self._is_lost:
-            self._place_before(self._index, point)
+            self._place_before(point)
 
     def end(self) -> None:
         """Forward of the whole model has returned, or the stage has left it."""
         if not self._is_lost and self._index == len(self._draws.borders):
             self._check(self._points[-1], "")
 
-    def _place_before(self, index: int, point: Point) -> None:
-        """Set the generator, if it is not there, where the model is about to draw itself."""
-        if self._draws.moves[index] and not self._is_placed:
+    def _place_before(self, point: Point) -> None:
+        """Set the generator, if it is not there, to what comes until the next module is left.
+
+        Before that is entered: a program may checkpoint it, with the state from before its call.
+        """
+        moves, borders, index = self._draws.moves, self._draws.borders, self._index
+        is_own = index < len(borders) and borders[index][0] in self._own
+        if not self._is_placed and (moves[index] or (is_own and moves[index + 1])):
             self._place(point)
 
     def _place(self, point: Point) -> None:
