@@ -1,4 +1,4 @@
-"""Random numbers under pipelines: those of one device that runs the same micro-batches in order."""
+"""Random numbers under pipelines: those of one device, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(F.gelu(self.up(x)))
         if self.training:
-            y = y * (1 + 0.1 * torch.rand(y.shape[-1], device=y.device)) + 0.1 * torch.randn(
-                3, device=y.device
-            ).sum()
+            y = (
+                y * (1 + 0.1 * torch.rand(y.shape[-1], device=y.device))
+                + 0.1 * torch.randn(3, device=y.device).sum()
+            )
         return x + self.path(F.dropout(self.down(y), 0.1, self.training))
 
 

@@ -200,7 +200,8 @@ def _change(
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
-    engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging, draws)
+    parts = (parameters, proofs, rows, rng, lift, stages, staging, draws)
+    engine = _engine(plan, model, mesh, *parts)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:

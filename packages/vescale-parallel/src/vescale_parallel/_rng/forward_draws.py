@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -67,7 +68,9 @@ def draws_of_forward(
 
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, given)
     try:
-        dry_run(model, (tuple(args), dict(kwargs)), (), prepare, listen)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own come when it runs
+            dry_run(model, (tuple(args), dict(kwargs)), (), prepare, listen)
     except (DryRunError, ObservationError) as error:
         raise UnknownDrawsError(f"forward does not run on shapes alone: {error}") from error
     for first, others in equal_blocks(model):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.dropout import _DropoutNd
 
 from vescale_dtensor.random import Point
 from vescale_parallel._mesh.agreement import gathered_objects
@@ -24,10 +23,12 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .forward_draws import ForwardDraws, Given, UnknownDrawsError, draws_of_forward
+from .moves import Moves
 from .own_streams import OwnStreams
 from .stage_passes import StagePass, StepPoints, repeated
 
 _MOST_FORMS = 512
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class StageDraws:
         assert self._streams is not None
         modules = [*self._model.modules()]
         modes = tuple(module.training for module in modules)
-        chances = tuple(module.p for module in modules if isinstance(module, _DropoutNd))
+        chances = tuple(module.p for module in modules if isinstance(module, _DROPOUTS))
         kind = (form, modes, chances, torch.is_grad_enabled())
         found = self._known(microbatches[0], (kind, signature))
         agreed = self._agreement(kind, found)
@@ -215,7 +216,7 @@ class StageDraws:
             return _Found(None, f"{type(self._model).__name__} cannot be copied")
         for fqn, module in self._model.named_modules():
             whole.get_submodule(fqn).training = module.training
-            if isinstance(module, _DropoutNd):
+            if isinstance(module, _DROPOUTS):
                 vars(whole.get_submodule(fqn))["p"] = module.p
         given = pytree.tree_map(self._cast, given)
         casts = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -253,7 +254,7 @@ class StageDraws:
         batches need not be equal. None if that is no number, and they draw otherwise.
         """
         now = Point.of(torch.default_generator.get_state())
-        moves = ((),) if found.draws is None else found.draws.total
+        moves: Moves = () if found.draws is None else found.draws.total
         words = count * sum(move for move in moves if isinstance(move, int))
         if not all(isinstance(move, int) for move in moves):
             words = -1

@@ -84,11 +84,13 @@ class StagePass:
             return
         if index >= len(borders) or borders[index] != (fqn, "enter"):
             self._lose(fqn)
-        elif fqn in self._own and self._draws.moves[index + 1]:
-            # What was drawn outside for other stages' activations, of no value here, may have
-            # been drawn for another layout of them.
-            if not self._points[index].may_be_of(torch.default_generator.get_state()):
-                self._place(self._points[index])
+            return
+        point = self._points[index]
+        draws = fqn in self._own and bool(self._draws.moves[index + 1])
+        # What was drawn outside for other stages' activations, of no value here, may have been
+        # drawn for another layout of them.
+        if draws and not point.may_be_of(torch.default_generator.get_state()):
+            self._place(point)
 
     def left(self, fqn: str, *, goes_on: bool) -> None:
         """It has returned; ``goes_on`` says whether forward does."""

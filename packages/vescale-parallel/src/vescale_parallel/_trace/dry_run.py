@@ -109,7 +109,8 @@ def _kind(module: nn.Module) -> object:
 
 def _switches(module: nn.Module) -> list[str]:
     """Return the numbers of a module that are not zero: dropout of zero draws nothing."""
-    return [name for name, value in vars(module).items() if isinstance(value, int | float) and value]
+    held = vars(module).items()
+    return [name for name, value in held if isinstance(value, int | float) and value]
 
 
 def _repeat(model: nn.Module, first: str, others: Sequence[str]) -> None:
