@@ -242,3 +242,108 @@ def test_blocks_that_run_again_draw_the_same_again(world2: World, kind: str) -> 
 )
 def test_beside_other_parallelism(world4: World, name: str, others: Constraints) -> None:
     check(world4, name, {**plan_of("1f1b", 2, 2), **others})
+
+
+class DrawsBack(torch.autograd.Function):
+    """Draws in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad + 0 * torch.rand(3).sum()
+
+
+class Changing(nn.Module):
+    """Draws what no run on shapes shows: by a number that a program changes, or in backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.chance = nn.Linear(8, 8), kind, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), self.chance)
+        if self.kind == "backward":
+            x = cast("Tensor", DrawsBack.apply(x))
+        return x if self.kind == "nothing" else F.dropout(x, 0.1)
+
+
+def warned_of(kind: str) -> tuple[list[str], bool]:
+    """Return warnings of a few steps, and whether generators are alike at the end."""
+    torch.manual_seed(0)
+    built = nn.Sequential(Changing(kind), Changing(kind), Mean())
+    model: Any = vescale.parallelize(make_plan(plan_of("1f1b", 2, 2)), built)
+    x = torch.randn(4, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(x).backward()
+            for block in list(model)[:2] if kind != "backward" else ():
+                block.chance = 0.5
+    states: list[Any] = [None, None]
+    torch.distributed.all_gather_object(states, torch.get_rng_state())
+    return [str(each.message) for each in caught], torch.equal(states[0], states[1])
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nothing", "some", "backward"])
+def test_what_draws_otherwise_than_seen_is_named(world2: World, kind: str) -> None:
+    where = {"nothing": "forward", "some": "'{}'", "backward": "between forward passes"}[kind]
+    found = world2.run(warned_of, kind)
+    for rank, (said, are_alike) in enumerate(found):
+        assert are_alike
+        # The first stage of two micro-batches has run both before it runs backward.
+        assert len(said) == (0 if kind == "backward" and rank == 0 else 1), said
+        assert all(text.startswith(where.format(rank)) for text in said)
+        assert all("drew more or fewer random numbers" in text for text in said)
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operators of a rank, and settings of the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def states_set(training: bool) -> tuple[int, list[str]]:
+    """Return how often a step sets the generator's state, and what it dispatches."""
+    model: Any = vescale.parallelize(
+        make_plan(plan_of("1f1b", 2, 4)), HandWritten(2).train(training)
+    )
+    batch = batches(1, rows=ROWS, length=LENGTH)[0]
+    model(batch).backward()
+    generator, count = torch.default_generator, 0
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal count
+            count += name == "set_state"
+            return getattr(generator, name)
+
+    torch.default_generator = cast("Any", Watched())
+    try:
+        with Counting() as mode:
+            model(batch)
+    finally:
+        torch.default_generator = generator
+    return count, mode.names
+
+
+@pytest.mark.slow
+def test_a_model_that_draws_nothing_pays_nothing(world2: World) -> None:
+    for count, names in world2.run(states_set, False):
+        assert count == 0
+        assert not [name for name in names if "random" in name or "bernoulli" in name]
+    assert all(count for count, _ in world2.run(states_set, True))
