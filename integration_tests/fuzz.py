@@ -208,7 +208,7 @@ def judged(worlds: Mapping[int, World], spec: Spec) -> Judgement:
     trial, plan = trial_of(spec), constraints_of(spec)
     expected = one_device(trial)
     found = attempts(worlds[ranks_of(spec)], trial, plan)
-    return compare(expected, found, plan, relative=IN_SINGLE if spec["single"] else RELATIVE)
+    return compare(expected, found, relative=IN_SINGLE if spec["single"] else RELATIVE)
 
 
 def shrunk(spec: Spec, is_same: Callable[[Spec], bool]) -> Spec:

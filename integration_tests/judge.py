@@ -24,7 +24,7 @@ import vescale
 from vescale_testing import RankError, World
 
 from .families import InDouble
-from .plans import DP, PP, TP, Constraints, make_plan
+from .plans import DP, TP, Constraints, make_plan
 from .training import whole
 
 Batch = dict[str, Tensor]
@@ -50,6 +50,7 @@ class Trial:
         evaluates: Whether to evaluate at the end, on the first batch.
         accumulate: Batches whose gradients are summed for one step of the optimizer.
         clip: To what norm gradients are clipped, None for not at all.
+        parts: Equal parts of a batch that one device runs one after the other.
     """
 
     build: Callable[[], nn.Module]
@@ -61,6 +62,7 @@ class Trial:
     evaluates: bool = True
     accumulate: int = 1
     clip: float | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +159,13 @@ def _run(trial: Trial, constraints: Constraints | None, record: Record, phase: l
     for step, batch in enumerate(given):
         phase[0] = f"step {step}"
         model.step = step  # for control flow that depends on it
-        loss = _loss(trial, model, batch) / trial.accumulate
-        record.losses.append(loss.item())
-        loss.backward()
+        losses: list[float] = []
+        parts = [batch] if constraints is not None else _parts(batch, trial)
+        for part in parts:
+            loss = _loss(trial, model, part) / trial.accumulate
+            losses.append(loss.item())
+            (loss / len(parts)).backward()
+        record.losses.append(sum(losses) / len(losses))
         record.grads.append(
             {
                 name: whole(p.grad).clone()
@@ -181,6 +187,12 @@ def _run(trial: Trial, constraints: Constraints | None, record: Record, phase: l
         model.eval()
         with torch.no_grad():
             record.evaluation = _loss(trial, model, given[0]).item()
+
+
+def _parts(batch: Batch, trial: Trial) -> list[Batch]:
+    """Return what one device runs one after the other."""
+    cut = {name: tensor.chunk(trial.parts, trial.row_dim) for name, tensor in batch.items()}
+    return [{name: parts[i] for name, parts in cut.items()} for i in range(trial.parts)]
 
 
 def _loss(trial: Trial, model: Any, batch: Batch) -> Tensor:
@@ -230,7 +242,7 @@ def judge(
     under: Trial | None = None,
 ) -> Judgement:
     """Compare a plan with one device, on every rank; ``under`` is what the ranks do instead."""
-    return compare(one_device(trial), attempts(worlds[ranks], under or trial, plan), plan)
+    return compare(one_device(trial), attempts(worlds[ranks], under or trial, plan))
 
 
 def one_device(trial: Trial) -> Record:
@@ -277,12 +289,10 @@ def on_rank(directory: str, trial: Trial, constraints: Constraints) -> Record:
 def compare(
     expected: Record,
     found: list[Record] | RankError,
-    plan: Constraints,
     *,
     relative: float = 1e-12,
 ) -> Judgement:
     """Say what came of a trial, from one device's record and the ranks'."""
-    state = plan.get(PP, 1) == 1  # pipelines draw from streams of their own
     if isinstance(found, RankError):
         verdict = "HANG" if "no answer after" in str(found) else "CRASH"
         return Judgement(verdict=verdict, kind=verdict, detail=str(found))
@@ -290,7 +300,7 @@ def compare(
     if failures:
         return _of_failures(failures, len(found), expected.names)
     for rank, record in enumerate(found):
-        for what in differences(expected, record, relative, state=state):
+        for what in differences(expected, record, relative):
             warned = {text for each in found for text in each.warnings} - {*expected.warnings}
             verdict = "warned" if warned else "WRONG"
             detail = f"rank {rank}: {what}" + (f"; warnings: {warned}" if warned else "")
@@ -317,7 +327,7 @@ def _of_failures(failures: list[Failure], ranks: int, names: list[str]) -> Judge
     return Judgement(verdict=verdict, kind=f"{verdict} {first.kind} {shape}", detail=detail)
 
 
-def differences(expected: Record, found: Record, relative: float, *, state: bool) -> Iterator[str]:
+def differences(expected: Record, found: Record, relative: float) -> Iterator[str]:
     """Yield what differs, in the order in which it came about."""
     for step, pair in enumerate(zip(expected.losses, found.losses, strict=True)):
         if not math.isclose(*pair, rel_tol=relative) and not all(map(math.isnan, pair)):
@@ -333,7 +343,7 @@ def differences(expected: Record, found: Record, relative: float, *, state: bool
     one, other = expected.evaluation, found.evaluation
     if one is not None and not (other is not None and math.isclose(one, other, rel_tol=relative)):
         yield f"evaluation: {other!r}, one device {one!r}"
-    if state and not torch.equal(expected.state, found.state):
+    if not torch.equal(expected.state, found.state):
         yield "state of the generator"
 
 

@@ -55,6 +55,7 @@ from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import ShardedRng
+from ._rng.stage_draws import StageDraws
 from ._runtime.accumulation import AccumulatedStep, let_count
 from ._runtime.arguments import Arguments
 from ._runtime.checks import (
@@ -176,8 +177,12 @@ def _change(
         row_guard.is_rows_first = loader.gave
     # The model, changed in the order of [Note: who wraps a module], innermost first.
     param_dtype, staging = torch_dtype(plan.precision.param), Staging()
+    draws = None
     if stages is not None:
+        input_dtype = param_dtype if plan.precision.cast_inputs else None
+        draws = StageDraws(model, stages.stage_of_modules, mesh, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
+        draws.borders.install(model, stages.stage_of_modules)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
@@ -192,7 +197,7 @@ def _change(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
-    rng = ShardedRng(_place(mesh), lengths, None if forms is None else forms.known)
+    rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
         rng.install(model)
     for param in params:
@@ -205,7 +210,8 @@ def _change(
             recompute(model.get_submodule(fqn), rng.as_now, fqn)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
-    engine = _engine(plan, model, mesh, parameters, proofs, rows, rng, lift, stages, staging)
+    parts = (parameters, proofs, rows, rng, lift, stages, staging, draws)
+    engine = _engine(plan, model, mesh, *parts)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
@@ -279,10 +285,11 @@ def _guards_of_calls(
     if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
         row_guard = RowGuard(model, exchange, losses_only=pipelined)
-    if mesh.size() * plan.num_microbatches == 1 or pipelined:
+    # Stages of a pipeline draw for whole micro-batches, see [Note: draws of a pipeline].
+    num_parts = 1 if pipelined else plan.data_parallel.size * plan.num_microbatches
+    if num_parts * plan.tensor_parallel.size == 1:
         return row_guard, None
-    looks = row_guard or RowGuard(model, exchange)
-    has_parts = plan.data_parallel.size * plan.num_microbatches > 1
+    looks, has_parts = row_guard or RowGuard(model, exchange), num_parts > 1
     return row_guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
 
 
@@ -319,11 +326,11 @@ def _batch_rows(
     return BatchRows(guard, regions, data_groups(mesh), num_parts)
 
 
-def _place(mesh: DeviceMesh) -> Place:
-    ranks = DataRanks(mesh)
+def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:
+    ranks, pipelined = DataRanks(mesh), plan.pipeline_parallel.size > 1
     return Place(
-        num_parts_of_batch=ranks.size,
-        part_of_batch=ranks.rank,
+        num_parts_of_batch=1 if pipelined else ranks.size,
+        part_of_batch=0 if pipelined else ranks.rank,
         tp_size=axis_size(mesh, "tp"),
         tp_rank=axis_rank(mesh, "tp"),
     )
@@ -340,6 +347,7 @@ def _engine(
     lift: LiftPlain | None,
     stages: StageMap | None,
     staging: Staging,
+    draws: StageDraws | None,
 ) -> Engine:
     ranks = DataRanks(mesh)
     logits = DistributedLogits(
@@ -349,8 +357,9 @@ def _engine(
     parameters.while_backward = logits.declared
     parameters.after_backward = inputs.after_backward
     step = None
-    if stages is not None:
-        pipeline = Pipeline(plan, mesh, staging, stages.starts, len(stages.blocks), ranks.total)
+    if stages is not None and draws is not None:
+        num_blocks = len(stages.blocks)
+        pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
         step = PipelineStep(

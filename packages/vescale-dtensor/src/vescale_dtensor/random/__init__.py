@@ -7,12 +7,13 @@ GPUs. What it knows of them is measured, not taken on trust; nothing else in veS
 from ._cpu_shard import RandomTensor as RandomTensor
 from ._cuda_kernels import CudaKernels as CudaKernels, cuda_kernels as cuda_kernels
 from ._draw_rules import Draws as Draws, Fill as Fill, draws as draws
-from ._draw_shard import draw_part as draw_part
+from ._draw_shard import draw_part as draw_part, point_after as point_after
 from ._mt19937_stream import (
     Point as Point,
     Stream as Stream,
     is_state as is_state,
     state_after_words as state_after_words,
+    words_between as words_between,
     words_of as words_of,
 )
 from ._philox_shard import PhiloxDraws as PhiloxDraws, philox_draws as philox_draws
@@ -40,7 +41,9 @@ __all__ = [
     "is_state",
     "memory_order",
     "philox_draws",
+    "point_after",
     "random_operator",
     "state_after_words",
+    "words_between",
     "words_of",
 ]

@@ -161,6 +161,15 @@ def _on_cpu(fill: Fill, window: Window, generator: Generator) -> _Drawing:
     return _Drawing(draw, _row_major(window.shape), point.after(rule.num_draws).state)
 
 
+def point_after(fill: Fill, window: Window, point: Point) -> Point | None:
+    """Return where drawing on the CPU leaves a generator; None if only drawing tells."""
+    found = draws(fill, window, point)
+    if found is not None:
+        return found[1]
+    rule = seed_rule(fill, window.dtype)
+    return None if rule is None else point.after(rule.num_draws)
+
+
 def _on_cuda(fill: Fill, window: Window, generator: Generator) -> _Drawing:
     kernels = cuda_kernels(generator.device)
     assert kernels is not None

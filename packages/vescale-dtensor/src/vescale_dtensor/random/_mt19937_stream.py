@@ -38,14 +38,17 @@ class Stream:
 
     Args:
         state: What ``torch.Generator.get_state()`` returns; copied.
+
+    Attributes:
+        origin: That state.
     """
 
     def __init__(self, state: Tensor) -> None:
-        self._origin = state.clone()
+        self.origin = state.clone()
         left = int(state[_LEFT].view(torch.int32))
         self._num_left_in_block = left - 1
         self._base: tuple[int, Tensor] | None = None
-        self._latest: tuple[int, Tensor] = (0, self._origin)
+        self._latest: tuple[int, Tensor] = (0, self.origin)
         self._sought: dict[int, Tensor] = {}
 
     def state(self, num_draws: int) -> Tensor:
@@ -54,7 +57,7 @@ class Stream:
         It has no spare normal.
         """
         if num_draws <= self._num_left_in_block:
-            return _without_spare(_discard(self._origin, num_draws))
+            return _without_spare(_discard(self.origin, num_draws))
         start, source = self._nearest(num_draws)
         state = _move(source, num_draws - start)
         self._latest = (num_draws, state)
@@ -70,7 +73,7 @@ class Stream:
 
     def digest(self) -> str:
         """Return what streams of the same words share."""
-        return hashlib.sha256(bytes(_without_spare(self._origin).tolist())).hexdigest()
+        return hashlib.sha256(bytes(_without_spare(self.origin).tolist())).hexdigest()
 
     def _nearest(self, num_draws: int) -> tuple[int, Tensor]:
         """Return the last known place before ``num_draws``, and the state there."""
@@ -85,7 +88,7 @@ class Stream:
     def _start(self) -> tuple[int, Tensor]:
         """Return the first draw of the first block whose words all follow the recurrence."""
         if self._base is None:
-            state = _discard(self._origin, self._base_draws())
+            state = _discard(self.origin, self._base_draws())
             self._base = (self._base_draws(), _without_spare(state))
         return self._base
 
@@ -125,6 +128,16 @@ class Point:
         state[_SPARE] = spare.spare_after_pair() if isinstance(spare, Point) else spare
         return state
 
+    def may_be_of(self, state: Tensor) -> bool:
+        """Whether a generator in ``state`` may be here, as far as can be told for nothing.
+
+        Its place within a block of 624 words is, and so is whether there is a spare.
+        """
+        here = _place(self.stream.origin) + self.num_draws
+        return not (here - _place(state)) % NUM_WORDS and _has_spare(state) == (
+            self.spare is not None
+        )
+
     def spare_after_pair(self) -> Tensor:
         """Return the spare that drawing a pair of normals here leaves."""
         generator = torch.Generator()
@@ -135,14 +148,30 @@ class Point:
 
 def draws_between(before: Tensor, after: Tensor) -> int:
     """Return how many words lie between two states, both of one block or of neighbours."""
-
-    def place(state: Tensor) -> int:
-        left = int(state[_LEFT].view(torch.int32))
-        return NUM_WORDS - left + 1
-
-    moved = place(after) - place(before)
+    moved = _place(after) - _place(before)
     same_block = torch.equal(before[_WORDS], after[_WORDS])
     return moved if same_block else moved + NUM_WORDS
+
+
+def words_between(before: Tensor, after: Tensor, most: int) -> int | None:
+    """Return how many words a generator drew from one state to another, by drawing them again.
+
+    None if they are more than ``most``.
+    """
+    generator, num_words = torch.Generator(), 0
+    generator.set_state(before)
+    moved = _place(after) - _place(before)
+    while num_words <= most:
+        if torch.equal(words_of(generator.get_state()), words_of(after)):
+            return num_words + moved
+        discard(generator, NUM_WORDS)
+        num_words += NUM_WORDS
+    return None
+
+
+def _place(state: Tensor) -> int:
+    """Return how many words of its block of 624 a generator has drawn."""
+    return NUM_WORDS - int(state[_LEFT].view(torch.int32)) + 1
 
 
 def _has_spare(state: Tensor) -> bool:

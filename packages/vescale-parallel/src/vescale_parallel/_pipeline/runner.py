@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
@@ -44,6 +46,7 @@ class Pipeline:
         starts: Index of the first block of every stage.
         num_blocks: Number of blocks.
         total: Sums a float64 tensor over data-parallel ranks.
+        draws: Random numbers in forward; None leaves them to each stage.
         loss_scale: What losses are multiplied with before they are differentiated.
     """
 
@@ -53,6 +56,7 @@ class Pipeline:
     starts: Sequence[int]
     num_blocks: int
     total: Callable[[Tensor], Tensor]
+    draws: StageDraws | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -71,6 +75,8 @@ class Pipeline:
         self.links = Links(groups, device)
         self._counts = TargetCounts(self._run_counting)
         self._seen = SeenCounts(is_delayed=device.type != "cpu")
+        if self.draws is not None:
+            self.draws.meet(self.group_of("F"))
         self._outputs = AgreedOutputs(self.mesh, self.group_of("F"), self._placement.last_rank)
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
@@ -166,25 +172,29 @@ class Pipeline:
         Returns:
             What ``report`` keeps of the output of every micro-batch, on the last stage.
         """
-        self._microbatches = len(microbatches)
+        self._microbatches, draws = len(microbatches), self.draws
         counts = self._count(forward, microbatches, form) if self._has_last_stage else []
 
         def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
-            return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
+            with draws.of_pass(stage, microbatch) if draws else contextlib.nullcontext():
+                return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
 
+        signatures = [signature_of(each) for each in microbatches]
         execution = Execution(
             self.links,
             len(self.starts),
-            [signature_of(each) for each in microbatches],
+            signatures,
             run,
             report,
             schedule is not None and self._may_split(schedule),
             self.loss_scale.value,
             self._say_whole,
         )
-        outputs = execution.execute(
-            _operations(schedule, self._rank, self._placement, len(microbatches))
-        )
+        step = draws.of_step(microbatches, form, signatures[0]) if draws else None
+        with step or contextlib.nullcontext():
+            outputs = execution.execute(
+                _operations(schedule, self._rank, self._placement, len(microbatches))
+            )
         self._seen.check()
         return outputs
 

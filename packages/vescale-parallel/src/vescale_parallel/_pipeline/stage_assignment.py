@@ -37,6 +37,12 @@ class StageMap:
         """Stages of the pipeline."""
         return len(self.starts)
 
+    @property
+    def stage_of_modules(self) -> dict[str, int]:
+        """The stage of every block and every module outside of them."""
+        blocks = {fqn: self.stage_of_block(index) for index, fqn in enumerate(self.blocks)}
+        return blocks | dict(self.outside)
+
     def stage_of_block(self, index: int) -> int:
         """Return the stage that owns block ``index``."""
         return bisect.bisect_right(self.starts, index) - 1

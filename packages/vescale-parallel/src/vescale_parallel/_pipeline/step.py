@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._rng.own_streams import OwnStreams
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
@@ -42,7 +41,6 @@ class PipelineStep:
         self._with_loss: dict[object, bool] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish = buffers, finish
-        self._streams = OwnStreams(pipeline.mesh, pipeline.group_of("F"))
 
     def run(
         self,
@@ -68,7 +66,7 @@ class PipelineStep:
         if self._buffers is not None:
             runs = self._buffers.call(forward)
         form = (self._forms.form(args, kwargs), self._model.training)
-        with self._streams.of_call(form), runs as forward:
+        with runs as forward:
             train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
                 output = pipeline.run(forward, args, kwargs, rows, form=form)

@@ -1,4 +1,7 @@
-"""Random numbers of pipelines: each stage draws from a stream of its own, and each replica."""
+"""Random numbers of pipelines where it is not known how many there are: of streams of their own.
+
+Each stage then draws from one, and each replica.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class OwnStreams:
         self._has_warned = False
 
     @contextlib.contextmanager
-    def of_call(self, form: object) -> Iterator[None]:
-        """Draw for one call of the model; warn, once, if it draws.
+    def of_call(self, form: object, why: str) -> Iterator[None]:
+        """Draw for one call of the model; warn, once, if it draws, and say why it draws so.
 
         One number is drawn from the default generator, the same on every rank. It and the
         position of this rank on the data and pipeline axes seed what forward draws. Where a form
@@ -46,9 +49,10 @@ class OwnStreams:
         if draws and not self._has_warned:
             self._has_warned = True
             warn_at_user_line(
-                "forward draws random numbers, for dropout for example. Stages and "
-                "data-parallel ranks of a pipeline draw from streams of their own: right in "
-                "distribution, but not the numbers that one device draws"
+                "forward draws random numbers, for dropout for example, and it is not known "
+                f"beforehand how many: {why}. So stages and data-parallel ranks of the pipeline "
+                "draw from streams of their own: right in distribution, but not the numbers "
+                "that one device draws"
             )
         if is_new:
             self._draws[form] = self._is_said_by_any(draws)

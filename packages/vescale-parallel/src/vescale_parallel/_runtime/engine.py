@@ -131,12 +131,13 @@ class Engine:
                 if coupling.regions:
                     self.parameters.rows_are_coupled = True
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
+                num_rows = coupling.num_rows(args, kwargs)
                 if self.pipeline is not None:
-                    return self.pipeline.run(forward, args, kwargs, self.rows.coupling)
+                    with self.rng.of_call(model, args, kwargs, num_rows):
+                        return self.pipeline.run(forward, args, kwargs, coupling)
                 if self.accumulation is not None and torch.is_grad_enabled():
-                    rows = self.rows.coupling.rows_of(args, kwargs)
+                    rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
-                num_rows = self.rows.coupling.num_rows(args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):
                     return self._watched(self._call_directly(forward, args, kwargs))
         finally:

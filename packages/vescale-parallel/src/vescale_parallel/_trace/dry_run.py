@@ -95,14 +95,23 @@ def equal_blocks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield runs of equal blocks: the second one of a stack, and those behind but the last."""
     for stack in block_stacks(model):
         kinds = [_kind(model.get_submodule(fqn)) for fqn in stack]
-        middle = [fqn for fqn, kind in zip(stack, kinds, strict=True) if kind == kinds[1]]
-        if len(middle) == len(stack) > 3:
+        middle = [_switches(model.get_submodule(fqn)) for fqn in stack[1:-1]]
+        is_alike = all(kind == kinds[1] for kind in kinds)
+        if len(stack) > 3 and is_alike and all(each == middle[0] for each in middle):
             yield stack[1], list(stack[2:-1])
 
 
 def _kind(module: nn.Module) -> object:
     layout = [(name, type(each)) for name, each in module.named_modules()]
     return layout, [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+
+
+def _switches(module: nn.Module) -> object:
+    """Return what decides whether modules draw: a chance of zero does not, nor does evaluation."""
+    return [
+        (each.training, [k for k, value in vars(each).items() if type(value) is float and value])
+        for each in module.modules()
+    ]
 
 
 def _repeat(model: nn.Module, first: str, others: Sequence[str]) -> None:

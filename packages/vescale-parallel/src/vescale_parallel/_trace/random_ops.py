@@ -16,7 +16,10 @@ def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     """Return whether an operator is about to draw random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    names = [argument.name for argument in func._schema.arguments]
+    # What is as by default is not passed on.
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    given = defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
     if "dropout_p" in given or "scaled_dot_product" in func._schema.name:
         return bool(given.get("dropout_p", 0.0))
     return given.get("train", given.get("training", True)) is not False
@@ -53,12 +56,8 @@ def draw_with(
     Raises:
         NotImplementedError: If it does not draw a number for each element.
     """
-    like = args[0] if isinstance(args[0], Tensor) else _empty(args, kwargs)
-    how = random_operator(func, args, device_type=like.device.type)
-    if how is None or not _is_element_wise(args):
-        raise NotImplementedError(f"{func} does not draw element by element")
+    how, like, out = drawn_into(func, args, kwargs)
     is_inplace = func._schema.name.endswith("_")
-    out = _result(like, how, kwargs, is_inplace=is_inplace)
     fill(how, out)
     if how.finish is None:
         return like.copy_(out) if is_inplace and out is not like else out
@@ -66,8 +65,26 @@ def draw_with(
     return like.copy_(result) if is_inplace else result
 
 
-def _empty(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def drawn_into(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[RandomOperator, Tensor, Tensor]:
+    """Return how an operator draws, a tensor like its result, and one to draw into.
+
+    Raises:
+        NotImplementedError: If it does not draw a number for each element.
+    """
+    like = args[0] if isinstance(args[0], Tensor) else _empty(func, args, kwargs)
+    how = random_operator(func, args, device_type=like.device.type)
+    if how is None or not _is_element_wise(args):
+        raise NotImplementedError(f"{func} does not draw element by element")
+    is_inplace = func._schema.name.endswith("_")
+    return how, like, _result(like, how, kwargs, is_inplace=is_inplace)
+
+
+def _empty(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     given = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+    if given.get("dtype") is None and func._schema.name == "aten::randint":
+        given["dtype"] = torch.int64  # by default, and so not passed on
     return torch.empty(drawn_shape(args), **given)
 
 
