@@ -23,14 +23,30 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
+from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
 from .placeholders import Placeholder
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules import actions_of, forward_order
 from .schedules.messages import Operation, channels_of, operations_of
-from .stage_module import StageDone, StageRun, Staging
+from .stage_module import Receive, StageDone, StageRun, Staging
 from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the last stage saw of a form of call, see [Note: what crosses a cut].
+
+    Attributes:
+        has_loss: Whether forward returns a scalar.
+        cuts: What crosses them where only scalars of the output are looked at.
+        all_cuts: Likewise, where all of the output is.
+    """
+
+    has_loss: bool
+    cuts: Cuts
+    all_cuts: Cuts
 
 
 @dataclass(eq=False)
@@ -44,6 +60,7 @@ class Pipeline:
         starts: Index of the first block of every stage.
         num_blocks: Number of blocks.
         total: Sums a float64 tensor over data-parallel ranks.
+        trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
     """
 
@@ -53,7 +70,9 @@ class Pipeline:
     starts: Sequence[int]
     num_blocks: int
     total: Callable[[Tensor], Tensor]
+    trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
+    _forms_seen: dict[object, _Seen] = field(default_factory=dict[object, "_Seen"])
     _checked_loss: bool = False
     _said_whole: bool = False
     _microbatches: int = 1
@@ -98,8 +117,9 @@ class Pipeline:
             for other tensors.
         """
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
+        cuts = self._seen_in(form, forward, args, kwargs, rows).cuts
         schedule = self.plan.pipeline_parallel.schedule
-        outputs = self._execute(schedule, forward, microbatches, _only_scalars, form)
+        outputs = self._execute(schedule, forward, microbatches, cuts, _only_scalars, form)
         told = marked_scalars(outputs, self._mean) if outputs else None
         return self._agree((form, signature_of((args, kwargs))), told)
 
@@ -130,7 +150,8 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        outputs = self._execute(None, forward, microbatches, lambda output: output, form)
+        cuts = self._seen_in(form, forward, args, kwargs, rows).all_cuts
+        outputs = self._execute(None, forward, microbatches, cuts, lambda output: output, form)
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
             told = joined(outputs, returned, num_rows // len(microbatches), self._mean)
@@ -142,22 +163,43 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
+        *,
+        form: object = None,
     ) -> bool:
         """Whether forward returns a scalar for a batch. Every rank must call this."""
-        found = [False]
+        return self._seen_in(form, forward, args, kwargs, rows).has_loss
+
+    def _seen_in(
+        self,
+        form: object,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None,
+    ) -> _Seen:
+        """Return what the last stage sees in the first call of a form, and tells the others."""
+        if form in self._forms_seen:
+            return self._forms_seen[form]
+        seen = None
         if self._has_last_stage:
             num_rows = num_rows_of(args, kwargs, rows) or 0
             count = num_microbatches_for(num_rows, self.plan.num_microbatches)
             first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
-            output = self._run_counting(forward, first, None)
-            found = [any(map(is_loss, pytree.tree_leaves(output)))]
-        return bool(self._agree("whether there is a loss", found[0]))
+            values = ObservedValues()
+            output = self._run_counting(forward, first, None, values)
+            has_loss = any(map(is_loss, pytree.tree_leaves(output)))
+            cuts = [values.cuts(output, losses_only=only) for only in (True, False)]
+            seen = _Seen(has_loss, *cuts)
+        found = self._agree(("what is in a call", form), seen)
+        self._forms_seen[form] = found
+        return found
 
     def _execute(
         self,
         schedule: str | None,
         forward: Callable[..., Any],
         microbatches: Sequence[tuple[Any, Any]],
+        cuts: Cuts,
         report: Callable[[Any], Any],
         form: object,
     ) -> list[Any]:
@@ -169,13 +211,16 @@ class Pipeline:
         self._microbatches = len(microbatches)
         counts = self._count(forward, microbatches, form) if self._has_last_stage else []
 
-        def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
-            return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
+        def run(stage: int, microbatch: int, receive: Receive) -> Any:
+            started = self._stage_run(stage, cuts, receive)
+            return self._run_stage(started, forward, microbatches[microbatch], counts)
+
+        crossing = tuple(cuts.get(start, ()) for start in self.starts[1:])
 
         execution = Execution(
             self.links,
             len(self.starts),
-            [signature_of(each) for each in microbatches],
+            [(crossing, self.trained, signature_of(each)) for each in microbatches],
             run,
             report,
             schedule is not None and self._may_split(schedule),
@@ -188,29 +233,32 @@ class Pipeline:
         self._seen.check()
         return outputs
 
+    def _stage_run(self, stage: int, cuts: Cuts, receive: Receive) -> StageRun:
+        bounds = [*self.starts, self.num_blocks]
+        first, end = bounds[stage], bounds[stage + 1]
+        takes, sends = cuts.get(first, ()) if stage else (), cuts.get(end, ())
+        last = stage == len(self.starts) - 1
+        return StageRun(stage, first, end, last, receive, takes, sends)
+
     def _run_stage(
         self,
-        stage: int,
+        run: StageRun,
         forward: Callable[..., Any],
         microbatch: tuple[Any, Any],
         counts: Sequence[Tensor],
-        receive: Callable[[Tensor], Tensor],
     ) -> Any:
         """Return what a stage sends for a micro-batch; the last one what the module returns."""
-        last = stage == len(self.starts) - 1
-        end = self.num_blocks if last else self.starts[stage + 1]
-        run = StageRun(stage, self.starts[stage], end, last, receive)
         self.staging.run = run
         # Put back afterwards: a model may call another one.
         was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
-        Placeholder.usable = stage > 0
+        Placeholder.usable = run.stage > 0
         means = TokenMeans(self._num_parts, functools.partial(self._known_count, counts))
         try:
-            with means:
+            with run.running(), means:
                 output = forward(*microbatch[0], **microbatch[1])
         except StageDone as done:
-            return done.activation
+            return done.activations
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
@@ -245,10 +293,15 @@ class Pipeline:
         return counts[index]
 
     def _run_counting(
-        self, forward: Callable[..., Any], microbatch: tuple[Any, Any], mode: TokenCounts | None
+        self,
+        forward: Callable[..., Any],
+        microbatch: tuple[Any, Any],
+        mode: TokenCounts | None,
+        values: ObservedValues | None = None,
     ) -> Any:
-        run, device = StageRun.counting(self.num_blocks), self.mesh.device_type
-        return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
+        run, device = StageRun.counting(self.num_blocks, values), self.mesh.device_type
+        with run.running():
+            return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
 
     @property
     def _has_last_stage(self) -> bool:
