@@ -43,6 +43,11 @@ class Placeholder(Tensor):
         given = dict(kwargs or {})
         if func in SHAPE_QUESTIONS:
             return cls.on_tensors(func, types, args, given)
+        args = without_shape_questions(func, args, _is_one, _plain)
+        leaves = pytree.tree_leaves((args, given))
+        held = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
+        if not held:
+            return func(*args, **given)
         if not cls.usable:
             raise ValueError(
                 f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
@@ -51,11 +56,6 @@ class Placeholder(Tensor):
                 "the last stage have. Hand it from block to block as an argument, or use another "
                 "parallelism for this model"
             )
-        args = without_shape_questions(func, args, _is_one, _plain)
-        leaves = pytree.tree_leaves((args, given))
-        held = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        if not held:
-            return func(*args, **given)
         if writes(func) and isinstance(args[0], Placeholder):
             return _written(args[0], func, types, args, given, held)
         versions = [*versions_of(leaves)]
