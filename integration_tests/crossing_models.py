@@ -136,9 +136,9 @@ def tokens(rows: int = ROWS) -> dict[str, Tensor]:
 
 def _llava_batch() -> dict[str, Tensor]:
     batch = tokens()
-    batch["input_ids"][:, :3] = 1
+    batch["input_ids"][:, :2] = 1
     generator = torch.Generator().manual_seed(6)
-    return {**batch, "pixel_values": torch.randn(ROWS, 3, 12, generator=generator)}
+    return {**batch, "pixel_values": torch.randn(ROWS, 2, 12, generator=generator)}
 
 
 def _whisper_batch() -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from torch import nn
 
@@ -18,13 +17,14 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
 
     A block is a child with parameters of an ``nn.ModuleList`` or ``nn.Sequential``.
     """
-    return _lists(model, lambda classes: len(classes) == 1)
+    return _lists(model, may_take_turns=False)
 
 
-def _lists(
-    model: nn.Module, is_repeated: Callable[[Counter[type[nn.Module]]], bool]
-) -> list[tuple[str, ...]]:
-    """Return the FQNs of the blocks of every outermost list of two or more of some classes."""
+def _lists(model: nn.Module, *, may_take_turns: bool) -> list[tuple[str, ...]]:
+    """Return the FQNs of the blocks of every outermost list of two or more.
+
+    Blocks of an ``nn.ModuleList`` may be of several classes, each used more than once.
+    """
     stacks: list[tuple[str, ...]] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -32,7 +32,10 @@ def _lists(
         blocks = [
             (name, child) for name, child in children if any(True for _ in child.parameters())
         ]
-        repeated = len(blocks) > 1 and is_repeated(Counter(type(child) for _, child in blocks))
+        classes = Counter(type(child) for _, child in blocks)
+        turns = may_take_turns and isinstance(module, nn.ModuleList)
+        turns = turns and min(classes.values(), default=0) > 1
+        repeated = len(blocks) > 1 and (len(classes) == 1 or turns)
         if isinstance(module, nn.ModuleList | nn.Sequential) and repeated:
             stacks.append(tuple(prefix + name for name, _ in blocks))
             return
@@ -52,8 +55,7 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: If there is no list of blocks, or blocks that nothing calls.
     """
-    # Of one class, or of classes that take turns.
-    stacks = _lists(model, lambda classes: len(classes) == 1 or min(classes.values()) > 1)
+    stacks = _lists(model, may_take_turns=True)
     if not stacks:
         raise ValueError(
             f"pipeline parallelism splits between the blocks of an nn.ModuleList or "

@@ -130,7 +130,7 @@ class StageRun:
         """Let placeholders be what the stage before sent; return the arguments of a block."""
         held: list[Placeholder] = []
         for each in self.takes:
-            found = leaves[each] if isinstance(each, int) else self.values.tensors.get(each)
+            found = self._crossing(each, leaves)
             if not isinstance(found, Placeholder):
                 raise ValueError(_refusal(fqn, each, "receive"))
             held.append(found)
@@ -154,11 +154,16 @@ class StageRun:
                 self._made(name, result)
         return changed
 
+    def _crossing(self, each: int | Name, leaves: Sequence[Any]) -> object:
+        if isinstance(each, int):
+            return leaves[each] if each < len(leaves) else None
+        return self.values.tensors.get(each)
+
     def sent(self, fqn: str, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """Return what the next stage is sent, given the arguments of its first block."""
         found: list[Tensor] = []
         for each in self.sends:
-            tensor = leaves[each] if isinstance(each, int) else self.values.tensors.get(each)
+            tensor = self._crossing(each, leaves)
             if not isinstance(tensor, Tensor) or isinstance(tensor, Placeholder):
                 raise ValueError(_refusal(fqn, each, "send"))
             found.append(tensor)
