@@ -151,10 +151,17 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tenso
     "two_streams": (lambda depth: TwoStreams(depth), tokens),
     "written": (lambda depth: Written(depth), tokens),
     "llava": (lambda depth: Llava(depth // 2, depth - depth // 2), _llava_batch),
+    "experts": (lambda depth: _causal("mixtral", depth), tokens),
+    "opt": (lambda depth: _causal("opt", depth), tokens),
     "t5": (lambda depth: _encoder_decoder("t5", depth), tokens),
     "bart": (lambda depth: _encoder_decoder("bart", depth), tokens),
     "whisper": (lambda depth: _encoder_decoder("whisper", depth), _whisper_batch),
 }
+
+
+def _causal(name: str, depth: int) -> nn.Module:
+    sizes = {"num_hidden_layers": depth, "tie_word_embeddings": False, "attention_dropout": 0.0}
+    return hugging_face(name, "sdpa", **{**CONFIGS[name], **sizes})
 
 
 def _encoder_decoder(name: str, depth: int) -> nn.Module:

@@ -180,19 +180,34 @@ class Pipeline:
         """Return what the last stage sees in the first call of a form, and tells the others."""
         if form in self._forms_seen:
             return self._forms_seen[form]
-        seen = None
+        num_rows = num_rows_of(args, kwargs, rows) or 0
+        count = num_microbatches_for(num_rows, self.plan.num_microbatches)
+        first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
+        seen, failed = None, None
         if self._has_last_stage:
-            num_rows = num_rows_of(args, kwargs, rows) or 0
-            count = num_microbatches_for(num_rows, self.plan.num_microbatches)
-            first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
-            values = ObservedValues()
-            output = self._run_counting(forward, first, None, values)
-            has_loss = any(map(is_loss, pytree.tree_leaves(output)))
-            cuts = [values.cuts(output, losses_only=only) for only in (True, False)]
-            seen = _Seen(has_loss, *cuts)
-        found = self._agree(("what is in a call", form), seen)
-        self._forms_seen[form] = found
-        return found
+            # What a model's own code raises the other ranks would wait for.
+            try:
+                seen = self._look(forward, first)
+            except Exception as error:
+                failed = error
+        seen = self._agree(("what is in a call", form), seen)
+        if failed is not None:
+            raise failed
+        if seen is None:
+            self._look(forward, first)
+            raise ValueError(
+                "forward raised an error on the last stage of a pipeline and on no other one, "
+                "when it was run with placeholders; see what that rank says"
+            )
+        self._forms_seen[form] = seen
+        return seen
+
+    def _look(self, forward: Callable[..., Any], microbatch: tuple[Any, Any]) -> _Seen:
+        values = ObservedValues()
+        output = self._run_counting(forward, microbatch, None, values)
+        has_loss = any(map(is_loss, pytree.tree_leaves(output)))
+        cuts = [values.cuts(output, losses_only=only) for only in (True, False)]
+        return _Seen(has_loss, *cuts)
 
     def _execute(
         self,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._torch_private import pytree
 
+from .cuts.outline import Argument, outline_of
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .placeholders import Placeholder, placeholder, rename, taint
 from .stage_assignment import StageMap
@@ -155,24 +156,6 @@ def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
     return copied_without_hooks(module, empty_parameter, on_meta)
 
 
-@dataclass(frozen=True)
-class _Outline:
-    """What a module does to the forms of tensors.
-
-    Attributes:
-        output: With tensors on the meta device, and a place for an argument that is returned.
-        written: Places of the arguments that it writes to.
-    """
-
-    output: Any
-    written: Sequence[int]
-
-
-@dataclass(frozen=True)
-class _Argument:
-    place: int
-
-
 def _placeholder(
     role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -183,7 +166,7 @@ def _placeholder(
     key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
     outline = role.staging.outlines.get(key)
     if outline is None:
-        outline = _outline(role, args, kwargs)
+        outline = outline_of(role.skeleton, role.fqn, args, kwargs)
         role.staging.outlines[key] = outline
     values, name = run.values, run.values.of_call(role.fqn)
     for each in tensors:
@@ -197,7 +180,7 @@ def _placeholder(
             rename(held, values, (*name, "argument", place))
     results, output_spec = pytree.tree_flatten(outline.output)
     for place, leaf in enumerate(results):
-        if isinstance(leaf, _Argument):
+        if isinstance(leaf, Argument):
             results[place] = tensors[leaf.place]
         elif isinstance(leaf, Tensor):
             results[place] = placeholder(leaf.shape, leaf.dtype, device, values, (*name, place))
@@ -210,26 +193,6 @@ def _kind(leaf: object) -> object:
         return leaf.shape, leaf.dtype
     # By value as far as equal ones can be told, True from 1 as well.
     return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str) else type(leaf)
-
-
-def _outline(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Outline:
-    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, on_meta, (args, dict(kwargs)))
-    given = [x for x in pytree.tree_leaves((meta_args, meta_kwargs)) if isinstance(x, Tensor)]
-    try:
-        with torch.no_grad():
-            output = role.skeleton(*meta_args, **meta_kwargs)
-    except Exception as error:
-        raise ValueError(
-            f"pipeline parallelism could not find out the shape that {role.fqn!r} returns "
-            f"without running it: {type(error).__name__}: {error}"
-        ) from error
-    places = {id(x): place for place, x in enumerate(given)}
-
-    def told(leaf: Tensor) -> Any:
-        return _Argument(places[id(leaf)]) if id(leaf) in places else leaf
-
-    written = [place for place, x in enumerate(given) if x._version]
-    return _Outline(pytree.tree_map_only(Tensor, told, output), written)
 
 
 def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
