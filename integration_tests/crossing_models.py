@@ -179,6 +179,4 @@ def make(name: str, depth: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str
     """Return a model of so many blocks, and a batch whose keys are its arguments."""
     torch.manual_seed(0)
     model, batch = MODELS[name][0](depth).to(dtype), MODELS[name][1]()
-    return model, {
-        key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()
-    }
+    return model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

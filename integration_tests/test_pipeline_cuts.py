@@ -17,7 +17,7 @@ from vescale_testing import World
 
 from .crossing_models import MODELS, make
 from .plans import PARTS, PP, Constraints, make_plan
-from .test_pipeline_schedules import SCHEDULES, constraints_of
+from .test_pipeline_schedules import constraints_of
 from .training import whole
 
 

@@ -55,7 +55,9 @@ def several(rank: int) -> list[Any]:
         bundle = Bundle.of([torch.tensor([True, False]), trained * 2, torch.zeros(())])
         links.send(message, bundle, "form")
         links.retire(message)
-    with pytest.raises(ValueError, match=r"depend on trained parameters in every call of one form"):
+    with pytest.raises(
+        ValueError, match=r"depend on trained parameters in every call of one form"
+    ):
         links.send(THIRD, Bundle.of([torch.tensor([True, False]), trained, trained.sum()]), "form")
     return []
 

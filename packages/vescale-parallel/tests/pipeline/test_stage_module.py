@@ -193,7 +193,16 @@ def test_blocks_in_another_order_are_refused() -> None:
         (lambda blocks, x: in_order(blocks, x) + x, [2, 2]),
         (lambda blocks, x: in_order(blocks, x) + (x * 2).tanh(), [2, 2]),
         (lambda blocks, x: in_order(blocks, x) + torch.zeros_like(x), [1, 1]),
-        (lambda blocks, x: in_order(blocks, x, ) + torch.ones(2, 3).expand_as(x), [1, 1]),
+        (
+            lambda blocks, x: (
+                in_order(
+                    blocks,
+                    x,
+                )
+                + torch.ones(2, 3).expand_as(x)
+            ),
+            [1, 1],
+        ),
         (lambda blocks, x: in_order(blocks, x) + written(x), [2, 2]),
         (lambda blocks, x: in_order(blocks, x.mul_(2)) + x, [2, 2]),
     ],

@@ -3,8 +3,8 @@
 [Note: how a stage runs]
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
-belongs to an earlier stage returns a placeholder: the right shape and dtype, no memory, no compute;
-what is computed from one is one too. When the first own block is called, the placeholders that
+belongs to an earlier stage returns a placeholder: the right shape and dtype, no memory, no
+compute; what is computed from one is one too. When the first own block is called, the placeholders that
 cross the cut there become what the stage before sent: whoever refers to one has the tensor from
 then on. A stage that is not the last one leaves forward by :class:`StageDone` when the first block
 of the next stage is called, so that what is computed between blocks is computed behind the first
@@ -91,7 +91,7 @@ class StagedModule(nn.Module):
             call = super().__call__
             return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
         raise ValueError(
-            f"{role.fqn!r} is called {_where(run)}, which is on stage {run.stage} of the pipeline, "
+            f"{role.fqn!r} is called {_where(run)}, on stage {run.stage} of the pipeline, "
             f"but its parameters are on stage {min(role.stages)}; list it in "
             f"pipeline_parallel.{'tail' if run.is_last else 'head'}_modules (and not in "
             f"{'head' if run.is_last else 'tail'}_modules), or have its place be seen: give "

@@ -1,4 +1,4 @@
-"""Where between the blocks the other modules of a model are called, seen in a run on an example."""
+"""Where between the blocks other modules are called, seen in a run on an example."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from vescale_parallel._torch_private import pytree
 from .derived import NamesDerived
 from .values import Crossing, Name, Values
 
-
 # Returns what the stage before sent, given tensors of its shapes.
 Receive = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -97,9 +96,7 @@ class StageRun:
             raise AssertionError("nothing is received while counting")
 
         values = Values() if values is None else values
-        return cls(
-            1, num_blocks, num_blocks, True, receive, owns_outside=False, values=values
-        )
+        return cls(1, num_blocks, num_blocks, True, receive, owns_outside=False, values=values)
 
     def run_named(self, fqn: str, run: Callable[[], Any], given: Any) -> Any:
         """Run a module of this stage, and keep what later stages want of it by name."""

@@ -3,15 +3,15 @@
 [Note: names of values]
 A tensor that one stage computes is a placeholder on the next ones, so that both need a name for
 it. What a module with parameters returns is called by that module, the number of its call and the
-place in its output. What code between modules computes from such tensors is called by the function,
-the names of what it was given, and how often that was called so far. Tensors of the batch alone
-have no name: every stage computes them.
+place in its output. What code between modules computes from such tensors is called by the
+function, the names of what it was given, and how often that was called so far. Tensors of the
+batch alone have no name: every stage computes them.
 
 [Note: what crosses a cut]
-Before the first pass with a new form of call the last stage runs forward with placeholders for all
-that has parameters, and sees when each is made and used. The cut before a block is crossed by what
-that block is called with, told by its place among the arguments, and by what was made before and is
-used later, told by its name. All else is made from the batch again, or is not needed.
+Before the first pass with a new form of call the last stage runs forward with placeholders for
+all that has parameters, and sees when each is made and used. The cut before a block is crossed by
+what that block is called with, told by its place among the arguments, and by what was made before
+and is used later, told by its name. All else is made from the batch again, or is not needed.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def without_shape_questions(
     is_value: Callable[[object], bool],
     plain: Callable[[Tensor], object] = lambda tensor: None,
 ) -> Sequence[Any]:
-    """Return the arguments of a function; of what it asks the shape alone, what ``plain`` makes."""
+    """Return the arguments of a function, with ``plain`` of what it asks the shape of alone."""
     place = _SHAPE_OF.get(func)
     if place is None or place >= len(args) or not is_value(args[place]):
         return args

@@ -82,8 +82,7 @@ class Bundle:
     def forms(self) -> list[Form]:
         """What its tensors look like."""
         return [
-            Form(x.shape, x.dtype, has)
-            for x, has in zip(self.tensors, self.has_grad, strict=True)
+            Form(x.shape, x.dtype, has) for x, has in zip(self.tensors, self.has_grad, strict=True)
         ]
 
 
@@ -116,9 +115,7 @@ class Links:
         """Messages that were sent and are kept."""
         return len(self._kept)
 
-    def receive(
-        self, message: Message, signature: object, like: Sequence[Tensor] | None
-    ) -> None:
+    def receive(self, message: Message, signature: object, like: Sequence[Tensor] | None) -> None:
         """Begin to receive a message.
 
         ``like`` are the activations whose gradients it is, if they are computed already;
