@@ -4,9 +4,9 @@
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
 belongs to an earlier stage returns a placeholder: the right shape and dtype, no memory, no
-compute; what is computed from one is one too. When the first own block is called, the placeholders that
-cross the cut there become what the stage before sent: whoever refers to one has the tensor from
-then on. A stage that is not the last one leaves forward by :class:`StageDone` when the first block
+compute; what is computed from one is one too. When the first own block is called, the placeholders
+that cross the cut there become what the stage before sent: whoever refers to one has the tensor
+from then on. A stage that is not the last one leaves forward by :class:`StageDone` when the first block
 of the next stage is called, so that what is computed between blocks is computed behind the first
 of them. See [Note: what crosses a cut].
 """
