@@ -39,9 +39,9 @@ from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
-from ._pipeline.cuts.call_order import places_seen
+from ._pipeline.call_order import places_seen
+from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
-from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_buffers import StageBuffers

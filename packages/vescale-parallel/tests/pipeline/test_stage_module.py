@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder
 from vescale_parallel._pipeline.cuts.values import Cuts, ObservedValues
-from vescale_parallel._pipeline.placeholders import Placeholder
 from vescale_parallel._pipeline.stage_assignment import StageMap
 from vescale_parallel._pipeline.stage_module import (
     StagedModule,

@@ -14,9 +14,9 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
-from .cuts.call_order import places_seen
+from .call_order import places_seen
+from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
-from .placeholders import Placeholder
 from .stage_assignment import StageMap, stage_map
 from .stage_module import StageDone, StageRun, Staging, stage_model
 

@@ -23,10 +23,10 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
+from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
-from .placeholders import Placeholder
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules import actions_of, forward_order
 from .schedules.messages import Operation, channels_of, operations_of

@@ -4,11 +4,11 @@
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
 belongs to an earlier stage returns a placeholder: the right shape and dtype, no memory, no
-compute; what is computed from one is one too. When the first own block is called, the placeholders
-that cross the cut there become what the stage before sent: whoever refers to one has the tensor
-from then on. A stage that is not the last one leaves forward by :class:`StageDone` when the first block
-of the next stage is called, so that what is computed between blocks is computed behind the first
-of them. See [Note: what crosses a cut].
+compute; what is computed from one is one too. When the first own block is called, the
+placeholders that cross the cut there become what the stage before sent: whoever refers to one
+has the tensor from then on. A stage that is not the last one leaves forward by
+:class:`StageDone` when the first block of the next stage is called, so that what is computed
+between blocks is computed behind the first of them. See [Note: what crosses a cut].
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._torch_private import pytree
 
 from .cuts.outline import Argument, outline_of
+from .cuts.placeholders import Placeholder, placeholder, rename, taint
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
-from .placeholders import Placeholder, placeholder, rename, taint
 from .stage_assignment import StageMap
 
 

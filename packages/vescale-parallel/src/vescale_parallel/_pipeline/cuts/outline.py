@@ -115,6 +115,6 @@ class _GroupedShapes(TorchDispatchMode):
         left, right = args[:2]
         shape = [left.shape[-2], right.shape[-1]]
         if left.dim() == right.dim():
-            offsets = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+            offsets: Any = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
             shape.insert(0, left.shape[0] if left.dim() == 3 else len(offsets))
         return left.new_empty(shape, dtype=(kwargs or {}).get("out_dtype") or left.dtype)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_parallel._pipeline.placeholders import Placeholder, become
 from vescale_parallel._torch_private import pytree
 
 from .derived import NamesDerived
+from .placeholders import Placeholder, become
 from .values import Crossing, Name, Values
 
 # Returns what the stage before sent, given tensors of its shapes.

@@ -12,11 +12,11 @@ from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import bind, opened
-from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks
-from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_model
 from vescale_parallel._plan.plan import ParallelPlan
 
-from .values import Name, Values
+from .cuts.values import Name, Values
+from .stage_assignment import StageMap, modules_outside_blocks
+from .stage_module import StageRun, Staging, stage_model
 
 _log = package_logger(__name__)
 

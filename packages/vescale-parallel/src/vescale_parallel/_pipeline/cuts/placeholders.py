@@ -11,7 +11,7 @@ from torch import Tensor
 from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 from vescale_parallel._torch_private import pytree
 
-from .cuts.values import Name, Values, versions_of, without_shape_questions, writes
+from .values import Name, Values, versions_of, without_shape_questions, writes
 
 
 class Placeholder(Tensor):
@@ -24,12 +24,12 @@ class Placeholder(Tensor):
     Attributes:
         usable: Whether computing with placeholders is allowed now; of the whole process, since
             one model runs at a time.
-        values: Of the run of forward that it is of; None of a parameter.
+        of_run: The values of the run of forward that it is of; None of a parameter.
         known_as: See [Note: names of values]; None if it depends on parameters alone.
     """
 
     usable: bool = True
-    values: Values | None = None
+    of_run: Values | None = None
     known_as: Name | None = None
 
     @classmethod
@@ -65,8 +65,8 @@ class Placeholder(Tensor):
         changed = [leaf for leaf, before in versions if leaf._version != before]
         name_results(func, held, [*new, *(taint(leaf) for leaf in changed)])
         for leaf in changed:
-            if isinstance(leaf, Placeholder) and leaf.values is not None:
-                leaf.values.written.append(leaf)
+            if isinstance(leaf, Placeholder) and leaf.of_run is not None:
+                leaf.of_run.written.append(leaf)
         return result
 
     @classmethod
@@ -97,7 +97,7 @@ def placeholder(
 
 def rename(held: Placeholder, values: Values, name: Name) -> None:
     """Let a placeholder be a value."""
-    held.values, held.known_as = values, name
+    held.of_run, held.known_as = values, name
     values.made(name, held)
 
 
@@ -121,10 +121,10 @@ def name_results(
     func: Callable[..., Any], held: Sequence[Placeholder], found: Sequence[Placeholder]
 ) -> None:
     """Name what a function made of placeholders, and note that these were needed."""
-    named = [each for each in held if each.values is not None and each.known_as is not None]
+    named = [each for each in held if each.of_run is not None and each.known_as is not None]
     if not named:
         return
-    values = named[0].values
+    values = named[0].of_run
     assert values is not None
     names = [each.known_as for each in named if each.known_as is not None]
     for name in names:
