@@ -125,15 +125,6 @@ def unknown_constraint() -> None:
     vescale.generate_plan(HandWritten(), {"pipeline_parallel.sizes": 2}, world_size=2)
 
 
-def two_lists_of_blocks() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=4
-    )
-    vescale.parallelize(make_plan(TWO["pp-1f1b"]), T5ForConditionalGeneration(config))
-
-
 def batch_norm(constraints: Constraints, kind: Callable[[int], nn.Module]) -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), kind(8)) for _ in range(4)]
     vescale.parallelize(make_plan(constraints), nn.Sequential(*layers))
@@ -156,7 +147,6 @@ MODELS: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
         r"tensor_parallel.size 3: policy 'auto' shards nothing of",
     ),
     "constraint": (unknown_constraint, (), r"unknown constraint .*'pipeline_parallel.size'"),
-    "t5": (two_lists_of_blocks, (), r"one list of blocks, T5ForConditionalGeneration has 2"),
     "sync_batch_norm": (batch_norm, ({DP: 2}, nn.SyncBatchNorm), r"'0.1' is a SyncBatchNorm"),
     "batch_norm_pp": (
         batch_norm,

@@ -32,7 +32,7 @@ from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipe
 from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
-from ._pipeline.partition import split_blocks as split_blocks
+from ._pipeline.cuts.partition import split_blocks as split_blocks
 from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks

@@ -43,8 +43,9 @@ from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
+from ._pipeline.call_order import places_seen
+from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
-from ._pipeline.placeholders import placeholder
 from ._pipeline.runner import Pipeline
 from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_buffers import StageBuffers
@@ -169,7 +170,8 @@ def _change(
     # What is decided on the whole model, before any of it is changed.
     experts = _experts(plan, model)
     sharding, proofs, left_whole = _shard(plan, model, batch)
-    stages, blocks = stage_map(plan, model), blocks_of(model)
+    stages = stage_map(plan, model, places_seen(plan, model, batch))
+    blocks = blocks_of(model)
     mesh = build_mesh(plan)
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)

@@ -72,16 +72,24 @@ def _linears() -> list[nn.Linear]:
     return [nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
-def test_two_lists_of_blocks_are_refused_unless_one_is_small() -> None:
+def test_lists_of_blocks_follow_each_other_unless_one_is_small() -> None:
     class Two(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.encoder = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
             self.decoder = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
 
-    with pytest.raises(ValueError, match=r"has 2: \['encoder', 'decoder'\]"):
-        pipeline_blocks(Two(8))
-    assert pipeline_blocks(Two(2))[0] == "encoder.0"
+    encoder, decoder = (tuple(f"{each}coder.{i}" for i in range(3)) for each in ("en", "de"))
+    assert pipeline_blocks(Two(8)) == (*encoder, *decoder)
+    assert pipeline_blocks(Two(2)) == encoder
+
+
+def test_blocks_of_classes_in_turns_are_blocks() -> None:
+    turns = nn.ModuleList(nn.LayerNorm(2) if i % 2 else nn.Linear(2, 2) for i in range(4))
+    assert pipeline_blocks(nn.ModuleDict({"turns": turns})) == tuple(
+        f"turns.{i}" for i in range(4)
+    )
+    assert block_stacks(turns) == []
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8))

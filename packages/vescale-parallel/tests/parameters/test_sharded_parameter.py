@@ -15,7 +15,7 @@ from vescale_parallel import ParallelPlan
 from vescale_parallel._mesh.mesh import build_mesh
 from vescale_parallel._parameters.shard_model import move_buffers, read_real, shard_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter, placements_of
-from vescale_parallel._pipeline.placeholders import placeholder
+from vescale_parallel._pipeline.cuts.placeholders import placeholder
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

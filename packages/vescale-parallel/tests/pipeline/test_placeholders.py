@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_parallel._pipeline.placeholders import Placeholder, placeholder
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder, placeholder
 
 QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda x: x.shape,

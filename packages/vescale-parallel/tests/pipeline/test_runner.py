@@ -18,9 +18,9 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import build_mesh
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder
 from vescale_parallel._pipeline.execution import watching
 from vescale_parallel._pipeline.execution.links import Links
-from vescale_parallel._pipeline.placeholders import Placeholder
 from vescale_parallel._pipeline.runner import Pipeline
 from vescale_parallel._pipeline.schedules import actions_of
 from vescale_parallel._pipeline.schedules.messages import Operation, operations_of

@@ -109,7 +109,7 @@ def split(model: nn.Module, x: Tensor) -> tuple[SplitBackward, Tensor, Tensor]:
     received = x.clone().requires_grad_()
     with HookedNodes() as hooked:
         output = model(received.view_as(received))
-    return SplitBackward.of(output, received, hooked.nodes), output, received
+    return SplitBackward.of([output], [received], hooked.nodes), output, received
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_both_parts_together_are_a_whole_backward_of_every_microbatch(
         output.backward(output.detach().cos())
         parts, output, _ = split(model, given)
         assert parts.refusal is None
-        found = parts.input_gradient(output.detach().cos())
+        (found,) = parts.input_gradients([output.detach().cos()])
         assert found is not None
         assert expected.grad is not None
         assert torch.equal(found, expected.grad)
@@ -160,7 +160,7 @@ def test_a_product_is_computed_once_in_all() -> None:
     whole, model, x = made(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
     expected = products(lambda: whole(x.flatten(0, 1).requires_grad_()).sum().backward())
     parts, output, _ = split(model, x.flatten(0, 1))
-    first = products(lambda: parts.input_gradient(torch.ones_like(output)))
+    first = products(lambda: parts.input_gradients([torch.ones_like(output)]))
     assert (first, products(parts.weight_gradients)) == (3, expected - 3)
 
 
@@ -172,7 +172,7 @@ def test_hooks_run_once() -> None:
     layer.weight.register_hook(lambda _: calls.append("weight"))
     layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     parts, output, _ = split(model, x)
-    parts.input_gradient(torch.ones_like(output))
+    parts.input_gradients([torch.ones_like(output)])
     assert calls == ["module"]
     parts.weight_gradients()
     assert calls == ["module", "weight", "accumulated"]
@@ -198,6 +198,6 @@ def test_weights_without_a_gradient_are_left_alone() -> None:
     _, model, x = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     model[0].requires_grad_(False)  # pyright: ignore[reportIndexIssue]
     parts, output, _ = split(model, x)
-    parts.input_gradient(torch.ones_like(output))
+    parts.input_gradients([torch.ones_like(output)])
     parts.weight_gradients()
     assert [p.grad is not None for p in model.parameters()] == [False, False, True, True]

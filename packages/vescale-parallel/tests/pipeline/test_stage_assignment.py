@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from vescale_parallel import ParallelPlan, with_constraints
-from vescale_parallel._pipeline.partition import split_blocks, stage_starts
+from vescale_parallel._pipeline.cuts.partition import split_blocks, stage_starts
 from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenCounts
-from vescale_parallel._pipeline.placeholders import placeholder
+from vescale_parallel._pipeline.cuts.placeholders import placeholder
 from vescale_parallel._pipeline.targets import SeenCounts, TargetCounts
 
 ROWS, LENGTH, CLASSES = 3, 6, 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 
@@ -15,6 +17,14 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
 
     A block is a child with parameters of an ``nn.ModuleList`` or ``nn.Sequential``.
     """
+    return _lists(model, may_take_turns=False)
+
+
+def _lists(model: nn.Module, *, may_take_turns: bool) -> list[tuple[str, ...]]:
+    """Return the FQNs of the blocks of every outermost list of two or more.
+
+    Blocks of an ``nn.ModuleList`` may be of several classes, each used more than once.
+    """
     stacks: list[tuple[str, ...]] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -22,7 +32,10 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
         blocks = [
             (name, child) for name, child in children if any(True for _ in child.parameters())
         ]
-        repeated = len(blocks) > 1 and len({type(child) for _, child in blocks}) == 1
+        classes = Counter(type(child) for _, child in blocks)
+        turns = may_take_turns and isinstance(module, nn.ModuleList)
+        turns = turns and min(classes.values(), default=0) > 1
+        repeated = len(blocks) > 1 and (len(classes) == 1 or turns)
         if isinstance(module, nn.ModuleList | nn.Sequential) and repeated:
             stacks.append(tuple(prefix + name for name, _ in blocks))
             return
@@ -36,11 +49,13 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
 def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the FQNs of the blocks that a pipeline is split between, in order.
 
+    They are those of all lists that matter, one list after the other as they are defined: of an
+    encoder and a decoder, or of a vision tower and a language model.
+
     Raises:
-        ValueError: If there is no list of blocks, or more than one that matters, or blocks that
-            nothing calls.
+        ValueError: If there is no list of blocks, or blocks that nothing calls.
     """
-    stacks = block_stacks(model)
+    stacks = _lists(model, may_take_turns=True)
     if not stacks:
         raise ValueError(
             f"pipeline parallelism splits between the blocks of an nn.ModuleList or "
@@ -48,19 +63,15 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
         )
     sizes = [sum(numel_of(model.get_submodule(fqn)) for fqn in stack) for stack in stacks]
     large = [stack for stack, size in zip(stacks, sizes, strict=True) if 5 * size >= max(sizes)]
-    if len(large) > 1:
-        names = [stack[0].rpartition(".")[0] for stack in large]
-        raise ValueError(
-            f"pipeline parallelism supports one list of blocks, {type(model).__name__} has "
-            f"{len(large)}: {names}; use another parallelism"
-        )
-    if not _is_called(model.get_submodule(large[0][0])):
-        raise ValueError(
-            f"pipeline parallelism splits between calls of blocks, and {large[0][0]!r} is a "
-            f"{type(model.get_submodule(large[0][0])).__name__}, which nothing calls; make it a "
-            "module with a forward, or use another parallelism"
-        )
-    return large[0]
+    blocks = tuple(fqn for stack in large for fqn in stack)
+    for fqn in blocks:
+        if not _is_called(model.get_submodule(fqn)):
+            raise ValueError(
+                f"pipeline parallelism splits between calls of blocks, and {fqn!r} is a "
+                f"{type(model.get_submodule(fqn)).__name__}, which nothing calls; make it a "
+                "module with a forward, or use another parallelism"
+            )
+    return blocks
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
-from .placeholders import Placeholder
+from .call_order import places_seen
+from .cuts.placeholders import Placeholder
+from .cuts.values import Cuts, ObservedValues
 from .stage_assignment import StageMap, stage_map
 from .stage_module import StageDone, StageRun, Staging, stage_model
 
@@ -30,14 +32,14 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
         batch: What one micro-batch looks like.
 
     Raises:
-        ValueError: If the model cannot be cut as the plan says, if a stage needs more than the
-            one activation that it is sent, or if forward returns no loss. An ObservationError
-            if that cannot be said, since forward needs values.
+        ValueError: If the model cannot be cut as the plan says, if a stage needs what it cannot
+            be sent, or if forward returns no loss. An ObservationError if that cannot be said,
+            since forward needs values.
 
     Example:
         >>> check_pipeline(ParallelPlan(), nn.Linear(2, 2), torch.ones(1, 2))
     """
-    stages = stage_map(plan, model)
+    stages = stage_map(plan, model, places_seen(plan, model, batch))
     if stages is None:
         return
     copied = copied_without_hooks(model, meta_parameter, on_meta)
@@ -66,19 +68,22 @@ def _run_all(
     kwargs: dict[str, Any],
 ) -> None:
     """Run every stage on what the one before it sends."""
-    num_blocks, activation = len(stages.blocks), torch.empty(0)
+    cuts = _observed(model, stages, staging, args, kwargs)
+    num_blocks, sent = len(stages.blocks), list[Tensor]()
     ends = [*stages.starts[1:], num_blocks]
     for stage, (start, end) in enumerate(zip(stages.starts, ends, strict=True)):
         last = stage == stages.num_stages - 1
-        received = torch.empty_like(activation, device="meta").requires_grad_(stage > 0)
-        staging.run = StageRun(stage, start, end, last, lambda _, sent=received: sent)
+        takes, sends = cuts.get(start, ()) if stage else (), cuts.get(end, ())
+        received = [torch.empty_like(x, device="meta").detach() for x in sent]
+        given = [x.requires_grad_(x.is_floating_point()).view_as(x) for x in received]
+        staging.run = StageRun(stage, start, end, last, lambda _, x=given: x, takes, sends)
         # As in the runtime: the first stage needs none.
         Placeholder.usable = stage > 0
         try:
-            with torch.device("meta"), torch.enable_grad():
+            with torch.device("meta"), torch.enable_grad(), staging.run.running():
                 output = model(*args, **kwargs)
         except StageDone as done:
-            activation = done.activation.detach()
+            sent = [*done.activations]
             continue
         staging.run.check_complete(num_blocks)
         if not any(map(is_loss, pytree.tree_leaves(output))):
@@ -86,3 +91,18 @@ def _run_all(
                 "pipeline parallelism needs a module whose forward returns its loss (a scalar "
                 f"tensor, or a structure with one), got {type(output).__name__}"
             )
+
+
+def _observed(
+    model: nn.Module,
+    stages: StageMap,
+    staging: Staging,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Cuts:
+    values = ObservedValues()
+    staging.run = StageRun.counting(len(stages.blocks), values)
+    Placeholder.usable = True
+    with torch.device("meta"), torch.no_grad(), staging.run.running():
+        output = model(*args, **kwargs)
+    return values.cuts(output, losses_only=True)

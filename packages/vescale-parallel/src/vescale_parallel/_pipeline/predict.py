@@ -23,7 +23,7 @@ from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Ro
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._torch_private import pytree
 
-from .placeholders import Placeholder
+from .cuts.placeholders import Placeholder
 
 # By the name of what is returned, where the rows are in it.
 Returned = Mapping[str, Rows | MeanOfParts | None]

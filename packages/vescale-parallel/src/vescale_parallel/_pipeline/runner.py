@@ -25,14 +25,30 @@ from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
+from .cuts.placeholders import Placeholder
+from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
 from .microbatches import num_rows_of, split_batch
-from .placeholders import Placeholder
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules import actions_of, forward_order
 from .schedules.messages import Operation, channels_of, operations_of
-from .stage_module import StageDone, StageRun, Staging
+from .stage_module import Receive, StageDone, StageRun, Staging
 from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the last stage saw of a form of call, see [Note: what crosses a cut].
+
+    Attributes:
+        has_loss: Whether forward returns a scalar.
+        cuts: What crosses them where only scalars of the output are looked at.
+        all_cuts: Likewise, where all of the output is.
+    """
+
+    has_loss: bool
+    cuts: Cuts
+    all_cuts: Cuts
 
 
 @dataclass(eq=False)
@@ -47,6 +63,7 @@ class Pipeline:
         num_blocks: Number of blocks.
         total: Sums a float64 tensor over data-parallel ranks.
         draws: Random numbers in forward; None leaves them to each stage.
+        trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
     """
 
@@ -57,7 +74,9 @@ class Pipeline:
     num_blocks: int
     total: Callable[[Tensor], Tensor]
     draws: StageDraws | None = None
+    trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
+    _forms_seen: dict[object, _Seen] = field(default_factory=dict[object, "_Seen"])
     _checked_loss: bool = False
     _said_whole: bool = False
     _microbatches: int = 1
@@ -104,8 +123,9 @@ class Pipeline:
             for other tensors.
         """
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
+        cuts = self._seen_in(form, forward, args, kwargs, rows).cuts
         schedule = self.plan.pipeline_parallel.schedule
-        outputs = self._execute(schedule, forward, microbatches, _only_scalars, form)
+        outputs = self._execute(schedule, forward, microbatches, cuts, _only_scalars, form)
         told = marked_scalars(outputs, self._mean) if outputs else None
         return self._agree((form, signature_of((args, kwargs))), told)
 
@@ -136,7 +156,8 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        outputs = self._execute(None, forward, microbatches, lambda output: output, form)
+        cuts = self._seen_in(form, forward, args, kwargs, rows).all_cuts
+        outputs = self._execute(None, forward, microbatches, cuts, lambda output: output, form)
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
             told = joined(outputs, returned, num_rows // len(microbatches), self._mean)
@@ -148,22 +169,58 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
+        *,
+        form: object = None,
     ) -> bool:
         """Whether forward returns a scalar for a batch. Every rank must call this."""
-        found = [False]
+        return self._seen_in(form, forward, args, kwargs, rows).has_loss
+
+    def _seen_in(
+        self,
+        form: object,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None,
+    ) -> _Seen:
+        """Return what the last stage sees in the first call of a form, and tells the others."""
+        if form in self._forms_seen:
+            return self._forms_seen[form]
+        num_rows = num_rows_of(args, kwargs, rows) or 0
+        count = num_microbatches_for(num_rows, self.plan.num_microbatches)
+        first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
+        seen, failed = None, None
         if self._has_last_stage:
-            num_rows = num_rows_of(args, kwargs, rows) or 0
-            count = num_microbatches_for(num_rows, self.plan.num_microbatches)
-            first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
-            output = self._run_counting(forward, first, None)
-            found = [any(map(is_loss, pytree.tree_leaves(output)))]
-        return bool(self._agree("whether there is a loss", found[0]))
+            # What a model's own code raises the other ranks would wait for.
+            try:
+                seen = self._look(forward, first)
+            except Exception as error:
+                failed = error
+        seen = self._agree(("what is in a call", form), seen)
+        if failed is not None:
+            raise failed
+        if seen is None:
+            self._look(forward, first)
+            raise ValueError(
+                "forward raised an error on the last stage of a pipeline and on no other one, "
+                "when it was run with placeholders; see what that rank says"
+            )
+        self._forms_seen[form] = seen
+        return seen
+
+    def _look(self, forward: Callable[..., Any], microbatch: tuple[Any, Any]) -> _Seen:
+        values = ObservedValues()
+        output = self._run_counting(forward, microbatch, None, values)
+        has_loss = any(map(is_loss, pytree.tree_leaves(output)))
+        cuts = [values.cuts(output, losses_only=only) for only in (True, False)]
+        return _Seen(has_loss, *cuts)
 
     def _execute(
         self,
         schedule: str | None,
         forward: Callable[..., Any],
         microbatches: Sequence[tuple[Any, Any]],
+        cuts: Cuts,
         report: Callable[[Any], Any],
         form: object,
     ) -> list[Any]:
@@ -175,15 +232,18 @@ class Pipeline:
         self._microbatches, draws = len(microbatches), self.draws
         counts = self._count(forward, microbatches, form) if self._has_last_stage else []
 
-        def run(stage: int, microbatch: int, receive: Callable[[Tensor], Tensor]) -> Any:
+        def run(stage: int, microbatch: int, receive: Receive) -> Any:
+            started = self._stage_run(stage, cuts, receive)
             with draws.of_pass(stage, microbatch) if draws else contextlib.nullcontext():
-                return self._run_stage(stage, forward, microbatches[microbatch], counts, receive)
+                return self._run_stage(started, forward, microbatches[microbatch], counts)
+
+        crossing = tuple(cuts.get(start, ()) for start in self.starts[1:])
 
         signatures = [signature_of(each) for each in microbatches]
         execution = Execution(
             self.links,
             len(self.starts),
-            signatures,
+            [(crossing, self.trained, each) for each in signatures],
             run,
             report,
             schedule is not None and self._may_split(schedule),
@@ -198,29 +258,32 @@ class Pipeline:
         self._seen.check()
         return outputs
 
+    def _stage_run(self, stage: int, cuts: Cuts, receive: Receive) -> StageRun:
+        bounds = [*self.starts, self.num_blocks]
+        first, end = bounds[stage], bounds[stage + 1]
+        takes, sends = cuts.get(first, ()) if stage else (), cuts.get(end, ())
+        last = stage == len(self.starts) - 1
+        return StageRun(stage, first, end, last, receive, takes, sends)
+
     def _run_stage(
         self,
-        stage: int,
+        run: StageRun,
         forward: Callable[..., Any],
         microbatch: tuple[Any, Any],
         counts: Sequence[Tensor],
-        receive: Callable[[Tensor], Tensor],
     ) -> Any:
         """Return what a stage sends for a micro-batch; the last one what the module returns."""
-        last = stage == len(self.starts) - 1
-        end = self.num_blocks if last else self.starts[stage + 1]
-        run = StageRun(stage, self.starts[stage], end, last, receive)
         self.staging.run = run
         # Put back afterwards: a model may call another one.
         was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
-        Placeholder.usable = stage > 0
+        Placeholder.usable = run.stage > 0
         means = TokenMeans(self._num_parts, functools.partial(self._known_count, counts))
         try:
-            with means:
+            with run.running(), means:
                 output = forward(*microbatch[0], **microbatch[1])
         except StageDone as done:
-            return done.activation
+            return done.activations
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
@@ -255,10 +318,15 @@ class Pipeline:
         return counts[index]
 
     def _run_counting(
-        self, forward: Callable[..., Any], microbatch: tuple[Any, Any], mode: TokenCounts | None
+        self,
+        forward: Callable[..., Any],
+        microbatch: tuple[Any, Any],
+        mode: TokenCounts | None,
+        values: ObservedValues | None = None,
     ) -> Any:
-        run, device = StageRun.counting(self.num_blocks), self.mesh.device_type
-        return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
+        run, device = StageRun.counting(self.num_blocks, values), self.mesh.device_type
+        with run.running():
+            return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
 
     @property
     def _has_last_stage(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._plan.plan import ParallelPlan
 
-from .partition import stage_starts
+from .cuts.partition import stage_starts
 
 _Where = Literal["before", "after"]
 
@@ -25,12 +25,14 @@ class StageMap:
         blocks: FQNs of the blocks, in order.
         starts: Index of the first block of every stage.
         outside: FQN of every outermost module with parameters outside the blocks, to its
-            stage: the first if it is called before the blocks, else the last.
+            stage: that of the block behind which it is called, the first before all blocks.
+        again: Further stages of those that are called in several places.
     """
 
     blocks: Sequence[str]
     starts: Sequence[int]
     outside: Mapping[str, int]
+    again: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def num_stages(self) -> int:
@@ -47,6 +49,14 @@ class StageMap:
         """Return the stage that owns block ``index``."""
         return bisect.bisect_right(self.starts, index) - 1
 
+    def stage_behind(self, num_blocks: int) -> int:
+        """Return the stage that runs what comes when so many blocks have been called."""
+        return self.stage_of_block(max(num_blocks - 1, 0))
+
+    def stages_of_module(self, fqn: str) -> tuple[int, ...]:
+        """Return the stages that call a module outside the blocks."""
+        return (self.outside[fqn], *self.again.get(fqn, ()))
+
     def stages_of(self, fqns: Iterable[str]) -> tuple[int, ...]:
         """Return the stages that use a parameter, given all its names; the owner first."""
         stages: set[int] = set()
@@ -58,15 +68,20 @@ class StageMap:
         for index, block in enumerate(self.blocks):
             if fqn.startswith(f"{block}."):
                 return (self.stage_of_block(index),)
-        for module, stage in self.outside.items():
+        for module in self.outside:
             if fqn.startswith(f"{module}."):
-                return (stage,)
+                return self.stages_of_module(module)
         # Held by a module around the blocks: its forward may use it before or after them.
         return (0, self.num_stages - 1)
 
 
-def stage_map(plan: ParallelPlan, model: nn.Module) -> StageMap | None:
+def stage_map(
+    plan: ParallelPlan, model: nn.Module, seen: Mapping[str, tuple[int, ...]] | None = None
+) -> StageMap | None:
     """Return where the parts of a model run, None without pipeline parallelism.
+
+    ``seen`` tells of modules outside the blocks how many blocks have been called before each of
+    their calls; others are where they are defined.
 
     Raises:
         ValueError: If the model cannot be cut as the plan says.
@@ -75,24 +90,26 @@ def stage_map(plan: ParallelPlan, model: nn.Module) -> StageMap | None:
         return None
     blocks = pipeline_blocks(model)
     starts = stage_starts(plan, model, blocks)
-    called = dict(modules_outside_blocks(model))
-    pipeline = plan.pipeline_parallel
-    _move(called, pipeline.head_modules, "before", "pipeline_parallel.head_modules")
-    _move(called, pipeline.tail_modules, "after", "pipeline_parallel.tail_modules")
-    last = len(starts) - 1
-    outside = {fqn: last if where == "after" else 0 for fqn, where in called.items()}
-    return StageMap(blocks, starts, outside)
+    behind = {fqn: (count,) for fqn, count in _blocks_before(model, blocks).items()}
+    behind |= {} if seen is None else dict(seen)
+    pipeline, ends = plan.pipeline_parallel, len(blocks)
+    _move(behind, pipeline.head_modules, 0, "pipeline_parallel.head_modules")
+    _move(behind, pipeline.tail_modules, ends, "pipeline_parallel.tail_modules")
+    stages = StageMap(blocks, starts, {})
+    owners = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in behind.items()}
+    again = {fqn: more for fqn, (_, *more) in owners.items() if more}
+    return StageMap(blocks, starts, {fqn: first for fqn, (first, *_) in owners.items()}, again)
 
 
-def _move(called: dict[str, _Where], fqns: Sequence[str], where: _Where, key: str) -> None:
+def _move(behind: dict[str, tuple[int, ...]], fqns: Sequence[str], num: int, key: str) -> None:
     """Have modules outside the blocks be called before or after them, as a plan's key says."""
-    unknown = [fqn for fqn in fqns if fqn not in called]
+    unknown = [fqn for fqn in fqns if fqn not in behind]
     if unknown:
         raise ValueError(
             f"{key}: {unknown[0]!r} is no module with parameters "
-            f"outside the blocks; those are {sorted(called)}"
+            f"outside the blocks; those are {sorted(behind)}"
         )
-    called |= dict.fromkeys(fqns, where)
+    behind |= dict.fromkeys(fqns, (num,))
 
 
 def modules_outside_blocks(model: nn.Module) -> dict[str, _Where]:
@@ -103,20 +120,29 @@ def modules_outside_blocks(model: nn.Module) -> dict[str, _Where]:
         modules in the order of definition; ``pipeline_parallel.head_modules`` and
         ``tail_modules`` are for others.
     """
-    blocks = pipeline_blocks(model)
-    found: dict[str, _Where] = {}
-    where: _Where = "before"
+    before = _blocks_before(model, pipeline_blocks(model))
+    return {fqn: "after" if count else "before" for fqn, count in before.items()}
+
+
+def _blocks_before(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """Return every outermost module with parameters outside the blocks: how many are before it.
+
+    That is by definition: the blocks that are defined before it, and all before those.
+    """
+    places = {fqn: index for index, fqn in enumerate(blocks)}
+    found: dict[str, int] = {}
+    reached = 0
 
     def visit(module: nn.Module, prefix: str) -> None:
-        nonlocal where
+        nonlocal reached
         for name, child in module.named_children():
             fqn = prefix + name
-            if fqn in blocks:
-                where = "after"
+            if fqn in places:
+                reached = max(reached, places[fqn] + 1)
             elif any(block.startswith(f"{fqn}.") for block in blocks):
                 visit(child, f"{fqn}.")
             elif any(True for _ in child.parameters()):
-                found[fqn] = where
+                found[fqn] = reached
 
     visit(model, "")
     return found

@@ -3,15 +3,17 @@
 [Note: how a stage runs]
 Every rank calls the model's forward on its micro-batch. What depends on the batch alone
 (masks, positions, rotary tables) is computed on every stage. A block or an embedding that
-the stage does not own returns a placeholder: the right shape and dtype, no memory, no compute.
-Placeholders require a gradient, so anything computed from them does too; that is how a stage
-knows which argument of its first own block must come from the stage before. After its last
-own block a stage that is not the last one leaves forward by :class:`StageDone`.
+belongs to an earlier stage returns a placeholder: the right shape and dtype, no memory, no
+compute; what is computed from one is one too. When the first own block is called, the
+placeholders that cross the cut there become what the stage before sent: whoever refers to one
+has the tensor from then on. A stage that is not the last one leaves forward by
+:class:`StageDone` when the first block of the next stage is called, so that what is computed
+between blocks is computed behind the first of them. See [Note: what crosses a cut].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,62 +23,10 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._torch_private import pytree
 
-from .placeholders import Placeholder, placeholder
+from .cuts.outline import Argument, outline_of
+from .cuts.placeholders import Placeholder, placeholder, rename, taint
+from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .stage_assignment import StageMap
-
-
-class StageDone(BaseException):
-    """Leaves the model's forward with the activation for the next stage.
-
-    A BaseException, so that ``except Exception`` in a model does not swallow it.
-    """
-
-    def __init__(self, activation: Tensor) -> None:
-        super().__init__()
-        self.activation = activation
-
-
-@dataclass(eq=False)
-class StageRun:
-    """The pass of one micro-batch through one stage.
-
-    Attributes:
-        stage: Index of the stage.
-        first_block: Index of its first own block.
-        end_block: Index after its last own block.
-        is_last: Whether it is the last stage of the pipeline.
-        receive: Returns the activation from the stage before, given a tensor of its shape.
-        owns_outside: Whether modules outside the blocks may run on their stage.
-        blocks_called: Number of blocks called so far.
-        last_output: What the block before returned, if it was a placeholder.
-    """
-
-    stage: int
-    first_block: int
-    end_block: int
-    is_last: bool
-    receive: Callable[[Tensor], Tensor]
-    owns_outside: bool = True
-    blocks_called: int = 0
-    last_output: Placeholder | None = None
-
-    def check_complete(self, num_blocks: int) -> None:
-        """Raise if forward has returned on this stage without calling all blocks."""
-        if not self.is_last or self.blocks_called != num_blocks:
-            raise ValueError(
-                f"expected forward to call all {num_blocks} blocks before it returns, as pipeline "
-                f"parallelism needs, got {self.blocks_called}; "
-                "use pipeline_parallel.size 1 for a model that skips blocks"
-            )
-
-    @classmethod
-    def counting(cls, num_blocks: int) -> StageRun:
-        """Return a run in which modules with parameters give placeholders, to see the targets."""
-
-        def receive(like: Tensor) -> Tensor:
-            raise AssertionError("nothing is received while counting")
-
-        return cls(1, num_blocks, num_blocks, True, receive, owns_outside=False)
 
 
 @dataclass(eq=False)
@@ -110,44 +60,44 @@ class StagedModule(nn.Module):
             return super().__call__(*args, **kwargs)
         if role.index is None:
             return self._call_outside(role, run, args, kwargs)
-        expected, run.blocks_called = run.blocks_called, run.blocks_called + 1
-        if role.index != expected:
+        if role.index != run.blocks_called:
             raise ValueError(
                 f"pipeline parallelism needs the blocks to be called once each and in order, "
-                f"but {role.fqn!r} was call number {expected}"
+                f"but {role.fqn!r} was call number {run.blocks_called}"
             )
+        if role.index == run.end_block and not run.is_last:
+            raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))
         if not run.first_block <= role.index < run.end_block:
-            output = _placeholder(role, args, kwargs)
-            run.last_output = _first_floating(output)
-            return output
+            run.values.block_called(role.index, pytree.tree_leaves((args, kwargs)))
+            run.blocks_called = run.values.blocks_called = role.index + 1
+            return _placeholder(role, run, args, kwargs)
         if role.index == run.first_block:
             if run.stage > 0:
-                args, kwargs = _with_received(role, run, args, kwargs)
+                leaves, spec = pytree.tree_flatten((args, kwargs))
+                args, kwargs = pytree.tree_unflatten(run.take(role.fqn, leaves), spec)
             # No placeholder is needed any more; using one would be a mistake.
             Placeholder.usable = False
+        run.blocks_called = role.index + 1
         _refuse_placeholders(role, args, kwargs)
-        output = super().__call__(*args, **kwargs)
-        if role.index == run.end_block - 1 and not run.is_last:
-            raise StageDone(_activation(role, output))
-        return output
+        call = super().__call__
+        return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
 
     def _call_outside(
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not run.owns_outside:
-            return _placeholder(role, args, kwargs)
+        if not run.is_own:
+            return _placeholder(role, run, args, kwargs)
         if run.stage in role.stages:
-            return super().__call__(*args, **kwargs)
-        if run.blocks_called >= run.end_block or run.stage == 0:
-            when, key, other = (
-                ("after", "tail", "head") if run.stage else ("before", "head", "tail")
-            )
-            raise ValueError(
-                f"{role.fqn!r} is called {when} the blocks of the model, but its parameters "
-                f"are on stage {min(role.stages)}; list it in pipeline_parallel.{key}_modules "
-                f"(and not in {other}_modules), or give generate_plan an example_batch"
-            )
-        return _placeholder(role, args, kwargs)
+            call = super().__call__
+            return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
+        raise ValueError(
+            f"{role.fqn!r} is called {_where(run)}, on stage {run.stage} of the pipeline, "
+            f"but its parameters are on stage {min(role.stages)}; list it in "
+            f"pipeline_parallel.{'tail' if run.is_last else 'head'}_modules (and not in "
+            f"{'head' if run.is_last else 'tail'}_modules), or have its place be seen: give "
+            "generate_plan an example_batch, or parallelize a dataset, whose batches can be run "
+            "on the processor"
+        )
 
 
 def stage_model(
@@ -155,18 +105,20 @@ def stage_model(
 ) -> None:
     """Let every module with parameters be answered by a placeholder on other stages, in place."""
     # Skeletons are copied from whole modules, so before any is changed.
-    roles = [
-        (fqn, index, (stages.stage_of_block(index),)) for index, fqn in enumerate(stages.blocks)
-    ]
-    roles += [(fqn, None, (stage,)) for fqn, stage in stages.outside.items()]
-    for fqn, index, owners in roles:
+    for index, fqn in enumerate(stages.blocks):
+        owner = stages.stage_of_block(index)
+        module = model.get_submodule(fqn)
         stage_module(
-            model.get_submodule(fqn),
-            staging,
-            fqn=fqn,
-            index=index,
-            stages=owners,
-            param_dtype=param_dtype,
+            module, staging, fqn=fqn, index=index, stages=(owner,), param_dtype=param_dtype
+        )
+    users: dict[nn.Module, tuple[str, set[int]]] = {}
+    for fqn in stages.outside:
+        _, found = users.setdefault(model.get_submodule(fqn), (fqn, set()))
+        found |= set(stages.stages_of_module(fqn))
+    # A module may have several names.
+    for module, (fqn, owners) in users.items():
+        stage_module(
+            module, staging, fqn=fqn, index=None, stages=[*owners], param_dtype=param_dtype
         )
 
 
@@ -204,7 +156,9 @@ def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
     return copied_without_hooks(module, empty_parameter, on_meta)
 
 
-def _placeholder(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _placeholder(
+    role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Return what the module would, with every tensor replaced by memory-free zeros."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -212,13 +166,25 @@ def _placeholder(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
     outline = role.staging.outlines.get(key)
     if outline is None:
-        outline = _outline(role, args, kwargs)
+        outline = outline_of(role.skeleton, role.fqn, args, kwargs)
         role.staging.outlines[key] = outline
-
-    def zeros(leaf: Tensor) -> Tensor:
-        return placeholder(leaf.shape, leaf.dtype, device)
-
-    return pytree.tree_map_only(Tensor, zeros, outline)
+    values, name = run.values, run.values.of_call(role.fqn)
+    for each in tensors:
+        if isinstance(each, Placeholder) and each.known_as is not None:
+            values.used(each.known_as)
+    for place in outline.written:
+        if type(tensors[place]) is Tensor:
+            values.written.append(taint(tensors[place]))
+        held = tensors[place]
+        if isinstance(held, Placeholder):
+            rename(held, values, (*name, "argument", place))
+    results, output_spec = pytree.tree_flatten(outline.output)
+    for place, leaf in enumerate(results):
+        if isinstance(leaf, Argument):
+            results[place] = tensors[leaf.place]
+        elif isinstance(leaf, Tensor):
+            results[place] = placeholder(leaf.shape, leaf.dtype, device, values, (*name, place))
+    return pytree.tree_unflatten(results, output_spec)
 
 
 def _kind(leaf: object) -> object:
@@ -229,64 +195,20 @@ def _kind(leaf: object) -> object:
     return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
-def _outline(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, on_meta, (args, dict(kwargs)))
-    try:
-        with torch.no_grad():
-            return role.skeleton(*meta_args, **meta_kwargs)
-    except Exception as error:
-        raise ValueError(
-            f"pipeline parallelism could not find out the shape that {role.fqn!r} returns "
-            f"without running it: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _with_received(
-    role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the placeholder among a block's arguments by the activation of the stage before."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    expected = run.last_output
-    places = [index for index, leaf in enumerate(leaves) if leaf is expected]
-    if expected is None or not places:
-        raise ValueError(
-            f"pipeline parallelism passes the output of one block to the next, but {role.fqn!r} "
-            "is not called with what the block before it returned; move what happens between "
-            "the blocks into a block, or split elsewhere (pipeline_parallel.split_points)"
-        )
-    received = run.receive(expected)
-    for index in places:
-        leaves[index] = received
-    return pytree.tree_unflatten(leaves, spec)
-
-
 def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     if any(isinstance(leaf, Placeholder) for leaf in leaves):
         raise ValueError(
-            f"pipeline parallelism passes one activation from block to block, but {role.fqn!r} "
-            "is called with another tensor that depends on parameters of another stage"
+            f"{role.fqn!r} is called with a tensor that depends on parameters of another stage "
+            "of the pipeline and was not sent: it was not there when the model was looked at "
+            "before the first call of this form, or depends only on parameters that no module "
+            "with a forward of its own holds"
         )
 
 
-def _first_floating(output: Any) -> Placeholder | None:
-    leaves = pytree.tree_leaves(output)
-    return next(
-        (x for x in leaves if isinstance(x, Placeholder) and x.dtype.is_floating_point), None
-    )
-
-
-def _activation(role: _Role, output: Any) -> Tensor:
-    """Return what goes to the next stage: the tensor that the next stage expects there.
-
-    Other tensors that a block returns are placeholders on later stages, which raise if used.
-    """
-    leaves = pytree.tree_leaves(output)
-    floating = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-    activation = next(floating, None)
-    if activation is None:
-        raise ValueError(
-            f"pipeline parallelism sends a block's output to the next stage, but {role.fqn!r} "
-            "returns no floating-point tensor"
-        )
-    return activation
+def _where(run: StageRun) -> str:
+    if not run.blocks_called:
+        return "before the blocks of the model"
+    if run.is_last and run.blocks_called >= run.end_block:
+        return "after the blocks of the model"
+    return f"behind block {run.blocks_called - 1} of the model, counted from 0"

@@ -66,6 +66,7 @@ class PipelineStep:
         if self._buffers is not None:
             runs = self._buffers.call(forward)
         form = (self._forms.form(args, kwargs), self._model.training)
+        pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
             train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
@@ -96,5 +97,7 @@ class PipelineStep:
     ) -> bool:
         """Whether this form of call returns a loss; all stages ask the last one, once."""
         if form not in self._with_loss:
-            self._with_loss[form] = self._pipeline.returns_loss(forward, args, kwargs, rows)
+            self._with_loss[form] = self._pipeline.returns_loss(
+                forward, args, kwargs, rows, form=form
+            )
         return self._with_loss[form]

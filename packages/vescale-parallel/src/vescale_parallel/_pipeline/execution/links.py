@@ -15,14 +15,23 @@ from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._pipeline.schedules.messages import Lane, Message
 
 _HEADER_SIZE = 10  # dtype, number of dims, up to eight sizes
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = (*DTYPES, *_INTEGERS, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a tensor looks like."""
+    """What a tensor looks like.
+
+    Attributes:
+        shape: Of it.
+        dtype: Likewise.
+        has_grad: Whether its gradient is sent back.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
+    has_grad: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
@@ -32,15 +41,49 @@ class Form:
     def header(self) -> Tensor:
         """Return it as a tensor of fixed size."""
         header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
-        header[0], header[1] = DTYPES.index(self.dtype), len(self.shape)
+        ndim = len(self.shape)
+        header[0], header[1] = _DTYPES.index(self.dtype), ndim if self.has_grad else ~ndim
         header[2 : 2 + len(self.shape)] = torch.tensor(self.shape)
         return header
 
     @classmethod
     def from_header(cls, header: Tensor) -> Form:
         """Return what :meth:`header` was made from."""
-        dtype, ndim, *sizes = header.tolist()
-        return cls(torch.Size(sizes[:ndim]), DTYPES[dtype])
+        dtype, told, *sizes = header.tolist()
+        ndim = max(told, ~told)
+        return cls(torch.Size(sizes[:ndim]), _DTYPES[dtype], told >= 0)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The tensors of one message.
+
+    Attributes:
+        tensors: In an order that both sides know.
+        has_grad: Of each, whether its gradient is sent back.
+    """
+
+    tensors: Sequence[Tensor]
+    has_grad: Sequence[bool]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Tensor]) -> Bundle:
+        """Return what a stage sends of its outputs.
+
+        While training one gradient is sent at least, if of nothing but zeros: its message says
+        that the activations have arrived.
+        """
+        has_grad = [x.requires_grad for x in outputs]
+        if torch.is_grad_enabled() and not any(has_grad):
+            has_grad[[x.is_floating_point() for x in outputs].index(True)] = True
+        return cls([x.detach() for x in outputs], has_grad)
+
+    @property
+    def forms(self) -> list[Form]:
+        """What its tensors look like."""
+        return [
+            Form(x.shape, x.dtype, has) for x, has in zip(self.tensors, self.has_grad, strict=True)
+        ]
 
 
 @dataclass(eq=False)
@@ -58,9 +101,9 @@ class Links:
 
     groups: Sequence[dist.ProcessGroup]
     device: torch.device
-    _forms: dict[object, Form] = field(default_factory=dict[object, Form])
-    _arriving: dict[Message, tuple[dist.Work, Tensor]] = field(
-        default_factory=dict[Message, tuple[dist.Work, Tensor]]
+    _forms: dict[object, list[Form]] = field(default_factory=dict[object, list[Form]])
+    _arriving: dict[Message, list[tuple[dist.Work, Tensor]]] = field(
+        default_factory=dict[Message, list[tuple[dist.Work, Tensor]]]
     )
     _postponed: dict[Lane, list[Message]] = field(default_factory=dict[Lane, list[Message]])
     _kept: dict[Message, list[tuple[dist.Work, Tensor]]] = field(
@@ -72,51 +115,61 @@ class Links:
         """Messages that were sent and are kept."""
         return len(self._kept)
 
-    def receive(self, message: Message, signature: object, like: Tensor | None) -> None:
+    def receive(self, message: Message, signature: object, like: Sequence[Tensor] | None) -> None:
         """Begin to receive a message.
 
-        ``like`` is the activation whose gradient it is, if that is computed already;
+        ``like`` are the activations whose gradients it is, if they are computed already;
         ``signature`` is what else its form depends on.
         """
-        form = self._form(message, signature, like)
+        forms = self._forms_of(message, signature, like)
         waiting = self._postponed.setdefault(message.lane, [])
         # A lane's messages arrive in order.
-        if form is None or waiting:
+        if forms is None or waiting:
             waiting.append(message)
         else:
-            self._arriving[message] = self._begin(message, form)
+            self._arriving[message] = [self._begin(message, form) for form in forms]
 
-    def arrived(self, message: Message, signature: object, like: Tensor | None) -> Tensor:
-        """Return a message, when it is there."""
+    def arrived(
+        self,
+        message: Message,
+        signature: object,
+        like: Sequence[Tensor] | None = None,
+        num_tensors: int = 1,
+    ) -> Bundle:
+        """Return a message, when it is there; of activations the first one tells its form.
+
+        ``num_tensors`` is that of a message whose form is not known.
+        """
         waiting = self._postponed[message.lane]
-        if message in waiting:
-            waiting.remove(message)
-            form = self._form(message, signature, like)
-            if form is None:
-                header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
-                header = self._wait(message, *self._begin(message, Form.of(header)))
-                form = self._forms[message.stage, signature] = Form.from_header(header)
-            self._arriving[message] = self._begin(message, form)
-        return self._wait(message, *self._arriving.pop(message))
+        if message not in waiting:
+            forms = self._forms_of(message, signature, like)
+            assert forms is not None
+            tensors = [self._wait(message, *each) for each in self._arriving.pop(message)]
+            return Bundle(tensors, [form.has_grad for form in forms])
+        waiting.remove(message)
+        forms, tensors = self._forms_of(message, signature, like), list[Tensor]()
+        if forms is None:
+            forms = [self._told(message) for _ in range(num_tensors)]
+            self._forms[message.stage, signature] = forms
+        for form in forms:
+            tensors.append(self._wait(message, *self._begin(message, form)))
+        return Bundle(tensors, [form.has_grad for form in forms])
 
-    def send(self, message: Message, tensor: Tensor, signature: object) -> None:
+    def _told(self, message: Message) -> Form:
+        header = torch.zeros(_HEADER_SIZE, dtype=torch.int64)
+        return Form.from_header(self._wait(message, *self._begin(message, Form.of(header))))
+
+    def send(self, message: Message, bundle: Bundle, signature: object) -> None:
         """Begin to send a message, the first time with what it looks like."""
         self._let_go_of_sent()
-        key, parts = (message.stage, signature), [tensor.contiguous()]
+        key, parts = (message.stage, signature), [x.contiguous() for x in bundle.tensors]
         if message.lane.kind == "F":
-            known = self._forms.get(key)
+            known, forms = self._forms.get(key), bundle.forms
             if known is None:
-                self._forms[key] = Form.of(tensor)
-                parts.insert(0, Form.of(tensor).header().to(tensor.device))
-            elif known != Form.of(tensor):
-                raise ValueError(
-                    f"expected stage {message.stage - 1} of a pipeline to return a tensor of "
-                    f"shape {tuple(known.shape)} and {known.dtype} for every batch of one shape, "
-                    f"got "
-                    f"{tuple(tensor.shape)} and {tensor.dtype} for micro-batch "
-                    f"{message.microbatch}; a shape that depends on values needs "
-                    "pipeline_parallel.size 1, or padding to one length"
-                )
+                self._forms[key] = forms
+                parts = [*(each.header().to(self.device) for each in forms), *parts]
+            elif known != forms:
+                raise ValueError(_another_form(message, known, forms))
         self._kept[message] = [(self._send(message, part), part) for part in parts]
 
     def retire(self, message: Message) -> None:
@@ -131,10 +184,12 @@ class Links:
             if all(work.is_completed() for work, _ in parts):
                 del self._kept[message]
 
-    def _form(self, message: Message, signature: object, like: Tensor | None) -> Form | None:
+    def _forms_of(
+        self, message: Message, signature: object, like: Sequence[Tensor] | None
+    ) -> list[Form] | None:
         if message.lane.kind == "F":
             return self._forms.get((message.stage, signature))
-        return None if like is None else Form.of(like)
+        return None if like is None else [Form.of(each) for each in like]
 
     def _begin(self, message: Message, form: Form) -> tuple[dist.Work, Tensor]:
         into = torch.empty(form.shape, dtype=form.dtype, device=self.device)
@@ -162,3 +217,23 @@ class Links:
     def waiting(self, wait: Callable[[], object]) -> None:
         """Wait for another rank; tests whose ranks are threads take turns here."""
         wait()
+
+
+def _another_form(message: Message, known: Sequence[Form], found: Sequence[Form]) -> str:
+    pairs = zip(known, found, strict=True)
+    before, now = next((a, b) for a, b in pairs if a != b)
+    if (before.shape, before.dtype) == (now.shape, now.dtype):
+        return (
+            f"expected stage {message.stage - 1} of a pipeline to send tensors that depend on "
+            f"trained parameters in every call of one form or in none, got another one of shape "
+            f"{tuple(now.shape)} for micro-batch {message.microbatch}; freeze parameters on all "
+            "ranks alike, or use pipeline_parallel.size 1"
+        )
+    return (
+        f"expected stage {message.stage - 1} of a pipeline to return a tensor of "
+        f"shape {tuple(before.shape)} and {before.dtype} for every batch of one shape, "
+        f"got "
+        f"{tuple(now.shape)} and {now.dtype} for micro-batch "
+        f"{message.microbatch}; a shape that depends on values needs "
+        "pipeline_parallel.size 1, or padding to one length"
+    )

@@ -25,7 +25,7 @@ from vescale_parallel._pipeline.schedules.messages import (
 )
 from vescale_parallel._torch_private import pytree
 
-from .links import Links
+from .links import Bundle, Links
 from .split_backward import HookedNodes, SplitBackward
 
 # Told every operation when it is done, how many micro-batches of stages wait for their backward,
@@ -51,14 +51,15 @@ class _Pass:
     """What a stage keeps of one micro-batch between forward and backward.
 
     Attributes:
-        received: What the stage before sent, None on the first one.
-        output: What goes to the next stage; on the last one the loss.
+        received: Of what the stage before sent, that whose gradient it gets; none on the first.
+        outputs: Of what goes to the next stage, that whose gradient comes back; on the last one
+            the loss.
         hooked: Nodes of its graph with hooks of tensors.
         split: Its backward while only the gradient of the input is computed.
     """
 
-    received: Tensor | None
-    output: Any
+    received: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     hooked: set[Node]
     split: SplitBackward | None = None
 
@@ -74,8 +75,8 @@ class Execution:
         links: To other ranks.
         num_stages: Of the pipeline.
         signatures: What shapes depend on, for every micro-batch.
-        run: Runs forward of a stage and micro-batch, given what receives its input; returns what
-            it sends, on the last stage what the module returns.
+        run: Runs forward of a stage and micro-batch, given what receives its inputs, as many as
+            that is given; returns what it sends, on the last stage what the module returns.
         report: Returns what is kept of the latter.
         may_split: Whether there are input and weight gradients apart.
         loss_scale: What the loss is multiplied with before it is differentiated.
@@ -86,13 +87,13 @@ class Execution:
     links: Links
     num_stages: int
     signatures: Sequence[object]
-    run: Callable[[int, int, Callable[[Tensor], Tensor]], Any]
+    run: Callable[[int, int, Callable[[Sequence[Tensor]], Sequence[Tensor]]], Any]
     report: Callable[[Any], Any]
     may_split: bool
     loss_scale: float
     say_whole: Callable[[int, str], None]
     outputs: list[Any] = field(default_factory=list[Any])
-    _tensors: dict[_Key, Tensor] = field(default_factory=dict[_Key, Tensor])
+    _tensors: dict[_Key, Bundle] = field(default_factory=dict[_Key, Bundle])
     _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
     _passes: dict[tuple[int, int], _Pass] = field(default_factory=dict[tuple[int, int], _Pass])
 
@@ -141,76 +142,80 @@ class Execution:
             case Retire():
                 self.links.retire(message)
 
-    def _take(self, kind: Literal["F", "B"], action: Action) -> Tensor:
+    def _take(self, kind: Literal["F", "B"], action: Action, num_tensors: int) -> Bundle:
         """Return what a pass needs of another stage, of this rank or another one."""
         key = (kind, action.stage, action.microbatch)
         message = self._arriving.pop(key, None)
         if message is None:
             return self._tensors.pop(key)
         signature = self.signatures[action.microbatch]
-        found = self.links.arrived(message, signature, self._like(message))
+        found = self.links.arrived(message, signature, self._like(message), num_tensors)
         self._tell(Await(message))
         return found
 
-    def _like(self, message: Message) -> Tensor | None:
+    def _like(self, message: Message) -> Sequence[Tensor] | None:
         done = self._passes.get((message.stage, message.microbatch))
-        return done.output if done is not None and message.lane.kind == "B" else None
+        return done.outputs if done is not None and message.lane.kind == "B" else None
 
     def _forward(self, action: Action) -> None:
         received: list[Tensor] = []
 
-        def receive(like: Tensor) -> Tensor:
-            activation = self._take("F", action)
-            received.append(activation.requires_grad_(torch.is_grad_enabled()))
-            # A new tensor, so that a block may write to its input in place.
-            return activation.view_as(activation) if torch.is_grad_enabled() else activation
+        def receive(like: Sequence[Tensor]) -> Sequence[Tensor]:
+            bundle, given = self._take("F", action, len(like)), list[Tensor]()
+            for tensor, has_grad in zip(bundle.tensors, bundle.has_grad, strict=True):
+                if has_grad:
+                    received.append(tensor.requires_grad_())
+                # A new tensor, so that a block may write to its input in place.
+                given.append(tensor.view_as(tensor))
+            return given
 
         stage, microbatch = action.stage, action.microbatch
         hooked = HookedNodes() if self.may_split and stage > 0 else None
         with hooked or contextlib.nullcontext():
             output = self.run(stage, microbatch, receive)
-        is_last = stage == self.num_stages - 1
-        if is_last:
+        if stage == self.num_stages - 1:
             self.outputs.append(self.report(output))
+            outputs = [loss_of(output)] if torch.is_grad_enabled() else []
         else:
-            self._tensors["F", stage + 1, microbatch] = output.detach()
+            bundle = Bundle.of(output)
+            self._tensors["F", stage + 1, microbatch] = bundle
+            outputs = [x for x, has in zip(output, bundle.has_grad, strict=True) if has]
         if torch.is_grad_enabled():
-            self._passes[stage, microbatch] = _Pass(
-                received[0] if received else None,
-                loss_of(output) if is_last else output,
-                set() if hooked is None else hooked.nodes,
-            )
+            nodes = set() if hooked is None else hooked.nodes
+            self._passes[stage, microbatch] = _Pass(received, outputs, nodes)
 
     def _backward(self, action: Action, done: _Pass) -> None:
         """Run backward, or with ``"I"`` as much of it as the stage before waits for."""
-        stage, grad, output = action.stage, None, done.output
+        stage, outputs = action.stage, done.outputs
         if stage == self.num_stages - 1:
-            output = output / len(self.signatures)
-            grad = torch.full_like(output, self.loss_scale)
+            outputs = [output / len(self.signatures) for output in outputs]
+            grads = [torch.full_like(output, self.loss_scale) for output in outputs]
         else:
-            grad = self._take("B", action)
+            grads = self._take("B", action, len(outputs)).tensors
         # A stage whose parameters are all frozen has nothing to differentiate.
-        if output.requires_grad:
-            self._differentiate(action, done, output, grad)
+        pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+        if pairs:
+            self._differentiate(action, done, [x for x, _ in pairs], [grad for _, grad in pairs])
         if stage > 0:
-            assert done.received is not None
-            found = done.received.grad
-            found = torch.zeros_like(done.received) if found is None else found
-            self._tensors["B", stage - 1, action.microbatch] = found
+            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in done.received]
+            bundle = Bundle(found, [False] * len(found))
+            self._tensors["B", stage - 1, action.microbatch] = bundle
         # What is left to do needs neither.
-        done.received = done.output = None
+        done.received = done.outputs = ()
 
     def _differentiate(
-        self, action: Action, done: _Pass, output: Tensor, grad: Tensor | None
+        self, action: Action, done: _Pass, outputs: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> None:
         # The first stage has no input: nobody waits for a part of its backward.
-        if action.kind == "I" and self.may_split and done.received is not None:
-            split = SplitBackward.of(output, done.received, done.hooked)
+        if action.kind == "I" and self.may_split and done.received:
+            split = SplitBackward.of(outputs, done.received, done.hooked)
             if split.refusal is None:
-                done.split, done.received.grad = split, split.input_gradient(grad)
+                done.split = split
+                for x, grad in zip(done.received, split.input_gradients(grads), strict=True):
+                    x.grad = grad
                 return
             self.say_whole(action.stage, split.refusal)
-        torch.autograd.backward(output, grad)
+        torch.autograd.backward(outputs, grads)
 
 
 def signature_of(microbatch: tuple[Any, Any]) -> object:

@@ -58,22 +58,24 @@ class SplitBackward:
         refusal: Why it cannot be split, None if it can.
     """
 
-    output: Tensor
-    received: Tensor
+    outputs: Sequence[Tensor]
+    received: Sequence[Tensor]
     refusal: str | None = None
     _borders: list[_Border] = field(default_factory=list[_Border])
 
     @classmethod
-    def of(cls, output: Tensor, received: Tensor, hooked: set[Node]) -> SplitBackward:
-        """Walk the graph of an output; ``hooked`` are nodes with hooks of tensors."""
-        split = cls(output, received)
+    def of(
+        cls, outputs: Sequence[Tensor], received: Sequence[Tensor], hooked: set[Node]
+    ) -> SplitBackward:
+        """Walk the graph of outputs; ``hooked`` are nodes with hooks of tensors."""
+        split = cls(outputs, received)
         split.refusal = split._find_borders(hooked)
         return split
 
-    def input_gradient(self, grad: Tensor | None) -> Tensor | None:
-        """Return the gradient of the input; what it leaves out is :meth:`weight_gradients`.
+    def input_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients of the inputs; what they leave out is :meth:`weight_gradients`.
 
-        ``grad`` is that of the output, None for a scalar's 1.
+        ``grads`` are those of the outputs, None for a scalar's 1.
         """
 
         def put_aside(border: _Border) -> Callable[[tuple[Tensor | None, ...]], None]:
@@ -84,14 +86,14 @@ class SplitBackward:
 
         handles = [each.node.register_prehook(put_aside(each)) for each in self._borders]
         try:
-            (found,) = torch.autograd.grad(
-                [self.output], [self.received], [grad], retain_graph=True, allow_unused=True
+            found = torch.autograd.grad(
+                self.outputs, self.received, grads, retain_graph=True, allow_unused=True
             )
         finally:
             for handle in handles:
                 handle.remove()
         # Only what weights need is kept.
-        del self.output, self.received
+        self.outputs = self.received = ()
         return found
 
     def weight_gradients(self) -> None:
@@ -107,16 +109,17 @@ class SplitBackward:
 
     def _find_borders(self, hooked: set[Node]) -> str | None:
         """Find where weights enter; return why that does not do, None if it does."""
-        root, leaf = self.output.grad_fn, get_gradient_edge(self.received).node
-        if root is None:
+        roots = [output.grad_fn for output in self.outputs if output.grad_fn is not None]
+        leaves = {get_gradient_edge(each).node for each in self.received}
+        if len(roots) < len(self.outputs):
             return "the stage returns what it is given"
-        leads = {leaf}
+        leads = {*leaves}
         weights: dict[Node, frozenset[Node]] = {}
         entered: set[Node] = set()
-        for node in _children_first(root):
+        for node in _children_first(roots):
             children = [child for child, _ in node.next_functions if child is not None]
             here = [weights[child] for child in children if child not in leads]
-            if node is not leaf and not leads.intersection(children):
+            if node not in leaves and not leads.intersection(children):
                 own = [node] if hasattr(node, "variable") else []
                 weights[node] = frozenset(own).union(*here)
                 continue
@@ -132,14 +135,17 @@ class SplitBackward:
                 return "a weight is used in two places"
             entered |= found
             self._borders.append(_Border(node, tuple(found)))
-        return None if root in leads else "the stage does not use what it is given"
+        if leads.isdisjoint(roots):
+            return "the stage does not use what it is given"
+        beside = leads.issuperset(roots)
+        return None if beside else "the stage computes something that it is given nothing for"
 
 
-def _children_first(root: Node) -> list[Node]:
+def _children_first(roots: Sequence[Node]) -> list[Node]:
     """Return the nodes of a graph in an order in which all that one leads to come before it."""
     found: list[Node] = []
     seen: set[Node] = set()
-    todo = [(root, False)]
+    todo = [(root, False) for root in reversed(roots)]
     while todo:
         node, is_expanded = todo.pop()
         if is_expanded:

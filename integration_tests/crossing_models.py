@@ -1,0 +1,182 @@
+"""Tiny models whose pipelines are cut where more than one hidden state crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .families import CONFIGS, hugging_face
+
+ROWS, LENGTH, VOCABULARY = 8, 6, 64
+
+
+class _Exchange(nn.Module):
+    """A block of two streams, with keywords, None and arguments that are no tensors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(
+        self, pair: tuple[Tensor, Tensor], mask: Tensor, *, scale: float, cache: None = None
+    ) -> dict[str, Any]:
+        left, right = pair
+        left = left + self.left(F.gelu(right)) * mask
+        return {"pair": (left, right + self.right(left) * scale), "cache": cache}
+
+
+class TwoStreams(nn.Module):
+    """Two streams by hand, a skip from the embedding to the head, code between the blocks."""
+
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(_Exchange(width) for _ in range(depth))
+        self.head = nn.Linear(2 * width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        mask = (input_ids != 0).unsqueeze(-1).to(self.embed.weight.dtype)
+        left = self.embed(input_ids)
+        right = self.positions(torch.arange(LENGTH, device=input_ids.device)).expand_as(left)
+        first = left * 2  # needed far behind, and computed by no module
+        for block in self.blocks:
+            found = block((left, right), mask, scale=0.5)
+            left, right = found["pair"]
+            left = left + first.tanh() * 0.1
+        logits = self.head(torch.cat([left + self.embed.weight.new_ones(()), right + first], -1))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "first": first, "left": left}
+
+
+class Written(nn.Module):
+    """Code and blocks that write to tensors of others; blocks of two classes in turns."""
+
+    class Adds(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+            y = self.linear(x)
+            seen += y.detach().mean(-1, keepdim=True)
+            return x + y.tanh()
+
+    class Scales(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(width))
+
+        def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+            return x * self.scale + seen
+
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        kinds = (Written.Adds, Written.Scales)
+        self.blocks = nn.ModuleList(kinds[i % 2](width) for i in range(depth))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x += 0.5
+        start = x.new_zeros(*input_ids.shape, 2)
+        start[..., 0] = x.sum(-1)
+        seen = torch.zeros_like(x[..., :1])
+        for block in self.blocks:
+            x = block(x, seen)
+        logits = self.head(x + start.mean(-1, keepdim=True))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Llava(nn.Module):
+    """A tower over an image's patches, whose outputs take the place of tokens."""
+
+    def __init__(self, tower: int = 2, depth: int = 2, width: int = 8) -> None:
+        super().__init__()
+
+        def layer() -> nn.Module:
+            return nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+
+        self.patches = nn.Linear(12, width)
+        self.vision_layers = nn.ModuleList(layer() for _ in range(tower))
+        self.projector = nn.Linear(width, width)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        image = self.patches(pixel_values)
+        for each in self.vision_layers:
+            image = each(image)
+        image = self.projector(image)
+        embedded = self.embed(input_ids)
+        is_image = (input_ids == 1).unsqueeze(-1).expand_as(embedded)
+        assert embedded[is_image].numel() == image.numel()
+        x = embedded.masked_scatter(is_image, image.to(embedded.dtype))
+        for each in self.layers:
+            x = each(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tokens(rows: int = ROWS) -> dict[str, Tensor]:
+    """Return tokens, and targets of which every row ignores another number."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCABULARY, (rows, LENGTH), generator=generator)
+    labels = ids.roll(-1, 1).clone()
+    for row in range(rows):
+        labels[row, : row % 4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _llava_batch() -> dict[str, Tensor]:
+    batch = tokens()
+    batch["input_ids"][:, :2] = 1
+    generator = torch.Generator().manual_seed(6)
+    return {**batch, "pixel_values": torch.randn(ROWS, 2, 12, generator=generator)}
+
+
+def _whisper_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(ROWS, 8, 40, generator=generator)
+    return {"input_features": features, "labels": tokens()["labels"]}
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tensor]]]] = {
+    "two_streams": (lambda depth: TwoStreams(depth), tokens),
+    "written": (lambda depth: Written(depth), tokens),
+    "llava": (lambda depth: Llava(depth // 2, depth - depth // 2), _llava_batch),
+    "experts": (lambda depth: _causal("mixtral", depth), tokens),
+    "opt": (lambda depth: _causal("opt", depth), tokens),
+    "t5": (lambda depth: _encoder_decoder("t5", depth), tokens),
+    "bart": (lambda depth: _encoder_decoder("bart", depth), tokens),
+    "whisper": (lambda depth: _encoder_decoder("whisper", depth), _whisper_batch),
+}
+
+
+def _causal(name: str, depth: int) -> nn.Module:
+    sizes = {"num_hidden_layers": depth, "tie_word_embeddings": False, "attention_dropout": 0.0}
+    return hugging_face(name, "sdpa", **{**CONFIGS[name], **sizes})
+
+
+def _encoder_decoder(name: str, depth: int) -> nn.Module:
+    half = depth // 2
+    keys = {"t5": ("num_layers", "num_decoder_layers")}.get(
+        name, ("encoder_layers", "decoder_layers")
+    )
+    sizes = {**CONFIGS[name], keys[0]: half, keys[1]: depth - half, "tie_word_embeddings": False}
+    if name != "t5":
+        sizes |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
+    return hugging_face(name, "sdpa" if name != "t5" else "eager", **sizes)
+
+
+def make(name: str, depth: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model of so many blocks, and a batch whose keys are its arguments."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name][0](depth).to(dtype), MODELS[name][1]()
+    return model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -1,0 +1,1 @@
+"""Where a pipeline is cut, and which tensors cross a cut."""

@@ -1,0 +1,120 @@
+"""What a module does to the forms of its arguments, found out without its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._model.copies import copied_without_hooks, on_meta
+from vescale_parallel._torch_private import TorchDispatchMode, pytree
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a module is given, by its place among these, and returns."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a module does to the forms of tensors.
+
+    Attributes:
+        output: With tensors on the meta device, and :class:`Argument` for what it was given.
+        written: Places of the tensors it is given that it writes to.
+    """
+
+    output: Any
+    written: Sequence[int]
+
+
+def outline_of(
+    skeleton: nn.Module, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Outline:
+    """Run a module without parameters' values.
+
+    On the meta device; a module whose code reads values, that of experts for example, on zeros.
+
+    Args:
+        skeleton: A copy of the module on the meta device.
+        fqn: Its name.
+        args: What it is called with.
+        kwargs: Likewise.
+
+    Raises:
+        ValueError: If it runs on neither.
+    """
+    given = args, dict(kwargs)
+    try:
+        # Tensors of inference mode do not tell that they are written to.
+        with torch.inference_mode(False), torch.no_grad(), _GroupedShapes():
+            return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
+    except Exception as error:
+        failed = error
+    with contextlib.suppress(Exception):
+        held = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        device = held[0].device if held else torch.device("cpu")
+        with torch.inference_mode(False), torch.no_grad(), device:
+            copied = _of_zeros(skeleton, device)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                found = _run(copied, *pytree.tree_map_only(Tensor, _same_values, given))
+            return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
+    raise ValueError(
+        f"pipeline parallelism could not find out the shape that {fqn!r} returns "
+        f"without running it: {type(failed).__name__}: {failed}"
+    ) from failed
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    output = module(*args, **kwargs)
+    places = {id(x): place for place, x in enumerate(given)}
+
+    def told(leaf: Tensor) -> Any:
+        return Argument(places[id(leaf)]) if id(leaf) in places else leaf
+
+    written = [place for place, x in enumerate(given) if x._version]
+    return Outline(pytree.tree_map_only(Tensor, told, output), written)
+
+
+def _of_zeros(skeleton: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a module with zeros: those of parameters share one element."""
+
+    def parameter(like: nn.Parameter) -> nn.Parameter:
+        one = torch.zeros((), dtype=like.dtype, device=device)
+        return nn.Parameter(one.expand(like.shape), requires_grad=False)
+
+    def buffer(like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+    return copied_without_hooks(skeleton, parameter, buffer)
+
+
+def _same_values(tensor: Tensor) -> Tensor:
+    """Return a plain tensor that may be written to: zeros for what another stage has."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if type(tensor) is Tensor:
+        return made.copy_(tensor).detach().clone()
+    return made
+
+
+class _GroupedShapes(TorchDispatchMode):
+    """Answers for grouped matrix products, whose shape function insists on bfloat16."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        left, right = args[:2]
+        shape = [left.shape[-2], right.shape[-1]]
+        if left.dim() == right.dim():
+            offsets: Any = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+            shape.insert(0, left.shape[0] if left.dim() == 3 else len(offsets))
+        return left.new_empty(shape, dtype=(kwargs or {}).get("out_dtype") or left.dtype)
