@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -63,10 +64,8 @@ def compared(name: str, constraints: Constraints, dtype: torch.dtype) -> None:
     plan = make_plan(constraints)
     depth = max(4, plan.pipeline_parallel.num_stages)
     model, batch = make(name, depth, dtype)
-    tied = {n for n, p in model.named_parameters(remove_duplicate=False)}
-    tied -= {n for n, p in model.named_parameters()}
-    shared = {id(model.get_parameter(n)) for n in tied}
-    names = {n for n, p in model.named_parameters() if id(p) in shared}
+    times = Counter(map(id, dict(model.named_parameters(remove_duplicate=False)).values()))
+    tied = {fqn for fqn, parameter in model.named_parameters() if times[id(parameter)] > 1}
     loss, grads = accumulated(model, batch, plan.pipeline_parallel.microbatches)
     model, _ = vescale.parallelize(
         plan, make(name, depth, dtype)[0], lambda m: SGD(m.parameters(), lr=0.1)
@@ -80,7 +79,7 @@ def compared(name: str, constraints: Constraints, dtype: torch.dtype) -> None:
         assert (parameter.grad is None) == (fqn not in grads), fqn
         if parameter.grad is None:
             continue
-        if fqn in names:
+        if fqn in tied:
             # A tied weight is summed over micro-batches on each of its stages first.
             bound = 1e-12 if dtype == torch.float64 else 1e-5
             torch.testing.assert_close(whole(parameter.grad), grads[fqn], rtol=bound, atol=bound)
