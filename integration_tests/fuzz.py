@@ -158,7 +158,7 @@ def allowed(spec: Spec) -> Spec:
     spec = dict(spec)
     parts = spec["dp"] * spec["parts"]
     if spec["pp"] > 1:
-        # Micro-batches draw from streams of their own, and are calls of their own to a counter.
+        # Micro-batches draw one after the other, and are calls of their own to a counter.
         spec |= {"dropout": 0.0, "counter": "none", "numpy": False}
     if spec["norm"] == "batch" and spec["rows_of_a_part"] * parts == 1:
         spec["norm"] = "layer"
