@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from vescale_dtensor import profiler_range
-from vescale_parallel._loss.output import loss_of
 from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.schedules.messages import (
     Await,
@@ -76,6 +75,7 @@ class Execution:
         run: Runs forward of a stage and micro-batch, given what receives its input; returns what
             it sends, on the last stage what the module returns.
         report: Returns what is kept of the latter.
+        loss_of: Returns the loss among the latter.
         may_split: Whether there are input and weight gradients apart.
         loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
@@ -87,6 +87,7 @@ class Execution:
     signatures: Sequence[object]
     run: Callable[[int, int, Callable[[Tensor], Tensor]], Any]
     report: Callable[[Any], Any]
+    loss_of: Callable[[Any], Tensor]
     may_split: bool
     loss_scale: float
     say_whole: Callable[[int, str], None]
@@ -176,7 +177,7 @@ class Execution:
         if torch.is_grad_enabled():
             self._passes[stage, microbatch] = _Pass(
                 received[0] if received else None,
-                loss_of(output) if is_last else output,
+                self.loss_of(output) if is_last else output,
                 set() if hooked is None else hooked.nodes,
             )
 
