@@ -156,7 +156,7 @@ def loss_and_others(kind: str, at: str | int, constraints: Constraints) -> list[
     x, y = batches(1)[0]
     output = model(x, y)
     output[at].backward()
-    found = [whole(p.grad) for p in model.parameters()]
+    found = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     others = [output[at].detach(), output["scores"], output["best"]] if kind != "tuple" else []
     with torch.no_grad():
         return [found, others, list(model(x).values())]
