@@ -241,6 +241,36 @@ class LossInside(nn.Module):
         return self.head(self.embed(batch["input_ids"]), batch["labels"])
 
 
+class LooksInside(LossInside):
+    class Head(LossInside.Head):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            kept = labels.masked_fill(torch.tensor(labels.tolist()) == 3, -100)
+            return super().forward(x, kept)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = LooksInside.Head(8, 37)
+
+
+def _forwards(make: Callable[[], nn.Module], constraints: dict[str, Any]) -> list[int]:
+    """Count the runs of forward in each of three steps."""
+    model = vescale.parallelize(with_constraints(vescale.ParallelPlan(), constraints), make())
+    embed, runs, counts = model.get_submodule("embed"), list[str](), list[int]()
+    embed.register_forward_hook(lambda *_: runs.append("one"))
+    rank, size = vescale.data_parallel_rank(model), constraints["data_parallel.size"]
+    for batch in batches(3, uneven=True):
+        model({name: tensor.chunk(size)[rank] for name, tensor in batch.items()}).backward()
+        counts.append(len(runs) - sum(counts))
+    return counts
+
+
+@pytest.mark.slow
+def test_forward_runs_once_a_micro_batch_from_the_second_step_on(world2: World) -> None:
+    constraints = {**DP2, ZERO: 3, ACCUMULATE: 2}
+    for counts in world2.run(_forwards, LossInside, constraints):
+        assert counts[1:] == [2, 2]
+
+
 def _one_call(make: Callable[[], nn.Module], constraints: dict[str, Any]) -> None:
     torch.manual_seed(0)
     alone = make().double()
@@ -279,7 +309,8 @@ def test_dropout_draws_what_one_device_draws_for_the_whole_batch(world2: World) 
 
 @pytest.mark.slow
 def test_targets_are_counted_where_a_module_with_parameters_has_the_loss(world2: World) -> None:
-    world2.run(_warned, LossInside, {**DP2, ZERO: 3, ACCUMULATE: 2})
+    world2.run(_one_call, LossInside, {**DP2, ZERO: 3, ACCUMULATE: 2})
+    world2.run(_warned, LooksInside, {**DP2, ZERO: 3, ACCUMULATE: 2})
 
 
 def _refused(make: Callable[[], nn.Module], rows: int, text: str) -> None:

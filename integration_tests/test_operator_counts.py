@@ -115,3 +115,29 @@ def test_copies_of_shards_do_not_add_operators_per_rank() -> None:
         with rank_0_of(ranks):
             found.add(_of_plan(constraints))
     assert len(found) == 1
+
+
+def _micro_batches(model: Any, parts: int) -> int:
+    """Count operators of forward and backward over a batch in equal parts, one by one."""
+    ids = IDS.expand(4, -1)
+
+    def step() -> None:
+        for each in ids.chunk(parts):
+            (model(input_ids=each, labels=each).loss / parts).backward()
+
+    for _ in range(WARM_UP):
+        step()
+    with Operators() as operators:
+        step()
+    return operators.counts.total()
+
+
+def test_accumulation_counts_targets_without_a_second_forward() -> None:
+    plan = with_constraints(ParallelPlan(), {"batch.gradient_accumulation": 4})
+    alone = llama()
+    with rank_0_of(1):
+        found = _micro_batches(vescale.parallelize(plan, llama()), 1)
+    # For each micro-batch its rows, the targets that count and the loss; the parameters, once.
+    constant = 4 * 25 + 3 * len([*alone.parameters()])
+    # A forward is 370 operators, without layers 40.
+    assert found <= _micro_batches(alone, 4) + constant

@@ -140,6 +140,7 @@ class Counted(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.runs = self.skips = 0
+        self.register_buffer("unused", torch.ones(2))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         self.runs += 1

@@ -36,7 +36,7 @@ def test_the_five_calls_take_these_arguments() -> None:
         "model", "constraints", "world_size", "cluster", "example_batch", "optimizer",
     ]  # fmt: skip
     assert names(vescale.parallelize) == [
-        "plan", "model", "optimizer_fn", "lr_scheduler_fn", "dataset",
+        "plan", "model", "optimizer_fn", "lr_scheduler_fn", "dataset", "loss_fn",
     ]  # fmt: skip
     assert names(vescale.save) == ["path", "state", "keep_last"]
     assert names(vescale.load) == ["path", "state", "strict", "only", "rename", "cast"]

@@ -24,6 +24,8 @@ from ._expert_parallel.dispatch import dispatch
 from ._expert_parallel.experts import Experts, expert_parameters
 from ._expert_parallel.find import find_experts
 from ._loss.kernels import leave_in_blocks
+from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
+from ._loss.output import loss_called
 from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
@@ -96,6 +98,7 @@ def parallelize(
     lr_scheduler_fn: Callable[[Optimizer], Any] | None = None,
     dataset: Any | None = None,
     *,
+    loss_fn: LossFn | None = None,
     read: Read = read_real,
     construction: Construction | None = None,
 ) -> Any:
@@ -114,6 +117,8 @@ def parallelize(
         lr_scheduler_fn: Called on the optimizer.
         dataset: A map-style or iterable data set, or a ready ``DataLoader`` of global batches;
             becomes a :class:`ParallelLoader`.
+        loss_fn: Computes the loss from what forward returns and the targets, for a model that
+            does not. A call with ``target=...`` returns it; any other call, the output.
         read: Returns the values of a box of one of the model's tensors.
         construction: How those values come about; None of a model that has its own.
 
@@ -130,17 +135,31 @@ def parallelize(
     start_process_group()
     with announced_failures():
         check_arguments(plan, model, optimizer_fn, lr_scheduler_fn)
+        if loss_fn is not None:
+            check_loss_fn(model, loss_fn)
         check_agreement(
             plan=plan.described(),
             model=described_structure(model),
-            arguments=described_arguments(construction, optimizer_fn, lr_scheduler_fn, dataset),
+            arguments=described_arguments(
+                construction,
+                optimizer_fn=optimizer_fn,
+                lr_scheduler_fn=lr_scheduler_fn,
+                dataset=dataset,
+                loss_fn=loss_fn,
+            ),
         )
         plan.check_world_size(dist.get_world_size())
         take_model_of_rank_zero(model, construction)
         check_signature(plan, model)
         check_supported(plan, model)
         _log.info("parallelizing %s on %d ranks: %s", type(model).__name__, plan.world_size, plan)
-        return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
+        undo = None if loss_fn is None else give_loss(model, loss_fn)
+        try:
+            return _carry_out(plan, model, optimizer_fn, lr_scheduler_fn, dataset, read)
+        except Exception:
+            if undo is not None:
+                undo()
+            raise
 
 
 def _carry_out(
@@ -378,6 +397,7 @@ def _engine(
             rng=rng,
             staging=staging,
             buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
+            loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     return Engine(
         mesh=mesh,

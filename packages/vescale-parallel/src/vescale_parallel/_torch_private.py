@@ -42,6 +42,10 @@ foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch.
 # Fills a list of tensors with zeros, in one operator.
 foreach_zero_: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 
+# Has no mode and no tensor subclass see functions; without it a mode that looks at what a module
+# calls would take this package's own bookkeeping for the module's.
+unseen_functions: Any = torch._C.DisableTorchFunction
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -59,6 +63,7 @@ __all__ = [
     "num_views",
     "pytree",
     "set_timeout",
+    "unseen_functions",
     "version_of",
 ]
 

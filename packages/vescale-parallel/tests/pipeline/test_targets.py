@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._loss.token_mean import TokenCounts
 from vescale_parallel._pipeline.cuts.placeholders import placeholder
 from vescale_parallel._pipeline.targets import SeenCounts, TargetCounts
+from vescale_parallel._pipeline.targets.replay import CountRecorder
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
 Forward = Callable[[Mapping[str, Tensor]], object]
@@ -84,6 +85,12 @@ def asks_for_values(batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits(labels.shape[1]), labels.flatten())
 
 
+def asks_for_a_list(batch: Mapping[str, Tensor]) -> Tensor:
+    kept = [x for x in batch["labels"].flatten().tolist() if x != 3]
+    scores = placeholder((len(kept), CLASSES), torch.float32, torch.device("cpu"))
+    return F.cross_entropy(scores, torch.tensor(kept))
+
+
 def weighted_by_a_buffer(batch: Mapping[str, Tensor]) -> Tensor:
     BUFFER.add_(1)
     return F.cross_entropy(logits(), batch["labels"].flatten(), weight=BUFFER)
@@ -116,12 +123,42 @@ def drawn(batch: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     "forward",
-    [asks_for_values, weighted_by_a_buffer, picked, of_a_module, in_the_batch, by_numpy, drawn],
+    [asks_for_a_list, weighted_by_a_buffer, of_a_module, in_the_batch, by_numpy, drawn],
 )
 def test_forward_runs_where_targets_do_not_follow_from_the_batch(forward: Forward) -> None:
     counted, runs = by_both(forward, batches())
     assert runs == 4
     assert all(ours == plain for ours, plain in counted)
+
+
+def test_shapes_that_depend_on_values_are_those_that_were_seen() -> None:
+    given = [*batches()]
+    sizes = {int(batch["mask"].sum()) for batch in given}
+    counted, runs = by_both(picked, given)
+    assert runs == len(sizes)
+    assert all(ours == plain for ours, plain in counted)
+
+
+def test_questions_for_values_are_asked_again() -> None:
+    few, many, *_ = batches()
+    few["labels"][few["labels"] == -100], many["labels"][:] = 1, -100
+    many["labels"][0] = 2
+    counted, runs = by_both(asks_for_values, [few, many] * 3)
+    assert runs == 2, "one for each answer"
+    assert all(ours == plain for ours, plain in counted)
+
+
+def test_questions_about_constants_are_no_part_of_the_program() -> None:
+    def forward(batch: Mapping[str, Tensor]) -> Tensor:
+        positions = torch.arange(LENGTH).cumsum(-1)
+        assert (positions >= 0).all()
+        return F.cross_entropy(logits(), batch["labels"].view(-1))
+
+    (batch,) = batches(1)
+    counting(forward, ((batch,), {}), recorder := CountRecorder([*batch.values()]))
+    program = recorder.program()
+    assert program is not None
+    assert len(program.calls) == 1
 
 
 def test_one_tensor_that_is_given_twice_is_not_taken_for_two() -> None:
@@ -185,7 +222,7 @@ def counting(forward: Callable[..., Any], microbatch: Any, mode: TokenCounts) ->
 
 @pytest.mark.parametrize("is_delayed", [False, True])
 def test_a_step_that_counts_other_targets_is_refused(is_delayed: bool) -> None:
-    seen = SeenCounts(is_delayed=is_delayed)
+    seen = SeenCounts(is_delayed=is_delayed, otherwise="one device")
     five, four = torch.tensor(5.0), torch.tensor(4.0)
     seen.expect([five + four])
     seen.add(0, five)
@@ -200,7 +237,7 @@ def test_a_step_that_counts_other_targets_is_refused(is_delayed: bool) -> None:
 
 
 def test_a_step_that_computes_fewer_means_is_refused() -> None:
-    seen = SeenCounts(is_delayed=True)
+    seen = SeenCounts(is_delayed=True, otherwise="one device")
     seen.expect([torch.tensor(5.0)])
     with pytest.raises(ValueError, match=r"computed 0 means over targets, and 1 when"):
         seen.check()

@@ -206,3 +206,15 @@ def test_pipelines_count_stages_over_ranks() -> None:
         size=2, virtual_stages=3, schedule="interleaved_1f1b", microbatches=4
     )
     assert section.num_stages == 6
+
+
+@pytest.mark.parametrize("loss", [True, "", 1.5])
+def test_a_loss_is_a_name_or_a_place(loss: Any) -> None:
+    with pytest.raises(ValueError, match=r"pipeline_parallel\.loss to be the name of an output"):
+        PipelineParallel(loss=loss)
+
+
+@pytest.mark.parametrize("loss", ["ce", 1, None])
+def test_what_a_pipeline_returns_is_kept_in_json(loss: str | int | None) -> None:
+    plan = ParallelPlan(pipeline_parallel=PipelineParallel(loss=loss, outputs="last"))
+    assert ParallelPlan.from_json(plan.to_json()) == plan

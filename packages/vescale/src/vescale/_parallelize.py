@@ -19,6 +19,7 @@ from ._save_pretrained import give_save_pretrained
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer | Sequence[Optimizer])
 SchedulerT = TypeVar("SchedulerT")
+LossFn = Callable[[Any, Any], Any]
 
 
 @overload
@@ -28,6 +29,8 @@ def parallelize(
     optimizer_fn: None = None,
     lr_scheduler_fn: None = None,
     dataset: None = None,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> ModelT: ...
 @overload
 def parallelize(
@@ -36,6 +39,8 @@ def parallelize(
     optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
     lr_scheduler_fn: None = None,
     dataset: None = None,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
 def parallelize(
@@ -44,6 +49,8 @@ def parallelize(
     optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
     lr_scheduler_fn: Callable[[OptimizerT], SchedulerT],
     dataset: None = None,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, OptimizerT, SchedulerT]: ...
 @overload
 def parallelize(
@@ -53,6 +60,7 @@ def parallelize(
     lr_scheduler_fn: None = None,
     *,
     dataset: object,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, ParallelLoader]: ...
 @overload
 def parallelize(
@@ -62,6 +70,7 @@ def parallelize(
     lr_scheduler_fn: None = None,
     *,
     dataset: object,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, OptimizerT, ParallelLoader]: ...
 @overload
 def parallelize(
@@ -70,6 +79,8 @@ def parallelize(
     optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
     lr_scheduler_fn: None,
     dataset: object,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, OptimizerT, ParallelLoader]: ...
 @overload
 def parallelize(
@@ -78,6 +89,8 @@ def parallelize(
     optimizer_fn: Callable[[ModelT], OptimizerT] | type[OptimizerT],
     lr_scheduler_fn: Callable[[OptimizerT], SchedulerT],
     dataset: object,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> tuple[ModelT, OptimizerT, SchedulerT, ParallelLoader]: ...
 @overload
 def parallelize(
@@ -86,6 +99,8 @@ def parallelize(
     optimizer_fn: Callable[[ModelT], Optimizer | Sequence[Optimizer]] | type[Any] | None = None,
     lr_scheduler_fn: Callable[[Any], Any] | None = None,
     dataset: object = None,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> Any: ...
 def parallelize(
     plan: ParallelPlan,
@@ -93,6 +108,8 @@ def parallelize(
     optimizer_fn: Callable[[Any], Optimizer | Sequence[Optimizer]] | type[Any] | None = None,
     lr_scheduler_fn: Callable[[Any], Any] | None = None,
     dataset: Any | None = None,
+    *,
+    loss_fn: LossFn | None = None,
 ) -> Any:
     """Make a model, and what trains it, run as a plan says. Every rank must call this.
 
@@ -111,6 +128,9 @@ def parallelize(
         dataset: A map-style or iterable data set, HuggingFace's too, or a ready ``DataLoader``
             whose batch size is that of the global batch. It becomes a loader of this rank's rows
             of every batch.
+        loss_fn: Computes the loss from what forward returns and the targets, for a model that
+            does not: ``loss = model(x, target=y)``. Other calls return the output. A pipeline
+            differentiates no other loss.
 
     Returns:
         The model; or a tuple of the model, optimizer, scheduler and loader, one for each
@@ -133,6 +153,7 @@ def parallelize(
         optimizer_fn,
         lr_scheduler_fn,
         dataset,
+        loss_fn=loss_fn,
         read=vescale_deferred.read,
         construction=_construction_of(model),
     )

@@ -64,7 +64,7 @@ class RowCoupling:
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
         given: Where the rows are in what the model is given; None if it was not looked at.
-        returned: Likewise in what it returns, by :func:`leaf_names`; None also if that cannot be
+        returned: Likewise in what it returns, by ``leaf_names``; None also if that cannot be
             told.
         written: Parameters that forward writes to.
     """
@@ -164,15 +164,6 @@ def structure(tree: Any) -> str:
         f"{leaf.dim()}d" if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in pytree.tree_leaves(tree)
     )
-
-
-def leaf_names(tree: Any) -> list[str]:
-    """Return where in a structure every leaf is: ``['logits']``, or its number."""
-    try:
-        pairs, _ = pytree.tree_flatten_with_path(tree)
-    except ValueError:  # a class that does not say how its parts are called
-        return [f"leaf {index}" for index, _ in enumerate(pytree.tree_leaves(tree))]
-    return [pytree.keystr(path) for path, _ in pairs]
 
 
 def rows_dim(whole: Sequence[int], part: Sequence[int], num_parts: int) -> int | None:

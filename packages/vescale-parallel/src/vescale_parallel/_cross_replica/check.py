@@ -24,18 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import InDouble, scaled_copy
 from vescale_parallel._verify.without_chance import WithoutChance
 
-from .borders import (
-    MeanOfParts,
-    ModuleRows,
-    RowCoupling,
-    Rows,
-    leaf_names,
-    part_of_rows,
-    structure,
-)
+from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, part_of_rows, structure
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
 from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
 

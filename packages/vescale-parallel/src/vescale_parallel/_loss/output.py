@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
+
+from .not_returned import NotReturned, Where
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,14 +57,17 @@ def scalars_of(output: Any) -> list[Tensor]:
     return scalars
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, name: str | int | None = None) -> Tensor:
     """Return the loss among a module's outputs.
 
-    It is what is called ``loss``, else the only scalar, else the only one with a gradient.
+    It is what the plan says: the attribute or key ``name``, or the place in a tuple. With None it
+    is what is called ``loss``, else the only scalar, else the only one with a gradient.
 
     Raises:
         ValueError: If there is none, or several might be it.
     """
+    if name is not None:
+        return _named_loss(output, name)
     scalars = scalars_of(output)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and is_loss(named):
@@ -72,40 +79,76 @@ def loss_of(output: Any) -> Tensor:
             "pipeline parallelism and batch.gradient_accumulation differentiate one scalar of "
             f"what forward returns, its loss, but {type(output).__name__} holds "
             f"{len(scalars)} scalars, {len(differentiable)} of them with a gradient, and "
-            "none called 'loss'; return {'loss': ..., ...}, detach the others, or use "
-            "pipeline_parallel.size 1 and batch.gradient_accumulation 1"
+            "none called 'loss'; name it by pipeline_parallel.loss, a key, an attribute or a "
+            f"place in a tuple, here one of {_scalar_names(output)}, return {{'loss': ..., ...}}, "
+            "or detach the others"
         )
     return candidates[0]
 
 
-def only_scalars(output: Any, *, detach: bool) -> Any:
-    """Return a module's output without other tensors, whose memory is then free.
+def _named_loss(output: Any, name: str | int) -> Tensor:
+    if isinstance(name, int):
+        parts: Any = [*output.values()] if isinstance(output, Mapping) else output
+        has_it = isinstance(parts, list | tuple) and -len(parts) <= name < len(parts)
+        found: Any = parts[name] if has_it else None
+    else:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if not is_loss(found):
+        held = f"with the scalars {_scalar_names(output)}" if _scalar_names(output) else "without"
+        raise ValueError(
+            f"expected forward to return a scalar {name!r}, which pipeline_parallel.loss names "
+            f"as the loss, got {type(output).__name__} {held}"
+        )
+    return found
 
-    ``detach`` is for scalars whose graph is not needed.
+
+def _scalar_names(output: Any) -> list[str]:
+    leaves = pytree.tree_leaves(output)
+    return [name for name, leaf in zip(leaf_names(output), leaves, strict=True) if is_loss(leaf)]
+
+
+def loss_called(name: str | int | None) -> Callable[[Any], Tensor]:
+    """Return :func:`loss_of` for what a plan calls the loss."""
+    return functools.partial(loss_of, name=name)
+
+
+def only_scalars(output: Any, where: Where) -> Any:
+    """Return a module's output without other tensors and without a graph: both would be kept.
+
+    ``where`` says why tensors are not there.
     """
+    leaves, spec = pytree.tree_flatten(output)
+    names: list[str] = []
+    for index, leaf in enumerate(leaves):
+        if is_loss(leaf):
+            leaves[index] = without_graph(leaf)
+        elif isinstance(leaf, Tensor):
+            names = names or leaf_names(output)
+            leaves[index] = NotReturned(names[index], where)
+    return pytree.tree_unflatten(leaves, spec)
 
-    def kept(leaf: Tensor) -> Tensor | None:
-        if not is_loss(leaf):
-            return None
-        return leaf.detach() if detach else leaf
 
-    return pytree.tree_map_only(Tensor, kept, output)
+def without_graph(leaf: Tensor) -> Tensor:
+    """Return a tensor that still says whether it depends on parameters."""
+    return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def marked_scalars(outputs: Sequence[Any], mean: Callable[[Sequence[Tensor]], Tensor]) -> Any:
-    """Return the structure of the micro-batches' outputs with scalars and no other tensors.
+def marked_scalars(
+    outputs: Sequence[Any],
+    mean: Callable[[Sequence[Tensor]], Tensor],
+    loss_of: Callable[[Any], Tensor],
+) -> Any:
+    """Return the structure of the micro-batches' outputs, which have scalars and no other tensors.
 
     ``mean`` returns the mean of one scalar over the global batch.
     """
     columns = [pytree.tree_leaves(output) for output in outputs]
     leaves, spec = pytree.tree_flatten(outputs[-1])
-    loss = _reported_loss(outputs[-1])
+    loss = loss_of(outputs[-1])
     for index, leaf in enumerate(leaves):
         if is_loss(leaf):
             value = mean([column[index] for column in columns])
             leaves[index] = Scalar(value, leaf.dtype, leaf is loss, leaf.requires_grad)
-        elif isinstance(leaf, Tensor):
-            leaves[index] = None
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -118,8 +161,3 @@ def mean_of_parts(
     """
     values = torch.stack([part.detach() for part in parts])
     return total(values.to(torch.float64).sum()) / num_parts
-
-
-def _reported_loss(output: Any) -> Tensor | None:
-    """Return the loss; without gradients it need not be told from other scalars."""
-    return loss_of(output) if torch.is_grad_enabled() else None

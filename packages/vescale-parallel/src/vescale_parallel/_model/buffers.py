@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from vescale_parallel._torch_private import unseen_functions
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,17 @@ class BuffersBefore:
         Args:
             changes: Gets what forward changes.
         """
-        copies: dict[int, Tensor] = {}  # shared buffers stay shared
         own: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        with unseen_functions():
+            self._hang_copies(own)
+        try:
+            yield
+        finally:
+            with unseen_functions():
+                self._take_copies(own, changes)
+
+    def _hang_copies(self, own: dict[str, tuple[Tensor, int, Tensor | None]]) -> None:
+        copies: dict[int, Tensor] = {}  # shared buffers stay shared
         for fqn, held in self._held.items():
             if held.copy is not None:
                 if id(held.tensor) not in copies:
@@ -147,20 +158,23 @@ class BuffersBefore:
                 copy = copies[id(held.tensor)]
                 own[fqn] = (copy, copy._version, held.module._buffers.get(held.name))
                 held.put(copy)
-        try:
-            yield
-        finally:
-            for fqn, (copy, version, present) in own.items():
-                held = self._held[fqn]
-                found = held.module._buffers.get(held.name)
-                is_new = found is not copy
-                if (
-                    changes is not None
-                    and found is not None
-                    and (is_new or _is_changed(copy, version, held.copy))
-                ):
-                    changes.setdefault(fqn, []).append(Change(found, is_new))
-                held.module._buffers[held.name] = present
+
+    def _take_copies(
+        self,
+        own: Mapping[str, tuple[Tensor, int, Tensor | None]],
+        changes: dict[str, list[Change]] | None,
+    ) -> None:
+        for fqn, (copy, version, present) in own.items():
+            held = self._held[fqn]
+            found = held.module._buffers.get(held.name)
+            is_new = found is not copy
+            if (
+                changes is not None
+                and found is not None
+                and (is_new or _is_changed(copy, version, held.copy))
+            ):
+                changes.setdefault(fqn, []).append(Change(found, is_new))
+            held.module._buffers[held.name] = present
 
     def set(self, fqn: str, change: Change) -> None:
         """Make a change that was found by :meth:`back` take effect."""

@@ -5,7 +5,8 @@ The first call of a form sends the structure of what was returned as Python obje
 for scalars. Where it is scalars and None alone, as in a step that is differentiated, later calls
 send one tensor of the scalars, or nothing if there is none: no object, and no rank waits for its
 device. A call that returns another structure is refused on the last stage, since the others would
-have to wait in every step to hear of it. Structures with other objects or with tensors, whose
+have to wait in every step to hear of it. With ``pipeline_parallel.outputs`` "last" tensors are not
+sent, so it is the same. Structures with other objects or with tensors, whose
 values and shapes may change, are sent whole in every call.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, named_failures
+from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._torch_private import pytree
 
@@ -38,7 +40,7 @@ class _Structure:
     def of(cls, told: Any) -> _Structure | None:
         """Return that of what stages are told; None if it has to be sent whole."""
         leaves, spec = pytree.tree_flatten(told)
-        fixed = all(leaf is None or isinstance(leaf, Scalar) for leaf in leaves)
+        fixed = all(leaf is None or isinstance(leaf, Scalar | NotReturned) for leaf in leaves)
         return cls(leaves, spec) if fixed else None
 
     @property
@@ -60,16 +62,21 @@ class _Structure:
 
     def with_values(self, values: Sequence[Tensor]) -> Any:
         left = iter(values)
-        leaves = [leaf and replace(leaf, value=next(left)) for leaf in self.leaves]
+        leaves = [
+            replace(leaf, value=next(left)) if isinstance(leaf, Scalar) else leaf
+            for leaf in self.leaves
+        ]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def __str__(self) -> str:
         return str(pytree.tree_unflatten([*map(_form, self.leaves)], self.spec))
 
 
-def _form(leaf: Scalar | None) -> str:
+def _form(leaf: Scalar | NotReturned | None) -> str:
     if leaf is None:
         return "None"
+    if isinstance(leaf, NotReturned):
+        return "a tensor"
     grad = ", with a gradient" if leaf.requires_grad else ""
     return f"{leaf.dtype} scalar{', the loss' if leaf.is_loss else ''}{grad}"
 
@@ -82,11 +89,13 @@ class AgreedOutputs:
         mesh: The plan's mesh.
         group: The ranks of the pipeline.
         source: The rank of the last stage.
+        only_last: Whether the ranks of the last stage alone get tensors.
     """
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
     source: int
+    only_last: bool = False
     _agreed: dict[object, _Structure | None] = field(
         default_factory=dict[object, "_Structure | None"]
     )
@@ -102,6 +111,24 @@ class AgreedOutputs:
         Raises:
             ValueError: On the last stage, if an earlier call of this form had another structure.
         """
+        if self.only_last:
+            return self._share_scalars(form, told, tensors)
+        return self._share(form, told, tensors)
+
+    def _share_scalars(self, form: object, told: Any, tensors: Sequence[Tensor]) -> Any:
+        held, kept = iter(tensors), list[Tensor]()
+
+        def left_out(sent: Sent) -> NotReturned:
+            kept.append(_with_flag(next(held).detach(), sent))
+            return NotReturned(sent.name, "last")
+
+        found = self._share(form, pytree.tree_map_only(Sent, left_out, told), ())
+        if not kept:
+            return found
+        own = iter(kept)
+        return pytree.tree_map_only(NotReturned, lambda _: next(own), found)
+
+    def _share(self, form: object, told: Any, tensors: Sequence[Tensor]) -> Any:
         agreed = self._agreed.get(form)
         if agreed is not None:
             return self._scalars(agreed, told)
@@ -152,9 +179,15 @@ class AgreedOutputs:
             with named_failures():
                 dist.broadcast(flat, group=self.group, group_src=self.source)
         if told.placements is None:
-            return local
+            return _with_flag(local, told)
         mesh = self.mesh["tp"]
-        return DTensor.from_local(local, mesh, told.placements, shape=told.global_shape)
+        whole = DTensor.from_local(local, mesh, told.placements, shape=told.global_shape)
+        return _with_flag(whole, told)
+
+
+def _with_flag(tensor: Tensor, told: Sent) -> Tensor:
+    """Say of a tensor whether it depends on parameters."""
+    return tensor.requires_grad_() if told.requires_grad else tensor
 
 
 def _with_number(scalar: Scalar) -> Scalar:

@@ -17,7 +17,7 @@ from vescale_parallel._torch_private import pytree
 def with_deferred_backward(
     output: Any, params: Sequence[ShardedParameter], finish: Callable[[Tensor], None], device: str
 ) -> Any:
-    """Return a step's output with a tensor for each :class:`Scalar`.
+    """Return a step's output with a tensor for each :class:`Scalar`; others refuse backward.
 
     The gradients of unsharded parameters are taken away, until ``backward`` of the loss puts them
     back for ``finish``, which gets the gradient of the loss.
@@ -45,6 +45,10 @@ def with_deferred_backward(
             anchor, scalar.tensor(device), hand_out if scalar.is_loss else _refuse
         )
 
+    def refused(tensor: Tensor) -> Any:
+        return _HandOut.apply(anchor, tensor.detach(), _refuse) if tensor.requires_grad else tensor
+
+    output = pytree.tree_map_only(Tensor, refused, output)
     return pytree.tree_map_only(Scalar, differentiable, output)
 
 
@@ -62,14 +66,16 @@ def _refuse_outside(_: Tensor) -> None:
     raise ValueError(
         "a pipeline differentiates the loss that forward returns, and this call returned none: "
         "its results were computed without a graph. Have forward compute the loss (give "
-        "transformers' models labels), or use pipeline_parallel.size 1"
+        "transformers' models labels), give the function that computes it to "
+        "parallelize(..., loss_fn=...) and call loss = model(x, target=y), or use "
+        "pipeline_parallel.size 1"
     )
 
 
 def _refuse(_: Tensor) -> None:
     raise ValueError(
-        "a pipeline differentiates the loss that forward returns, and no other scalar of its "
-        "output; add what should be differentiated to the loss in forward"
+        "a pipeline differentiates the loss that forward returns, and no other scalar or tensor "
+        "of its output; add what should be differentiated to the loss in forward"
     )
 
 

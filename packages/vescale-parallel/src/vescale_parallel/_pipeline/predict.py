@@ -11,7 +11,7 @@ dim of a result the rows are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from vescale_dtensor import DTensor
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, leaf_names
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar, is_loss
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
 
 from .cuts.placeholders import Placeholder
@@ -38,12 +39,16 @@ class Sent:
         dtype: Likewise.
         placements: Over tensor-parallel ranks, of a distributed tensor; None of a plain one.
         global_shape: Of the distributed tensor.
+        requires_grad: Whether it depends on parameters in a step that is differentiated.
+        name: Where it is in what forward returned.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: tuple[Placement, ...] | None = None
     global_shape: tuple[int, ...] = ()
+    requires_grad: bool = False
+    name: str = ""
 
 
 def returned_rows(
@@ -93,6 +98,7 @@ def joined(
     rows: Returned | None,
     num_rows: int,
     mean: Callable[[Sequence[Tensor]], Tensor],
+    loss_of: Callable[[Any], Tensor | None] = lambda _: None,
 ) -> tuple[Any, list[Tensor]]:
     """Put together what the micro-batches returned.
 
@@ -101,6 +107,7 @@ def joined(
         rows: Where the rows are; not needed for a single micro-batch.
         num_rows: Of a micro-batch.
         mean: Returns the mean of one scalar over the global batch.
+        loss_of: Returns what was differentiated.
 
     Returns:
         The structure, with a :class:`Scalar` for each scalar and :class:`Sent` for other tensors;
@@ -118,6 +125,7 @@ def joined(
             "pipeline_parallel.microbatches 1"
         )
     tensors: list[Tensor] = []
+    loss = loss_of(outputs[-1])
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Placeholder):
             raise ValueError(_refusal(outputs[-1], names[index]))
@@ -125,11 +133,14 @@ def joined(
             continue
         found = [column[index] for column in columns]
         if is_loss(leaf):
-            leaves[index] = Scalar(mean(found), leaf.dtype, is_loss=False, requires_grad=False)
+            leaves[index] = Scalar(mean(found), leaf.dtype, leaf is loss, leaf.requires_grad)
             continue
         at = None if rows is None else rows.get(names[index])
-        tensors.append(_joined(names[index], found, at, num_rows))
-        leaves[index] = _told(tensors[-1])
+        with torch.no_grad():
+            tensors.append(_joined(names[index], found, at, num_rows))
+        leaves[index] = replace(
+            _told(tensors[-1]), requires_grad=leaf.requires_grad, name=names[index]
+        )
     return pytree.tree_unflatten(leaves, spec), tensors
 
 

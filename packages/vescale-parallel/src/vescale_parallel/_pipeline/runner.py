@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.loss_scale import LossScale
-from vescale_parallel._loss.output import is_loss, loss_of, marked_scalars, mean_of_parts
+from vescale_parallel._loss.output import (
+    is_loss,
+    loss_called,
+    mean_of_parts,
+    only_scalars,
+    without_graph,
+)
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
@@ -93,10 +99,18 @@ class Pipeline:
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
         self._counts = TargetCounts(self._run_counting)
-        self._seen = SeenCounts(is_delayed=device.type != "cpu")
+        self._seen = SeenCounts(
+            is_delayed=device.type != "cpu", otherwise="pipeline_parallel.size 1"
+        )
+        self._loss_of = loss_called(self.plan.pipeline_parallel.loss)
         if self.draws is not None:
             self.draws.meet(self.group_of("F"))
-        self._outputs = AgreedOutputs(self.mesh, self.group_of("F"), self._placement.last_rank)
+        self._outputs = AgreedOutputs(
+            self.mesh,
+            self.group_of("F"),
+            self._placement.last_rank,
+            only_last=self.plan.pipeline_parallel.outputs == "last",
+        )
 
     def group_of(self, kind: Literal["F", "B"]) -> dist.ProcessGroup:
         """Return the ranks of this pipeline, for what is sent before its passes or after them."""
@@ -108,6 +122,7 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None = None,
+        returned: Returned | None = None,
         *,
         form: object = None,
     ) -> Any:
@@ -115,19 +130,26 @@ class Pipeline:
 
         Gradients are left in the unsharded parameters, for an incoming gradient of 1. ``forward``
         is the model's own call, of this rank's batch; ``rows`` says where the rows are in every
-        leaf of it, None if that is not known. ``form`` is what else than the shapes of the batch
-        may decide what is returned, see [Note: what is sent of outputs].
+        leaf of it, None if that is not known, ``returned`` in what it returns. ``form`` is what
+        else than the shapes of the batch may decide what is returned, see [Note: what is sent of
+        outputs].
 
         Returns:
-            The module's output with a :class:`Scalar` for each scalar of the whole batch and None
-            for other tensors.
+            The module's output with a :class:`Scalar` for each scalar of the whole batch, and
+            other tensors where the plan's ``outputs`` says so, else :class:`NotReturned`.
         """
         microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
-        cuts = self._seen_in(form, forward, args, kwargs, rows).cuts
+        seen = self._seen_in(form, forward, args, kwargs, rows)
         schedule = self.plan.pipeline_parallel.schedule
-        outputs = self._execute(schedule, forward, microbatches, cuts, _only_scalars, form)
-        told = marked_scalars(outputs, self._mean) if outputs else None
-        return self._agree((form, signature_of((args, kwargs))), told)
+        cuts, report = seen.cuts, _only_scalars
+        if self.plan.pipeline_parallel.outputs is not None:
+            cuts, report = seen.all_cuts, _without_graph
+        outputs = self._execute(schedule, forward, microbatches, cuts, report, form)
+        told: tuple[Any, list[Tensor]] = (None, [])
+        if outputs:
+            num_rows = (num_rows_of(args, kwargs, rows) or 0) // len(microbatches)
+            told = joined(outputs, returned, num_rows, self._mean, self._loss_of)
+        return self._agree((form, signature_of((args, kwargs))), *told)
 
     def predict(
         self,
@@ -238,7 +260,6 @@ class Pipeline:
                 return self._run_stage(started, forward, microbatches[microbatch], counts)
 
         crossing = tuple(cuts.get(start, ()) for start in self.starts[1:])
-
         signatures = [signature_of(each) for each in microbatches]
         execution = Execution(
             self.links,
@@ -246,6 +267,7 @@ class Pipeline:
             [(crossing, self.trained, each) for each in signatures],
             run,
             report,
+            self._loss_of,
             schedule is not None and self._may_split(schedule),
             self.loss_scale.value,
             self._say_whole,
@@ -290,7 +312,7 @@ class Pipeline:
         run.check_complete(self.num_blocks)
         if torch.is_grad_enabled() and not self._checked_loss:
             self._checked_loss = True
-            means.warn_of_sums(loss_of(output))
+            means.warn_of_sums(self._loss_of(output))
         return output
 
     def _count(
@@ -384,9 +406,8 @@ def _operations(
 
 
 def _only_scalars(output: Any) -> Any:
-    """Return an output without other tensors and without a graph: both would be kept."""
+    return only_scalars(output, "nowhere")
 
-    def kept(leaf: Tensor) -> Tensor | None:
-        return leaf.detach().requires_grad_(leaf.requires_grad) if is_loss(leaf) else None
 
-    return pytree.tree_map_only(Tensor, kept, output)
+def _without_graph(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, without_graph, output)

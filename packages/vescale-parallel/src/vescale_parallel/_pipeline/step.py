@@ -54,8 +54,9 @@ class PipelineStep:
         ``forward`` is the model's own call; ``coupling`` is what is known of the rows of it.
 
         Returns:
-            The module's output with a tensor for each scalar. Other tensors are None in a step
-            that is differentiated; else they are whole, see [Note: what prediction costs].
+            The module's output with a tensor for each scalar. Other tensors are as the plan's
+            ``outputs`` says in a step that is differentiated, None being :class:`NotReturned`;
+            else they are whole, see [Note: what prediction costs].
         """
         pipeline = self._pipeline
         coupling = RowCoupling() if coupling is None else coupling
@@ -68,11 +69,11 @@ class PipelineStep:
         form = (self._forms.form(args, kwargs), self._model.training)
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
+            returned = returned_rows(coupling, args, kwargs)
             train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
             if train:
-                output = pipeline.run(forward, args, kwargs, rows, form=form)
+                output = pipeline.run(forward, args, kwargs, rows, returned, form=form)
             else:
-                returned = returned_rows(coupling, args, kwargs)
                 with torch.no_grad():
                     output = pipeline.predict(forward, args, kwargs, rows, returned, form=form)
         device = pipeline.mesh.device_type

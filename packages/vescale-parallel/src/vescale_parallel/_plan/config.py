@@ -108,6 +108,11 @@ class PipelineParallel:
         tail_modules: FQNs of modules outside the blocks, defined before them but called after
             them, so that they belong on the last stage.
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
+        loss: Which scalar of what forward returns is the loss: an attribute or key, or a place in
+            a tuple. None: what is called ``loss``, or the only one. Of
+            ``batch.gradient_accumulation`` too.
+        outputs: Who gets tensors that forward returns: the ranks of the last stage, or all. None:
+            all ranks in evaluation, and in steps that are differentiated nobody.
     """
 
     size: int = 1
@@ -118,6 +123,8 @@ class PipelineParallel:
     virtual_stages: int = 1
     tail_modules: tuple[str, ...] = ()
     head_modules: tuple[str, ...] = ()
+    loss: str | int | None = None
+    outputs: Literal["last", "broadcast"] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -134,6 +141,11 @@ class PipelineParallel:
         _check_size("pipeline_parallel.size", self.size)
         _check_size("pipeline_parallel.microbatches", self.microbatches)
         _check_size("pipeline_parallel.virtual_stages", self.virtual_stages)
+        if self.loss is not None and (type(self.loss) not in (str, int) or self.loss == ""):
+            raise ValueError(
+                "expected pipeline_parallel.loss to be the name of an output of forward or its "
+                f"place in a tuple, got {self.loss!r}"
+            )
         object.__setattr__(self, "split_points", tuple(self.split_points))
         object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
         object.__setattr__(self, "head_modules", tuple(self.head_modules))

@@ -2,8 +2,9 @@
 
 [Note: accumulation] It is a pipeline of one stage: each micro-batch runs forward and backward
 before the next begins, so a rank has the activations of one. Where a loss is a mean over counted
-targets, the count of the whole batch is found first, with placeholders for what modules with
-parameters return, as pipelines do; a model that cannot run so is run without gradients instead.
+targets, the count of the whole batch is found first, as pipelines do: in the first call of a form
+with placeholders for what modules with parameters return, later without running forward, see
+[Note: when counts are replayed]. A model that cannot run so is run without gradients instead.
 Random numbers are those that one device draws for these rows of the whole batch: every
 micro-batch begins from the same state of the generators, and draws its part.
 """
@@ -23,7 +24,7 @@ from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
-from vescale_parallel._loss.token_mean import TokenMeans
+from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.user_line import warn_at_user_line
@@ -31,10 +32,16 @@ from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.microbatches import split_batch
 from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
-from vescale_parallel._pipeline.targets import run_counting, summed_counts
+from vescale_parallel._pipeline.targets import (
+    SeenCounts,
+    TargetCounts,
+    run_counting,
+    summed_counts,
+)
 from vescale_parallel._rng.sharded_rng import ShardedRng
 
-_MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
+_MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
+_OTHERWISE = "batch.gradient_accumulation 1, and accumulate in the loop"
 
 
 def let_count(model: nn.Module, staging: Staging, param_dtype: torch.dtype | None) -> None:
@@ -78,6 +85,7 @@ class AccumulatedStep:
         rng: Random numbers in forward.
         staging: Shared with the modules that may be answered by placeholders.
         buffers: Those that forward changes; None for a model without any.
+        loss_of: Returns the loss among what forward returns.
     """
 
     num_microbatches: int
@@ -88,10 +96,15 @@ class AccumulatedStep:
     rng: ShardedRng
     staging: Staging
     buffers: StageBuffers | None
+    loss_of: Callable[[Any], Tensor] = loss_of
     _counts_by_running: bool | None = None
+    _said_running: bool = False
     _checked_loss: bool = False
-    _seen: list[Tensor] = field(default_factory=list[Tensor])
     _loss_scale: LossScale = field(default_factory=LossScale)
+
+    def __post_init__(self) -> None:
+        self._counts = TargetCounts(self._run_counting)
+        self._seen = SeenCounts(is_delayed=self.device != "cpu", otherwise=_OTHERWISE)
 
     def run(
         self,
@@ -111,7 +124,8 @@ class AccumulatedStep:
             check: Raises for an output of a micro-batch that is no result of this rank.
 
         Returns:
-            The module's output with a tensor for each scalar and None for other tensors.
+            The module's output with a tensor for each scalar and :class:`NotReturned` for other
+            tensors.
         """
         count = self.num_microbatches
         microbatches = split_batch(
@@ -122,16 +136,17 @@ class AccumulatedStep:
             runs = self.buffers.call(forward)
         with runs as forward:
             local = self._local_counts(forward, microbatches)
+            self._seen.expect(local)
             totals = self.ranks.total(torch.stack(local)).unbind() if local else ()
             outputs = self._microbatches(forward, microbatches, rows, totals, check)
-        self._check_counts(local)
+        self._seen.check()
         put_back, used = self.parameters.take_reduced(), self._loss_scale.value
 
         def finish(scale: Tensor) -> None:
             put_back()
             self.parameters.finish_backward(self._loss_scale.correction(scale, used))
 
-        marked = marked_scalars(outputs, self._mean)
+        marked = marked_scalars(outputs, self._mean, self.loss_of)
         return with_deferred_backward(marked, self.parameters.params, finish, self.device)
 
     def _microbatches(
@@ -143,7 +158,6 @@ class AccumulatedStep:
         check: Callable[[Any], None],
     ) -> list[Any]:
         outputs: list[Any] = []
-        self._seen = []
         state = _GeneratorStates()
         for index, (args, kwargs) in enumerate(microbatches):
             state.put_back()
@@ -153,11 +167,11 @@ class AccumulatedStep:
                 with self.rng.of_call(self.model, args, kwargs, num_rows), means:
                     output = forward(*args, **kwargs)
                 check(output)
-                loss = loss_of(output)
+                loss = self.loss_of(output)
                 if not self._checked_loss:
                     self._checked_loss = True
                     means.warn_of_sums(loss)
-                outputs.append(only_scalars(output, detach=index + 1 < len(microbatches)))
+                outputs.append(only_scalars(output, "in parts"))
                 del output
                 loss = loss / len(microbatches)
                 torch.autograd.backward(loss, torch.full_like(loss, self._loss_scale.value))
@@ -168,59 +182,67 @@ class AccumulatedStep:
         self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch]
     ) -> list[Tensor]:
         """Return what each token mean of the module counts on this rank."""
+        form = self.model.training
         if self._counts_by_running is None:
-            found: list[Tensor] | None = None
-            # Whatever user code raises means that it does not run on placeholders.
-            with contextlib.suppress(Exception):
-                found = self._counted(forward, microbatches, StageRun.counting(0))
-            failed = torch.tensor([float(found is None)], device=self.device)
-            self._counts_by_running = bool(self.ranks.total(failed) > 0)
-            if not self._counts_by_running:
-                assert found is not None
-                return found
+            self._counts_by_running = self._cannot_count(forward, microbatches, form)
+            if self._counts_by_running:
+                self._counts = TargetCounts(self._run_counting)  # of the model itself
+        if self._counts_by_running:
+            found = self._counted_by_running(forward, microbatches, form)
+        else:
+            found = [self._counts.of(forward, each, form) for each in microbatches]
+        return summed_counts(found, otherwise="batch.gradient_accumulation 1")
+
+    def _cannot_count(
+        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: object
+    ) -> bool:
+        """Whether the model does not run on placeholders, on any rank that shares the batch."""
+        found: list[list[Tensor]] = []
+        # Whatever user code raises means that it does not run on placeholders.
+        with contextlib.suppress(Exception):
+            found = [self._counts.of(forward, each, form) for each in microbatches]
+            summed_counts(found, otherwise="")
+        # On meta where they are counted inside of a module with parameters.
+        devices = {count.device.type for counts in found for count in counts}
+        failed = len({len(counts) for counts in found}) != 1 or "meta" in devices
+        told = torch.tensor([float(failed)], device=self.device)
+        return bool(self.ranks.total(told) > 0)
+
+    def _counted_by_running(
+        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: object
+    ) -> list[list[Tensor]]:
+        """Return the counts of all micro-batches; forward runs on all ranks, or on none."""
+        # Ranks may gather parameters in forward: they tell each other.
+        known = [self._counts.replayed(each, form) for each in microbatches]
+        found = [counts for counts in known if counts is not None]
+        has_to_run = torch.tensor([float(len(found) < len(known))], device=self.device)
+        if not bool(self.ranks.total(has_to_run) > 0):
+            return found
+        found = [self._counts.seen(forward, each, form) for each in microbatches]
+        if not self._said_running and self._counts.has_to_run(microbatches[0], form):
+            self._said_running = True
             warn_at_user_line(
                 "the targets of the batch could not be counted without running the model, so "
                 "batch.gradient_accumulation runs its forward once more for every micro-batch; "
-                "modules that hold parameters and compute the loss from targets are the reason"
+                "modules that hold parameters and make targets, or look at their values, are the "
+                "reason"
             )
-        run = None if self._counts_by_running else StageRun.counting(0)
-        return self._counted(forward, microbatches, run)
+        return found
 
-    def _counted(
-        self,
-        forward: Callable[..., Any],
-        microbatches: Sequence[_MicroBatch],
-        run: StageRun | None,
-    ) -> list[Tensor]:
-        staging, device = self.staging, self.device
-        found = [run_counting(forward, each, staging, run, device)[1] for each in microbatches]
-        sums = summed_counts(found, otherwise="batch.gradient_accumulation 1")
-        if any(each.device.type == "meta" for each in sums):
-            raise ValueError("targets are counted inside of a module with parameters")
-        return sums
+    def _run_counting(
+        self, forward: Callable[..., Any], microbatch: _MicroBatch, mode: TokenCounts
+    ) -> None:
+        run = None if self._counts_by_running else StageRun.counting(0)
+        run_counting(forward, microbatch, self.staging, run, self.device, mode)
 
     def _known_count(self, totals: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
-        if index < len(self._seen):
-            self._seen[index] = self._seen[index] + counted
-        else:
-            self._seen.append(counted)
         if index >= len(totals):
             raise ValueError(
                 "forward computed more token-mean losses than when its targets were counted; "
                 "compute them unconditionally, or use batch.gradient_accumulation 1"
             )
+        self._seen.add(index, counted)
         return totals[index]
-
-    def _check_counts(self, local: Sequence[Tensor]) -> None:
-        if len(local) != len(self._seen) or (
-            local and not torch.equal(torch.stack([*local]), torch.stack(self._seen))
-        ):
-            raise ValueError(
-                "forward counted other targets of its loss than when it was run to see them: "
-                f"expected {[float(x) for x in local]}, got {[float(x) for x in self._seen]}. "
-                "Targets must not depend on what modules with parameters return; use "
-                "batch.gradient_accumulation 1, and accumulate in the loop"
-            )
 
     @property
     def _num_parts(self) -> int:

@@ -190,14 +190,7 @@ def _called(name: str, function: Callable[[Any], Any], argument: object, example
         ) from error
 
 
-def described_arguments(
-    construction: object, optimizer_fn: object, lr_scheduler_fn: object, dataset: object
-) -> dict[str, str]:
+def described_arguments(construction: object, **given: object) -> dict[str, str]:
     """Return which arguments of ``parallelize`` a rank was given, to compare with other ranks."""
-    given = {
-        "optimizer_fn": optimizer_fn,
-        "lr_scheduler_fn": lr_scheduler_fn,
-        "dataset": dataset,
-    }
     kind = "one with values" if construction is None else "deferred"
     return {"model": kind} | {k: "None" if v is None else "given" for k, v in given.items()}

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from vescale_dtensor import own_list, profiler_range
-from vescale_parallel._loss.output import loss_of
 from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.schedules.messages import (
     Await,
@@ -78,6 +77,7 @@ class Execution:
         run: Runs forward of a stage and micro-batch, given what receives its inputs, as many as
             that is given; returns what it sends, on the last stage what the module returns.
         report: Returns what is kept of the latter.
+        loss_of: Returns the loss among the latter.
         may_split: Whether there are input and weight gradients apart.
         loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
@@ -89,6 +89,7 @@ class Execution:
     signatures: Sequence[object]
     run: Callable[[int, int, Callable[[Sequence[Tensor]], Sequence[Tensor]]], Any]
     report: Callable[[Any], Any]
+    loss_of: Callable[[Any], Tensor]
     may_split: bool
     loss_scale: float
     say_whole: Callable[[int, str], None]
@@ -175,7 +176,7 @@ class Execution:
             output = self.run(stage, microbatch, receive)
         if stage == self.num_stages - 1:
             self.outputs.append(self.report(output))
-            outputs = [loss_of(output)] if torch.is_grad_enabled() else []
+            outputs = [self.loss_of(output)] if torch.is_grad_enabled() else []
         else:
             bundle = Bundle.of(output)
             self._tensors["F", stage + 1, microbatch] = bundle

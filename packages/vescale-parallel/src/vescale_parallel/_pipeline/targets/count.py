@@ -17,6 +17,8 @@ from vescale_parallel._torch_private import pytree
 
 from .replay import CountProgram, CountRecorder
 
+# Of one form, tried before forward runs; where shapes depend on values there are many.
+_MOST_WAYS = 4
 MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -29,8 +31,9 @@ class TargetCounts:
     """
 
     run: Callable[[Callable[..., Any], MicroBatch, TokenCounts], object]
-    _programs: dict[object, CountProgram | None] = field(
-        default_factory=dict[object, "CountProgram | None"]
+    # By the form of a batch: one for each way that forward went; None if it has to run.
+    _programs: dict[object, list[CountProgram] | None] = field(
+        default_factory=dict[object, "list[CountProgram] | None"]
     )
 
     def of(
@@ -40,20 +43,44 @@ class TargetCounts:
 
         ``form`` is what else than arguments may decide how; see [Note: when counts are replayed].
         """
-        leaves, spec = pytree.tree_flatten(microbatch)
+        counts = self.replayed(microbatch, form)
+        return self.seen(forward, microbatch, form) if counts is None else counts
+
+    def replayed(self, microbatch: MicroBatch, form: object) -> list[Tensor] | None:
+        """Return the counts without running forward; None if that has to run, to see them."""
+        leaves, key = _key_of(microbatch, form)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (form, spec, *map(functools.partial(_kind, leaves), leaves))
-        program = self._programs.get(key)
-        counts = None if program is None else program.counts(given)
-        if counts is not None:
-            return counts
-        if program is not None or key in self._programs:
-            self._programs[key] = None
+        found = (program.counts(given) for program in self._programs.get(key) or ())
+        return next((counts for counts in found if counts is not None), None)
+
+    def seen(
+        self, forward: Callable[..., Any], microbatch: MicroBatch, form: object
+    ) -> list[Tensor]:
+        """Return the counts, and see how they are made unless that was seen before."""
+        leaves, key = _key_of(microbatch, form)
+        programs = self._programs.setdefault(key, [] if _are_plain(leaves) else None)
+        if programs is None:
             self.run(forward, microbatch, mode := TokenCounts())
             return mode.counts
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.run(forward, microbatch, recorder := CountRecorder(given))
-        self._programs[key] = recorder.program() if _are_plain(leaves) else None
+        program = recorder.program()
+        if program is None or len(programs) == _MOST_WAYS:
+            self._programs[key] = None
+        else:
+            programs.append(program)
         return recorder.counts
+
+    def has_to_run(self, microbatch: MicroBatch, form: object) -> bool:
+        """Whether forward was seen to make the targets of such batches in no other way."""
+        key = _key_of(microbatch, form)[1]
+        return self._programs.get(key, []) is None
+
+
+def _key_of(microbatch: MicroBatch, form: object) -> tuple[list[Any], Hashable]:
+    """Return the leaves of a batch, and what tells it from batches of other forms."""
+    leaves, spec = pytree.tree_flatten(microbatch)
+    return leaves, (form, spec, *map(functools.partial(_kind, leaves), leaves))
 
 
 def _kind(leaves: Sequence[Any], leaf: Any) -> Hashable:

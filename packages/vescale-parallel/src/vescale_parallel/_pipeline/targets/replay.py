@@ -5,9 +5,10 @@ on tensors of the batch, and on what was made from these and from nothing else, 
 ones that targets depend on can be called again for another batch of the same form, without the
 code of modules in between. That is not so, and forward runs to count, if targets depend on any
 other tensor or on random numbers, if the batch is written to, or if code asks for the values of
-any tensor, by which it may decide what to do. Results have the shapes that they had, or forward
-runs. What code decides by values that no tensor has (a counter in Python) is not seen; the pass
-that trains counts as well, and a difference is an error.
+any other tensor, by which it may decide what to do. Of those of the program numbers may be asked:
+the questions are asked again. Answers are those that were given and results have the shapes that
+they had, or forward runs and is another program. What code decides by values that no tensor has (a
+counter in Python) is not seen; the pass that trains counts as well, and a difference is an error.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class _Call:
         results: Place, shape and dtype of every tensor among its results; no place for those that
             have one already.
         draws: Whether it drew random numbers.
+        answer: The number that it gave to Python; None of tensors.
     """
 
     func: Callable[..., Any]
@@ -50,6 +52,7 @@ class _Call:
     spec: pytree.TreeSpec
     results: Sequence[tuple[int | None, torch.Size, torch.dtype]]
     draws: bool
+    answer: float | None = None
 
     @property
     def needs(self) -> set[int]:
@@ -60,10 +63,13 @@ class _Call:
         return {index for index, _, _ in self.results if index is not None}
 
     def again(self, values: dict[int, Tensor]) -> bool:
-        """Call the function, and keep its results; False if they have other shapes."""
+        """Call the function, and keep its results; False if they have other shapes or values."""
         filled = [values[leaf.index] if isinstance(leaf, _Value) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(filled, self.spec)
-        found = _tensors_in(self.func(*args, **kwargs))
+        result = self.func(*args, **kwargs)
+        if self.answer is not None:
+            return result == self.answer
+        found = _tensors_in(result)
         for (index, shape, dtype), tensor in zip(self.results, found, strict=True):
             if (tensor.shape, tensor.dtype) != (shape, dtype):
                 return False
@@ -139,17 +145,20 @@ class CountRecorder(TokenCounts):
         before = generator_state() if known else None
         result = func(*args, **given)
         found = _tensors_in(result)
-        if tensors and not found and result is not None and func not in SHAPE_QUESTIONS:
+        is_question = bool(tensors) and not found and func not in SHAPE_QUESTIONS
+        is_answered = isinstance(result, bool | int | float)
+        if is_question and result is not None and not (known and is_answered):
             self.refusal = f"{func} gives values of a tensor to Python"
         self._look_for_writes(known)
-        if known and (found or result is None):
+        if known and (found or result is None or (is_question and is_answered)):
             leaves = [
                 _Value(self._places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
                 for leaf in leaves
             ]
             results = [(self._new_place(x), x.shape, x.dtype) for x in found]
             draws = before != generator_state()
-            self._calls.append(_Call(func, leaves, spec, results, draws))
+            answer = result if is_question and is_answered else None
+            self._calls.append(_Call(func, leaves, spec, results, draws, answer))
         return result
 
     def program(self) -> CountProgram | None:
@@ -158,10 +167,22 @@ class CountRecorder(TokenCounts):
             self._look_for_writes(known=False)
         calls = self._calls
         if not self._writes:
+            calls = self._without_constants(calls)
             calls = _needed(calls, {x for mean in self._means for x in mean[:2] if x is not None})
         if any(call.draws for call in calls):
             self.refusal = "targets are drawn"
         return None if self.refusal else CountProgram(calls, self._means)
+
+    def _without_constants(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Return the calls without questions about tensors that no batch is in, as positions."""
+        of_batch = set(range(self._num_given))
+        kept: list[_Call] = []
+        for call in calls:
+            if call.draws or call.needs & of_batch:
+                of_batch |= call.gives
+            if call.answer is None or call.needs & of_batch:
+                kept.append(call)
+        return kept
 
     def _place(self, tensor: Tensor) -> int | None:
         return self._places.get(id(tensor))
@@ -195,10 +216,10 @@ class CountRecorder(TokenCounts):
 
 
 def _needed(calls: Sequence[_Call], wanted: set[int]) -> list[_Call]:
-    """Return the calls, none of which writes, that some results depend on."""
+    """Return the calls, none of which writes, that some results depend on, and all questions."""
     found: list[_Call] = []
     for call in reversed(calls):
-        if call.gives & wanted:
+        if call.answer is not None or call.gives & wanted:
             wanted |= call.needs
             found.insert(0, call)
     return found
