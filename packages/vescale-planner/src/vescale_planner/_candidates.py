@@ -185,8 +185,8 @@ def candidates(
         yield f"expert_parallel.size {experts} needs tensor_parallel.size 1, not {layout.tp}"
         return
     for name, size in (
-        ("data_parallel.replicate_size", replicate),
         ("expert_parallel.size", experts),
+        ("data_parallel.replicate_size", replicate),
     ):
         if layout.dp % size:
             yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
