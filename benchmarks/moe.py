@@ -115,7 +115,8 @@ def theirs(ranks: int) -> Trained:
 
     told_by_first = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told_by_first)
-    fresh().save_pretrained(told_by_first[0])  # by the first rank alone
+    whole: Any = fresh()
+    whole.save_pretrained(told_by_first[0])  # by the first rank alone
     dist.barrier()
     config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
     model: Any = AutoModelForCausalLM.from_pretrained(
