@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
 
 import vescale
 from vescale_testing import World
@@ -126,6 +127,7 @@ def on_one_device(
     """Two steps, one micro-batch after the other; what the loop then draws, and the state."""
     torch.manual_seed(7)
     losses: list[Tensor] = []
+    drawn = torch.zeros(0)
     for batch in batches(STEPS, rows=ROWS, length=LENGTH):
         model.zero_grad()
         found: list[Tensor] = []
@@ -305,7 +307,7 @@ def test_what_draws_otherwise_than_seen_is_named(world2: World, kind: str) -> No
         assert all("drew more or fewer random numbers" in text for text in said)
 
 
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Counts the operators of a rank, and settings of the generator."""
 
     def __init__(self) -> None:
