@@ -155,7 +155,7 @@ def _data_parallel(
     Stage 0 all-reduces gradients. Stages 1 and 2 reduce-scatter gradients and all-gather
     parameters: the same bytes. Stage 3 gathers before forward and again before backward, for
     every micro-batch; without a pipeline gradients of stages 2 and 3 are scattered for every one,
-    too. Replicas of shards all-reduce what one shard holds.
+    too. Replicas of shards all-reduce what one shard holds. Gathers without prefetch hide nowhere.
     """
     layout, shard = candidate.layout, candidate.shard
     if layout.dp == 1:
@@ -163,7 +163,7 @@ def _data_parallel(
     nbytes = sum(p.numel for p in owned.parts) * itemsize
     units = max(1, len(owned.parts))
     copies = layout.dp // shard
-    total = 0.0
+    total, gathers, once = 0.0, 0, 0.0
     if shard > 1:
         gathers = 2 * candidate.parts if candidate.zero_stage == 3 else 1
         # A pipeline sums the gradients of its micro-batches first.
@@ -173,8 +173,11 @@ def _data_parallel(
     if copies > 1:
         span = layout.tp * layout.dp
         total += _all_reduce(nbytes / shard, copies, span, cluster, messages=units)
+    # Compute waits for what is gathered when it is reached.
+    waited = gathers * once if candidate.zero_stage == 3 and candidate.prefetch == 0 else 0.0
+    beside = total - waited
     # The last unit's communication starts when backward is over.
-    return max(total - cluster.overlap * backward_seconds, total / units)
+    return waited + max(beside - cluster.overlap * backward_seconds, beside / units)
 
 
 def _optimizer(candidate: Candidate, owned: PipelineRank, cluster: Cluster, states: int) -> float:
