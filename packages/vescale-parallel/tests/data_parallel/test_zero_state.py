@@ -143,6 +143,7 @@ def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
     gathered = root + 2 * block * (2 if stage == 3 else 1)
     for kinds, nbytes, _ in in_threads(WORLD, step):
         assert kinds["all_to_all"] == 3
+        assert kinds["all_reduce"] == 0
         assert kinds["all_gather"] == GATHERED[stage] + 1
         assert nbytes == gathered + 8
 
