@@ -404,6 +404,21 @@ def test_blocks_gathered_ahead_are_planned_and_explained(
     assert any("data_parallel.prefetch" in why and reason in why for why in plan.reasons)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [(False, "gathered once a step"), ({"model.layers.0": False}, "assumed: blocks are freed")],
+)
+def test_blocks_that_stay_gathered_are_planned_and_explained(said: Any, reason: str) -> None:
+    constraints = {
+        "data_parallel.reshard_after_forward": said,
+        "data_parallel.zero_stage": 3,
+        "data_parallel.size": 4,
+    }
+    plan = generate_plan(_llama(), constraints, world_size=4, cluster=H200)
+    assert plan.data_parallel.reshard_after_forward == said
+    assert any(reason in why for why in plan.reasons)
+
+
 def test_sums_by_the_backend_are_planned_and_explained() -> None:
     said = {"data_parallel.reduction": "library"}
     plan = generate_plan(_llama(), said, world_size=4, cluster=H200)

@@ -110,6 +110,19 @@ def test_gathers_that_nothing_was_gathered_ahead_of_hide_nowhere() -> None:
     assert _seconds(gathered_once[0]) == _seconds(gathered_once[1])
 
 
+def test_blocks_that_stay_gathered_take_memory_and_spare_a_gather() -> None:
+    candidate = _candidate(dp=8, zero_stage=3)
+    kept = replace(candidate, reshards=False)
+    memory, more = (
+        peak_memory(each, _ranks(each), states=2, compute_itemsize=2, output_bytes=0.0)
+        for each in (candidate, kept)
+    )
+    assert more.parameters == pytest.approx(16e9 / 8 + 16e9)
+    assert more.optimizer == memory.optimizer
+    slow = replace(H200, overlap=0.0)
+    assert _seconds(kept, slow) < _seconds(candidate, slow)
+
+
 def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
     whole = peak_memory(
         _candidate(), _ranks(_candidate()), states=2, compute_itemsize=2, output_bytes=0.0

@@ -120,7 +120,9 @@ def test_other_values_are_refused(key: str, value: object, text: str) -> None:
         with_constraints(ParallelPlan(), {f"data_parallel.{key}": value})
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, {"all_reduce"}), (3, {"all_to_all", "all_gather"})])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [(2, {"all_reduce"}), (3, {"all_to_all", "all_gather"})]
+)
 def test_copies_of_two_ranks_are_summed_by_the_backend(
     in_threads: InThreads, ranks: int, kinds: set[str]
 ) -> None:

@@ -11,6 +11,7 @@ from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, r
 
 ACCUMULATION = "batch.gradient_accumulation"
 PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
+RESHARD = "data_parallel.reshard_after_forward"
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +37,7 @@ class Candidate:
         accumulation: Of ``batch.gradient_accumulation``: how many times ``microbatches``.
         prefetch: Blocks that ZeRO 3 gathers ahead.
         reduction: How gradients are summed over ranks.
+        reshards: Whether ZeRO 3 frees blocks between forward and backward.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class Candidate:
     accumulation: int = 1
     prefetch: int = DataParallel.prefetch
     reduction: Literal["ordered", "library"] = DataParallel.reduction
+    reshards: bool = True
 
     @property
     def parts(self) -> int:
@@ -214,6 +217,7 @@ def candidates(
                         accumulation=accumulation,
                         prefetch=get(PREFETCH, DataParallel.prefetch),
                         reduction=get(REDUCTION, DataParallel.reduction),
+                        reshards=get(RESHARD, True) is not False,
                     )
 
 

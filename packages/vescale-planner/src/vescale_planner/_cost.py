@@ -153,9 +153,9 @@ def _data_parallel(
     """Return the communication over the data-parallel ranks that backward does not hide.
 
     Stage 0 all-reduces gradients. Stages 1 and 2 reduce-scatter gradients and all-gather
-    parameters: the same bytes. Stage 3 gathers before forward and again before backward, for
-    every micro-batch; without a pipeline gradients of stages 2 and 3 are scattered for every one,
-    too. Replicas of shards all-reduce what one shard holds. Gathers without prefetch hide nowhere.
+    parameters: the same bytes. Stage 3 gathers before forward and, if it frees blocks between
+    them, again before backward, for every micro-batch; without a pipeline gradients of stages 2
+    and 3 are scattered for every one, too. Replicas of shards all-reduce what one shard holds. Gathers without prefetch hide nowhere.
     """
     layout, shard = candidate.layout, candidate.shard
     if layout.dp == 1:
@@ -165,7 +165,8 @@ def _data_parallel(
     copies = layout.dp // shard
     total, gathers, once = 0.0, 0, 0.0
     if shard > 1:
-        gathers = 2 * candidate.parts if candidate.zero_stage == 3 else 1
+        passes = 2 if candidate.reshards else 1
+        gathers = passes * candidate.parts if candidate.zero_stage == 3 else 1
         # A pipeline sums the gradients of its micro-batches first.
         scatters = candidate.parts if candidate.zero_stage >= 2 and layout.pp == 1 else 1
         once = _all_gather(nbytes, shard, layout.tp * shard, cluster, messages=units)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, Layout, counted
+from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, Layout, counted
 from ._cost import seconds
 from ._memory import FRAGMENTATION, Memory, needed_bytes
 from ._search import TIE, ScoredCandidate, SearchResult
@@ -67,6 +67,10 @@ def _data_parallel(winner: ScoredCandidate, constraints: Mapping[str, Any]) -> l
             blocks = counted(candidate.prefetch + 1, "block")
             why = f"the parameters of {blocks} are whole at the same time"
         lines.append(f"{PREFETCH} {candidate.prefetch}: {why}")
+    if not candidate.reshards:
+        lines.append(f"{RESHARD} False: blocks are gathered once a step, and whole until backward")
+    elif RESHARD in constraints and constraints[RESHARD] is not True:
+        lines.append(f"assumed: blocks are freed after forward whatever {RESHARD} says of some")
     if candidate.reduction == "library":
         lines.append(
             f"{REDUCTION} 'library': gradients are summed in the backend's own order, not to the "

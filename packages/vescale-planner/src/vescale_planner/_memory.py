@@ -107,7 +107,8 @@ def _of_rank(
     copied = compute if abs(compute - nbytes) > 1 else 0.0
     scale = compute / nbytes if nbytes else 0.0
     # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
-    gathered = sum(units[: candidate.prefetch + 1]) * scale if shard > 1 else 0.0
+    num_whole = candidate.prefetch + 1 if candidate.reshards else len(units)
+    gathered = sum(units[:num_whole]) * scale if shard > 1 else 0.0
     sharded = zero_stage == 3
     is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed, as gloo does them best: on the memory that they are called with.
+"""Collectives of torch.distributed as gloo does them best: on the memory they are called with.
 
 [Note: gathers of gloo] gloo gathers to memory of its own and copies that to where it is wanted. A
 broadcast writes where it is wanted, so a large gather of few ranks is one from each of them: half
