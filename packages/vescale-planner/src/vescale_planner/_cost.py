@@ -155,7 +155,8 @@ def _data_parallel(
     Stage 0 all-reduces gradients. Stages 1 and 2 reduce-scatter gradients and all-gather
     parameters: the same bytes. Stage 3 gathers before forward and, if it frees blocks between
     them, again before backward, for every micro-batch; without a pipeline gradients of stages 2
-    and 3 are scattered for every one, too. Replicas of shards all-reduce what one shard holds. Gathers without prefetch hide nowhere.
+    and 3 are scattered for every one, too. Replicas of shards all-reduce what one shard holds.
+    Gathers without prefetch hide nowhere.
     """
     layout, shard = candidate.layout, candidate.shard
     if layout.dp == 1:
