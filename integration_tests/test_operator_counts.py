@@ -71,8 +71,9 @@ def _of_fsdp2(ranks: int) -> tuple[int, int]:
 
 
 # Collectives: of five groups of parameters a gather and a reduction, three gathers again in
-# backward at stage 3, which begins with what forward ended with; the count of targets, the mean of the loss, and which parameters were used.
-# A sum over copies is two collectives, a reduction and a gather.
+# backward at stage 3, which begins with what forward ended with; the count of targets, the
+# mean of the loss, and which parameters were used. A sum over copies is two
+# collectives, a reduction and a gather.
 @pytest.mark.parametrize(
     ("stage", "collectives"),
     [
