@@ -116,7 +116,7 @@ def ours(ranks: int, zero_stage: int, copies: int = 1) -> Trained:
         "data_parallel.zero_stage": zero_stage,
     }
     if copies > 1:
-        constraints["data_parallel.shard_size"] = ranks // copies
+        constraints["data_parallel.replicate_size"] = copies
     return parallelized(constraints)
 
 

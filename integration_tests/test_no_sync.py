@@ -112,7 +112,9 @@ def steps_under(constraints: Constraints) -> tuple[dict[str, Tensor], list[list[
                 loss = model(rows, each == 1)
                 with CommCounter() as counter:
                     (loss / PASSES).backward()
-            counts[-1].append(sum(event.kind == "all_to_all" for event in counter.events))
+            counts[-1].append(
+                sum(event.kind in ("all_to_all", "all_reduce") for event in counter.events)
+            )
         optimizer.step()
         optimizer.zero_grad()
     return _wholes(model), counts

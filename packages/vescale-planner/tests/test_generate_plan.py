@@ -392,6 +392,45 @@ def test_micro_batches_are_proposed_where_the_batch_does_not_fit_otherwise() -> 
         generate_plan(_llama(), {**only, key: 2}, world_size=2, cluster=cluster)
 
 
+@pytest.mark.parametrize(
+    ("prefetch", "zero_stage", "reason"),
+    [
+        (0, 3, "one block is whole at a time, and compute waits"),
+        (2, 3, "of 3 blocks are whole at the same time"),
+        (2, 1, "no effect"),
+    ],
+)
+def test_blocks_gathered_ahead_are_planned_and_explained(
+    prefetch: int, zero_stage: int, reason: str
+) -> None:
+    said = {"data_parallel.prefetch": prefetch, "data_parallel.zero_stage": zero_stage}
+    plan = generate_plan(_llama(), said, world_size=4, cluster=H200)
+    assert plan.data_parallel.prefetch == prefetch
+    assert any("data_parallel.prefetch" in why and reason in why for why in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [(False, "gathered once a step"), ({"model.layers.0": False}, "assumed: blocks are freed")],
+)
+def test_blocks_that_stay_gathered_are_planned_and_explained(said: Any, reason: str) -> None:
+    constraints = {
+        "data_parallel.reshard_after_forward": said,
+        "data_parallel.zero_stage": 3,
+        "data_parallel.size": 4,
+    }
+    plan = generate_plan(_llama(), constraints, world_size=4, cluster=H200)
+    assert plan.data_parallel.reshard_after_forward == said
+    assert any(reason in why for why in plan.reasons)
+
+
+def test_sums_by_the_backend_are_planned_and_explained() -> None:
+    said = {"data_parallel.reduction": "library"}
+    plan = generate_plan(_llama(), said, world_size=4, cluster=H200)
+    assert plan.data_parallel.reduction == "library"
+    assert any("not to the bits of one device" in why for why in plan.reasons)
+
+
 def test_a_count_of_micro_batches_that_does_not_divide_the_batch_is_refused() -> None:
     constraints = {"batch.global_size": 6, "batch.gradient_accumulation": 4}
     with pytest.raises(ValueError, match=r"batch\.gradient_accumulation"):

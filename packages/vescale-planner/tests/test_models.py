@@ -94,6 +94,36 @@ def test_replicas_of_shards_hold_more_than_shards_alone() -> None:
     assert _memory(replace(sharded, replicate=4)) > _memory(sharded)
 
 
+@pytest.mark.parametrize("prefetch", range(5))
+def test_blocks_gathered_ahead_are_whole_beside_the_one_that_runs(prefetch: int) -> None:
+    candidate = _candidate(dp=8, zero_stage=3, prefetch=prefetch)
+    found = peak_memory(
+        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
+    )
+    assert found.parameters == pytest.approx(16e9 / 8 + 2e9 * (prefetch + 1))
+
+
+def test_gathers_that_nothing_was_gathered_ahead_of_hide_nowhere() -> None:
+    sharded = _candidate(dp=8, zero_stage=3)
+    waits = replace(sharded, prefetch=0)
+    assert _seconds(waits) > _seconds(sharded) == _seconds(replace(sharded, prefetch=2))
+    gathered_once = [replace(_candidate(dp=8, zero_stage=2), prefetch=depth) for depth in (0, 1)]
+    assert _seconds(gathered_once[0]) == _seconds(gathered_once[1])
+
+
+def test_blocks_that_stay_gathered_take_memory_and_spare_a_gather() -> None:
+    candidate = _candidate(dp=8, zero_stage=3)
+    kept = replace(candidate, reshards=False)
+    memory, more = (
+        peak_memory(each, _ranks(each), states=2, compute_itemsize=2, output_bytes=0.0)
+        for each in (candidate, kept)
+    )
+    assert more.parameters == pytest.approx(16e9 / 8 + 16e9)
+    assert more.optimizer == memory.optimizer
+    slow = replace(H200, overlap=0.0)
+    assert _seconds(kept, slow) < _seconds(candidate, slow)
+
+
 def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
     whole = peak_memory(
         _candidate(), _ranks(_candidate()), states=2, compute_itemsize=2, output_bytes=0.0

@@ -179,3 +179,48 @@ def test_what_does_not_fit_is_refused(start: Any, text: str) -> None:
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(ValueError, match=text):
             start(torch.ones(3, 2), mesh)
+
+
+def _large_gather(dtype: torch.dtype) -> tuple[bool, list[str]]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    part = _value(dist.get_rank(), (40_000,), dtype)
+    apart, within = part.new_empty(RANKS, *part.shape), part.new_empty(RANKS, *part.shape)
+    own = within[dist.get_rank()].copy_(part)
+    with torch.profiler.profile() as profile:
+        start_all_gather(part, mesh, out=apart).wait()
+        start_all_gather(own, mesh, out=within).wait()
+    wanted = torch.stack([_value(rank, (40_000,), dtype) for rank in range(RANKS)])
+    right = torch.equal(apart, wanted) and torch.equal(within, wanted)
+    return right, [event.name for event in profile.events() if event.name.startswith("gloo:")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_gloo_gathers_large_tensors_where_they_are_wanted(
+    world4: World, dtype: torch.dtype
+) -> None:
+    for right, called in world4.run(_large_gather, dtype):
+        assert right
+        assert {*called} == {"gloo:broadcast"}  # its all_gather has memory of its own
+
+
+_FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def _sums_of_two(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Return whether the backend sums numbers of all magnitudes as rank order does; -0 apart."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    bits = torch.randint(0, 256, (2**16 * dtype.itemsize,), generator=generator)
+    part = bits.to(torch.uint8).view(dtype)
+    part = torch.where(part.isnan(), part.new_full((), -0.0), part)
+    total, as_bits = part.clone(), {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    start_all_reduce(total, mesh).wait()
+    ordered = all_reduce(part, mesh)
+    finite = ~ordered.isnan()  # inf - inf has no sign
+    same = torch.equal(total.isnan(), ordered.isnan())
+    return same, torch.equal(total.view(as_bits)[finite], ordered.view(as_bits)[finite])
+
+
+@pytest.mark.parametrize("dtype", _FLOATS)
+def test_a_backend_has_one_sum_of_two_ranks(world2: World, dtype: torch.dtype) -> None:
+    assert world2.run(_sums_of_two, dtype) == [(True, True)] * 2

@@ -118,3 +118,24 @@ def test_ranks_that_run_other_blocks_are_told(in_threads: InThreads, stage: int)
 def test_other_values_are_refused(key: str, value: object, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         with_constraints(ParallelPlan(), {f"data_parallel.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [(2, {"all_reduce"}), (3, {"all_to_all", "all_gather"})]
+)
+def test_copies_of_two_ranks_are_summed_by_the_backend(
+    in_threads: InThreads, ranks: int, kinds: set[str]
+) -> None:
+    # a + b is b + a: nobody needs to hold what another rank has sent.
+    models = [net() for _ in range(ranks)]
+
+    def step(rank: int) -> set[str]:
+        model = parallel(models[rank], 0, **{"data_parallel.size": ranks})
+        rows = ROWS[rank : rank + 1]
+        model(rows).backward()
+        with OwnCounter() as counter:
+            model(rows).backward()
+        return {event.kind for event in counter.events if event.nbytes > 64 * ranks}
+
+    for found in in_threads(ranks, step):
+        assert found == kinds

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from vescale_dtensor import DTensor
-from vescale_parallel._data_parallel.param_group import _by_dtype, group_parameters
+from vescale_parallel._data_parallel.param_group import _by_dtype
+from vescale_parallel._data_parallel.planned import group_parameters
 from vescale_parallel._data_parallel.public_gradients import accumulate
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel import ParallelPlan, parallelize, with_constraints
+from vescale_parallel import DataParallel, ParallelPlan, parallelize, with_constraints
+from vescale_parallel._data_parallel.planned import resharding_by_block
 from vescale_parallel._data_parallel.prefetch import Prefetch
 
 from .test_zero_orders import PROGRAMS, ROWS, WIDTH, Grads, Program, net
-from .zero_model import OwnCounter
+from .zero_model import ROWS as PLAIN_ROWS, OwnCounter, net as plain_net, rows_of
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -264,7 +265,8 @@ def test_what_is_under_way_and_alive_as_each_block_runs(in_threads: InThreads, d
     ahead = [min(1 + index + depth, 5) for index in range(5)]
     for forward, backward, most in in_threads(2, steps):
         assert forward == [1 + each for each in ahead]  # and what is outside of blocks
-        assert backward == ahead
+        # What forward ended with is there still.
+        assert backward == [each - 1 for each in ahead]
         assert most == depth + 1
 
 
@@ -285,3 +287,122 @@ def test_blocks_that_are_recomputed_with_their_hooks(
     without = _grads(in_threads, program, models(), 0)
     for depth in (1, 2):
         _assert_same(_grads(in_threads, program, models(), depth), without)
+
+
+def _trained(keeps: str, passes: Sequence[str]) -> tuple[list[str], int]:
+    """Return what passes of training ask for, and how many groups are alive at most.
+
+    Small letters are groups in forward, large ones in backward.
+    """
+    said, most = list[str](), 0
+    groups = {name: Group(name, said) for name in "abcd"}
+    gathers = Prefetch(1)
+    for names in passes:
+        gathers.begin("forward" if names.islower() else "backward")
+        for name in names:
+            group = groups[name.lower()]
+            gathers.need(group)
+            most = max(most, sum(g.is_under_way or g.is_gathered for g in groups.values()))
+            if name.islower():
+                gathers.leave(group, keeps=group.name in keeps)
+            else:
+                gathers.let_go(group)
+        gathers.end()
+        if not names.islower():
+            gathers.let_go_of_kept()
+        elif passes[-1] is names:
+            said.append("end of forward")
+    return said, most
+
+
+def test_backward_begins_with_what_forward_ended_with() -> None:
+    said, most = _trained("", ["abc", "CBA", "abc", "CBA"])
+    again = ["wait a", "start b", "wait b", "start c", "wait c", "start b", "wait b", "start a"]
+    assert said[-len(again) - 1 :] == [*again, "wait a"]
+    assert most == 2
+
+
+def test_what_forward_ended_with_is_let_go_of_where_backward_begins_elsewhere() -> None:
+    said, most = _trained("", ["abc", "BCA"])
+    assert most == 1
+    assert said == [*(f"gather {name}" for name in "abcbca")]
+
+
+def test_groups_that_the_plan_keeps_are_gathered_once() -> None:
+    said, most = _trained("abc", ["abc", "CBA", "abc", "CBA"])
+    assert most == 3
+    assert [
+        sum(each.endswith(name) and "start" not in each for each in said) for name in "abc"
+    ] == [
+        2,
+        2,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("resharded", [False, {"blocks.*": False}, {"blocks.1": False}])
+def test_gradients_are_those_of_blocks_that_stay_gathered(
+    in_threads: InThreads, resharded: bool | dict[str, bool]
+) -> None:
+    constraints = {"data_parallel.reshard_after_forward": resharded}
+    expected, models = plain_net(), [plain_net() for _ in range(2)]
+    expected(PLAIN_ROWS).backward()
+    wanted = {name: p.grad for name, p in expected.named_parameters()}
+
+    def steps(rank: int) -> Grads:
+        plan = with_constraints(
+            ParallelPlan(),
+            {"data_parallel.size": 2, "data_parallel.zero_stage": 3, **constraints},
+        )
+        model: Any = parallelize(plan, models[rank])
+        for _ in range(3):
+            model.zero_grad()
+            model(rows_of(rank)).backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    for found in in_threads(2, steps):
+        for name, grad in wanted.items():
+            assert grad is not None
+            assert torch.allclose(found[name], grad, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"layers.*": False}, "'layers.\\*' is no block of the model; blocks are 'blocks.0'"),
+        ({"blocks.*": False, "blocks.1": True}, "both True and False of 'blocks.1'"),
+    ],
+)
+def test_patterns_that_cannot_be_obeyed_are_refused(said: dict[str, bool], text: str) -> None:
+    data = DataParallel(size=2, zero_stage=3, reshard_after_forward=said)
+    with pytest.raises(ValueError, match=text):
+        resharding_by_block(data, ["blocks.0", "blocks.1"])
+
+
+def test_blocks_of_no_pattern_are_freed() -> None:
+    data = DataParallel(size=2, zero_stage=3, reshard_after_forward={"blocks.1": False})
+    assert resharding_by_block(data, ["blocks.0", "blocks.1"]) == {
+        "blocks.0": True,
+        "blocks.1": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"reshard_after_forward": 2, "zero_stage": 3}, "True, False, or patterns of blocks"),
+        ({"reshard_after_forward": {"a": 1}, "zero_stage": 3}, "True or False of each pattern"),
+        ({"reshard_after_forward": False, "zero_stage": 2}, "zero_stage 3, got 2"),
+    ],
+)
+def test_what_is_no_resharding_is_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DataParallel(size=2, **values)
+
+
+def test_a_plan_with_patterns_is_stored_as_it_is() -> None:
+    said = {"data_parallel.zero_stage": 3, "data_parallel.reshard_after_forward": {"b.*": False}}
+    plan = with_constraints(ParallelPlan(), said)
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert plan.dotted() == said
+    assert hash(plan) == hash(ParallelPlan.from_json(plan.to_json()))

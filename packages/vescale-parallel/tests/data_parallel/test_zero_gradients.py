@@ -350,7 +350,7 @@ def test_a_block_is_reduced_before_the_next_one_runs_backward(
         loss = model(rows_of(rank))
         seen.clear()
         counter = OwnCounter()
-        counter.on_all_to_all = lambda: seen.append("reduce")
+        counter.on_reduction = lambda: seen.append("reduce")
         with counter:
             loss.backward()
         return seen

@@ -97,7 +97,8 @@ def test_memory_of_gathered_parameters_at_each_moment(in_threads: InThreads, sta
     # forward of both blocks, between, backward of both, after, and after one without gradients
     # and the first block is gathered while the backward pass of the second runs
     everything, one = of_root + 2 * of_block, of_root + of_block
-    expected = [one, one, of_root, everything, one, 0, 0] if stage == 3 else [everything] * 7
+    # What forward ended with stays, for backward begins with it.
+    expected = [one, one, one, everything, one, 0, 0] if stage == 3 else [everything] * 7
     for seen in in_threads(WORLD, step):
         assert seen == expected
 
@@ -111,7 +112,8 @@ def test_parallelize_itself_takes_no_memory_for_gathered_parameters(
 
 # All-gathers in forward, of blocks again in backward at ZeRO 3, and of flags of what was used;
 # reduce-scatters, which are all-to-alls summed in rank order.
-GATHERED = {1: 3, 2: 3, 3: 3 + 2}
+# Backward of ZeRO 3 begins with what forward ended with, which is there still.
+GATHERED = {1: 3, 2: 3, 3: 3 + 1}
 
 
 def _aligned(nbytes: int) -> int:
@@ -140,9 +142,10 @@ def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
 
     # Of a gather one rank sends its range, a multiple of 128 bytes; the loss besides.
     root, block = _aligned(8 * WIDTH * WIDTH // WORLD), _aligned(8 * (WIDTH + 1) * WIDTH // WORLD)
-    gathered = root + 2 * block * (2 if stage == 3 else 1)
+    gathered = root + block * (3 if stage == 3 else 2)
     for kinds, nbytes, _ in in_threads(WORLD, step):
         assert kinds["all_to_all"] == 3
+        assert kinds["all_reduce"] == 0
         assert kinds["all_gather"] == GATHERED[stage] + 1
         assert nbytes == gathered + 8
 

@@ -98,13 +98,13 @@ class OwnCounter(CommCounter):
     def __init__(self) -> None:
         super().__init__()
         self._thread = threading.get_ident()
-        self.on_all_to_all: Callable[[], None] = lambda: None
+        self.on_reduction: Callable[[], None] = lambda: None
 
     def _hear(self, event: Any) -> None:
         if threading.get_ident() == self._thread:
             super()._hear(event)
-            if event.kind == "all_to_all":
-                self.on_all_to_all()
+            if event.kind in ("all_to_all", "all_reduce"):
+                self.on_reduction()
 
     def kinds(self) -> Counter[str]:
         return Counter(event.kind for event in self.events)

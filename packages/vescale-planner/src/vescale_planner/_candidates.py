@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vescale_parallel import ScheduleName, refused_microbatches, rule_of
+from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, rule_of
 
 ACCUMULATION = "batch.gradient_accumulation"
+PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
+RESHARD = "data_parallel.reshard_after_forward"
 
 
 @dataclass(frozen=True, order=True)
@@ -39,6 +41,9 @@ class Candidate:
     Attributes:
         rows: Rows of the batch that one data-parallel replica gets in a step.
         accumulation: Of ``batch.gradient_accumulation``: how many times ``microbatches``.
+        prefetch: Blocks that ZeRO 3 gathers ahead.
+        reduction: How gradients are summed over ranks.
+        reshards: Whether ZeRO 3 frees blocks between forward and backward.
     """
 
     layout: Layout
@@ -50,6 +55,9 @@ class Candidate:
     recompute: Literal["none", "full"]
     rows: int
     accumulation: int = 1
+    prefetch: int = DataParallel.prefetch
+    reduction: Literal["ordered", "library"] = DataParallel.reduction
+    reshards: bool = True
 
     @property
     def parts(self) -> int:
@@ -241,6 +249,9 @@ def candidates(
                         recompute=recompute,
                         rows=rows_of_replica,
                         accumulation=accumulation,
+                        prefetch=get(PREFETCH, DataParallel.prefetch),
+                        reduction=get(REDUCTION, DataParallel.reduction),
+                        reshards=get(RESHARD, True) is not False,
                     )
 
 

@@ -279,8 +279,8 @@ def _data_parallel(
     What the engine does (docs/decisions/0010-overlap.md):
 
     - Stages 1 and 2 gather parameters once a step, before forward: not hidden.
-    - Stage 3 gathers them before forward and before backward of every micro-batch, behind the
-      blocks before if it may prefetch.
+    - Stage 3 gathers them before forward of every micro-batch and, if it frees blocks between
+      them, before backward, behind the blocks before if it may prefetch.
     - A single micro-batch's gradients are reduced while its backward runs, all but those of the
       last unit. So are those of every micro-batch under stages 2 and 3 without a pipeline.
     - Otherwise they are summed over micro-batches first, and reduced after all: not hidden.
@@ -303,10 +303,11 @@ def _data_parallel(
     if candidate.zero_stage < 3 or shard == 1:
         once = gather if shard > 1 else 0.0
         return once + (times * exposed(reduce, backward) if early else reduce)
+    again = gather if candidate.reshards else 0.0
     if not numerics.prefetch:
-        gathers, hidden = 2 * parts * gather, 0.0
+        gathers, hidden = parts * (gather + again), 0.0
     else:
-        gathers, hidden = parts * exposed(gather, forward), gather
+        gathers, hidden = parts * exposed(gather, forward), again
     if early:
         return gathers + parts * exposed(hidden + reduce, backward)
     return gathers + reduce + (parts * exposed(hidden, backward) if hidden else 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._candidates import ACCUMULATION, Layout, counted
+from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, Layout, counted
 from ._cost import seconds
 from ._memory import FRAGMENTATION, Memory, needed_bytes
 from ._search import TIE, ScoredCandidate, SearchResult
@@ -51,6 +51,7 @@ def reasons(
             f"a tie: {fastest.candidate} is predicted {slower:.1%} faster, within the "
             f"{TIE - 1:.0%} that count as equal; the plan with fewer moving parts was chosen"
         )
+    lines += _data_parallel(winner, constraints)
     lines += _runners_up(result)
     lines += _too_large(result, cluster)
     lines += [f"not possible: {reason}" for reason in result.rejected[:NUM_RUNNERS_UP]]
@@ -61,6 +62,30 @@ def reasons(
     if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
         lines.append("assumed: stages are balanced by estimated flops; give example_batch")
     return tuple(lines)
+
+
+def _data_parallel(winner: ScoredCandidate, constraints: Mapping[str, Any]) -> list[str]:
+    """Return what options of data parallelism change that the candidate's name does not say."""
+    candidate, lines = winner.candidate, list[str]()
+    if PREFETCH in constraints:
+        if candidate.zero_stage < 3 or candidate.shard == 1:
+            why = "no effect: nothing is gathered block by block without ZeRO 3"
+        elif candidate.prefetch == 0:
+            why = "one block is whole at a time, and compute waits for every gather"
+        else:
+            blocks = counted(candidate.prefetch + 1, "block")
+            why = f"the parameters of {blocks} are whole at the same time"
+        lines.append(f"{PREFETCH} {candidate.prefetch}: {why}")
+    if not candidate.reshards:
+        lines.append(f"{RESHARD} False: blocks are gathered once a step, and whole until backward")
+    elif RESHARD in constraints and constraints[RESHARD] is not True:
+        lines.append(f"assumed: blocks are freed after forward whatever {RESHARD} says of some")
+    if candidate.reduction == "library":
+        lines.append(
+            f"{REDUCTION} 'library': gradients are summed in the backend's own order, not to the "
+            "bits of one device"
+        )
+    return lines
 
 
 def left_whole(parameters: Mapping[str, str]) -> list[str]:

@@ -124,8 +124,9 @@ def _of_rank(
     compute = numel * compute_itemsize
     copied = compute if abs(compute - nbytes) > 1 else 0.0
     scale = compute / nbytes if nbytes else 0.0
-    # Stage 3 holds the parameters of two units whole: the one that runs and the next.
-    gathered = sum(units[:2]) * scale if shard > 1 else 0.0
+    # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
+    num_whole = candidate.prefetch + 1 if candidate.reshards else len(units)
+    gathered = sum(units[:num_whole]) * scale if shard > 1 else 0.0
     sharded = zero_stage == 3
     # Of cut logits a rank has its part.
     output_bytes /= next((p.tp for p in owned.parts if p.keeps_cut), 1)

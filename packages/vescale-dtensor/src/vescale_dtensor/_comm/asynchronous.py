@@ -22,16 +22,9 @@ from .collectives import Axes, Where
 from .events import CommunicationKind
 from .failures import named_failures
 from .groups import Peers, peers_of
+from .in_place import all_gather_single, reduce_scatter_single
 from .ordered_reduce import Reduction, all_reduce_parts, reduce_scatter_parts
-from .primitives import (
-    all_gather_into,
-    all_gather_single,
-    all_to_all_into,
-    joined,
-    parts_of,
-    reduce_scatter_single,
-    tell_peers,
-)
+from .primitives import all_gather_into, all_to_all_into, joined, parts_of, tell_peers
 from .profiling import collective_range, is_profiled, name_of, profiler_range
 from .waiting import finish, refuse_abandoned
 

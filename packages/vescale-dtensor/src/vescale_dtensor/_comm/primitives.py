@@ -10,8 +10,7 @@ nothing, and tells nobody.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,9 @@ from .emulation import RankTensor
 from .events import Communication, CommunicationKind, is_anyone_listening, tell
 from .failures import named_failures
 from .groups import Peers, peers_along
+from .in_place import all_gather_single, reduce_scatter_single
 from .profiling import collective_range, name_of
 from .waiting import run_collective
-
-# Renamed in torch 2.13, where the old names warn; remove the old ones with torch 2.12.
-all_gather_single: Callable[..., object] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)
-_reduce_scatter_single: Callable[..., object] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)
 
 Parts = Sequence[Tensor]
 Splits = tuple[tuple[int, ...], ...]
@@ -269,40 +261,6 @@ def library_reduce_scatter(
     with collective_range("reduce_scatter", peers), named_failures():
         run_collective(reduce_scatter_single, reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
-
-
-def reduce_scatter_single(
-    out: Tensor,
-    part: Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    *,
-    group: dist.ProcessGroup | None,
-    async_op: bool = False,
-) -> object:
-    """Do what ``torch.distributed.reduce_scatter_single`` does."""
-    if out.device.type != "cpu":
-        return _reduce_scatter_single(out, part, op, group=group, async_op=async_op)
-    # As gloo does it, whose own cannot be waited for with a timeout, and never says that it ended.
-    summed = part.clone()
-    work = dist.all_reduce(summed, op, group=group, async_op=True)
-    own = summed.narrow(0, dist.get_rank(group) * out.shape[0], out.shape[0])
-    wanted = _PartOfSum(work, own, out)
-    return wanted if async_op else wanted.wait()
-
-
-class _PartOfSum:
-    """Copies what is wanted of a sum when that was waited for."""
-
-    def __init__(self, work: dist.Work | None, own: Tensor, out: Tensor) -> None:
-        self._work, self._own, self._out = work, own, out
-
-    def wait(self, *timeout: timedelta) -> None:
-        if self._work is not None:
-            self._work.wait(*timeout)
-        self._out.copy_(self._own)
-
-    def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
 
 
 def emulated_rows(parts: Parts, peers: Peers) -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_reduce
@@ -26,14 +26,13 @@ from vescale_parallel._mesh.mesh import (
     gradient_groups,
 )
 from vescale_parallel._parameters.flat_layout import FlatShape, flat_layout
-from vescale_parallel._parameters.flat_shards import FlatShards, allocate, groups_of, release
+from vescale_parallel._parameters.flat_shards import FlatShards, allocate, release
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .gathering import Gathering
 from .gradient_rows import GradientBuffers, GradientRows
 from .mix_up import Exchanges, gather_of, reduction_of
-from .reductions import Reduction, ReductionOrder, Reductions
-from .side_stream import SideStream, streams_of
+from .reductions import Reduction, Reductions
 from .stray_gradients import refuse_graphs
 
 
@@ -50,6 +49,7 @@ class ParamGroup:
         buffers: Those of the model's gradients.
         exchanges: What the groups of the model exchange, in order.
         reductions: Of the model's gradients, those under way.
+        reshards: Whether it is freed between its forward and its backward pass.
     """
 
     params: Sequence[ShardedParameter]
@@ -60,6 +60,7 @@ class ParamGroup:
     buffers: GradientBuffers
     exchanges: Exchanges
     reductions: Reductions
+    reshards: bool = True
     _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
@@ -329,39 +330,6 @@ class ParamGroup:
             parts = all_reduce(flat, group).split([grads[param].numel() for param in same])
             for param, part in zip(same, parts, strict=True):
                 grads[param] = part.view(grads[param].shape)
-
-
-def group_parameters(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    params: Sequence[ShardedParameter],
-    blocks: Sequence[str],
-    *,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    order: ReductionOrder = "ordered",
-) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
-    """Return the parameter group of what is outside of blocks, and the blocks with theirs.
-
-    A block without parameters here has no group.
-    """
-    group_of = groups_of(model, blocks)
-    members: dict[int | None, list[ShardedParameter]] = {None: []}
-    for param in params:
-        members.setdefault(group_of(param.fqns), []).append(param)
-
-    buffers, exchanges = GradientBuffers(), Exchanges()
-    reductions = Reductions(order, SideStream(streams_of(mesh.device_type)))
-
-    def param_group(index: int | None) -> ParamGroup:
-        number = 0 if index is None else index + 1
-        of_group = members[index], mesh, param_dtype, reduce_dtype, number
-        return ParamGroup(*of_group, buffers, exchanges, reductions)
-
-    owned = [index for index in range(len(blocks)) if index in members]
-    return param_group(None), [
-        (model.get_submodule(blocks[index]), param_group(index)) for index in owned
-    ]
 
 
 def reduce_together(param_groups: Sequence[ParamGroup]) -> None:

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import axis_rank
+from vescale_parallel._parameters.flat_shards import groups_of
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._plan.config import DataParallel
 from vescale_parallel._plan.plan import ParallelPlan
 
-from .param_group import group_parameters
+from .gradient_rows import GradientBuffers
+from .mix_up import Exchanges
+from .param_group import ParamGroup
+from .reductions import ReductionOrder, Reductions
+from .side_stream import SideStream, streams_of
 from .zero_state import ZeroState
+
+
+def resharding_by_block(data: DataParallel, blocks: Sequence[str]) -> dict[str, bool]:
+    """Return of each block whether its parameters are freed between forward and backward.
+
+    Raises:
+        ValueError: If a pattern is of no block, or two of different values are of one.
+    """
+    said = data.reshard_after_forward
+    if isinstance(said, bool):
+        return dict.fromkeys(blocks, said)
+    name, found = "data_parallel.reshard_after_forward", dict[str, bool]()
+    for pattern, value in said.items():
+        expression = re.escape(pattern).replace(r"\*", "[^.]+")
+        matched = [block for block in blocks if re.fullmatch(expression, block)]
+        if not matched:
+            known = ", ".join(map(repr, blocks[:4])) or "none"
+            raise ValueError(f"{name}: {pattern!r} is no block of the model; blocks are {known}")
+        for block in matched:
+            if found.setdefault(block, value) is not value:
+                raise ValueError(f"{name} says both True and False of {block!r}; leave one out")
+    return {block: found.get(block, True) for block in blocks}
 
 
 def planned_zero_state(
@@ -35,6 +65,7 @@ def planned_zero_state(
         param_dtype=torch_dtype(plan.precision.param),
         reduce_dtype=torch_dtype(plan.precision.reduce),
         order=plan.data_parallel.reduction,
+        reshards=resharding_by_block(plan.data_parallel, blocks).__getitem__,
     )
     return ZeroState(
         mesh,
@@ -46,3 +77,39 @@ def planned_zero_state(
         prefetch=plan.data_parallel.prefetch,
         runs_again=plan.recompute == "full",
     )
+
+
+def group_parameters(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    params: Sequence[ShardedParameter],
+    blocks: Sequence[str],
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    order: ReductionOrder = "ordered",
+    reshards: Callable[[str], bool] = lambda block: True,
+) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
+    """Return the parameter group of what is outside of blocks, and the blocks with theirs.
+
+    A block without parameters here has no group. ``reshards`` says of a block whether it is freed
+    between its forward and its backward pass.
+    """
+    group_of = groups_of(model, blocks)
+    members: dict[int | None, list[ShardedParameter]] = {None: []}
+    for param in params:
+        members.setdefault(group_of(param.fqns), []).append(param)
+
+    buffers, exchanges = GradientBuffers(), Exchanges()
+    reductions = Reductions(order, SideStream(streams_of(mesh.device_type)))
+
+    def param_group(index: int | None) -> ParamGroup:
+        number = 0 if index is None else index + 1
+        of_group = members[index], mesh, param_dtype, reduce_dtype, number
+        freed = index is None or reshards(blocks[index])
+        return ParamGroup(*of_group, buffers, exchanges, reductions, freed)
+
+    owned = [index for index in range(len(blocks)) if index in members]
+    return param_group(None), [
+        (model.get_submodule(blocks[index]), param_group(index)) for index in owned
+    ]

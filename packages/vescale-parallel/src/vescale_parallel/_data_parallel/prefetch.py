@@ -7,6 +7,10 @@ one that is and was not needed is kept until it is, or the pass ends, and counts
 may be under way. What is started follows from what a pass needed so far and from the pass before,
 which are the same on all ranks, so that ranks start collectives in one order.
 
+[Note: groups that stay gathered] A group that a training pass is through with stays gathered until
+another is needed: backward begins with what forward ended with. Or, if the plan says so, until its
+backward pass. What stays is what one call has gathered: the next call lets go of it.
+
 Where they are not the same, ranks that come to the same groups by and by still exchange the same
 ones, so nothing is mixed up; where they do not, the order in which gathers are started tells; see
 [Note: mixed-up ranks].
@@ -49,6 +53,8 @@ class Prefetch:
         self._needed: list[Gatherable] = []
         self._gathered: set[Gatherable] = set()
         self._under_way: list[Gatherable] = []
+        self._kept: set[Gatherable] = set()
+        self._last: Gatherable | None = None
 
     def order_of(self, kind: Hashable) -> Sequence[Gatherable]:
         """Return what the last pass of a kind needed, in order."""
@@ -77,9 +83,13 @@ class Prefetch:
 
     def need(self, group: Gatherable) -> None:
         """Have a group gathered. Every rank must call this."""
+        last, self._last = self._last, None
+        if last is not None and last is not group:
+            last.free()
         if group in self._under_way:
             self._under_way.remove(group)
-        group.gather()
+        if group not in self._kept and group is not last:
+            group.gather()
         self._gathered.add(group)
         if self._kind is None:
             return  # a block that is called on its own
@@ -92,7 +102,32 @@ class Prefetch:
     def let_go(self, group: Gatherable) -> None:
         """Free a group's memory."""
         self._gathered.discard(group)
+        self._kept.discard(group)
         group.free()
+
+    def leave(self, group: Gatherable, *, keeps: bool) -> None:
+        """Free a group's memory later: see [Note: groups that stay gathered].
+
+        Args:
+            group: What forward is through with.
+            keeps: Whether the plan says that it stays until its backward pass.
+        """
+        # One that raised has no backward pass.
+        if self._kind is None or sys.exception() is not None:
+            self.let_go(group)
+        elif keeps:
+            self._gathered.discard(group)
+            self._kept.add(group)
+        else:
+            self._gathered.discard(group)
+            self._last = group
+
+    def let_go_of_kept(self) -> None:
+        """Free what stays gathered."""
+        kept, self._kept = self._kept, set()
+        last, self._last = self._last, None
+        for group in (*kept, *(() if last is None else (last,))):
+            group.free()
 
     def abandon(self) -> None:
         """Drop all that is under way, and expect nothing."""
@@ -108,7 +143,7 @@ class Prefetch:
 
     def _upcoming(self) -> Iterable[Gatherable]:
         """Yield what is expected and not gathered now, each once."""
-        seen = set(self._gathered)
+        seen = self._gathered | self._kept | {self._last}
         for group in islice(self._expected, self._at, None):
             if group not in seen:
                 seen.add(group)

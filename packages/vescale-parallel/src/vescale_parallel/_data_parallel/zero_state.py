@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import announced_failures, profiler_range
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import call_after_backward, is_in_backward, pytree
+from vescale_parallel._torch_private import call_after_backward, is_in_backward
 
+from .block_hooks import on_block
 from .end_of_pass import LATE, EndOfPass
 from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
@@ -92,7 +93,14 @@ class ZeroState:
             self._exchanges.with_gathers = self._frees
             self._exchanges.with_reductions = self._reduces_early
             for module, param_group in blocks:
-                self._add_hooks(module, param_group)
+                on_block(
+                    module,
+                    before_forward=partial(self._enter_forward_of, param_group),
+                    runs_again=partial(self._runs_again, param_group),
+                    after_forward=partial(self._leave_forward_of, param_group),
+                    before_backward=partial(self._enter_backward_of, param_group),
+                    num_backwards=lambda: self._num_backwards,
+                )
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
         self._writes = not pipelined and not self._reduces_early
         # On every rank, whichever of its gradients come first.
@@ -138,6 +146,7 @@ class ZeroState:
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
         self._show_unsharded()
+        self._gathers.let_go_of_kept()
         self._exchanges.begin_forward()
         if self._unsynced.num_passes and torch.is_grad_enabled():
             self._unsynced.open()
@@ -217,8 +226,7 @@ class ZeroState:
         reduced: dict[ShardedParameter, Tensor] = {}
         for param_group in self._order:
             reduced |= param_group.take()
-            if self._frees:
-                param_group.free()
+        self._free_all()
         self._root.buffers.trim()
         for param in self.params:
             settle(param)
@@ -278,40 +286,25 @@ class ZeroState:
             self._gathers.end()
             self.finish_backward(None)
 
-    def _add_hooks(self, module: nn.Module, param_group: ParamGroup) -> None:
-        """Gather and reduce a block's parameters as forward and backward reach it."""
+    def _runs_again(self, param_group: ParamGroup) -> bool:
+        # For its own backward pass, as torch.utils.checkpoint has it: it is ready for that.
+        return param_group in self._open and is_in_backward()
 
-        def runs_again() -> bool:
-            # For its own backward pass, as torch.utils.checkpoint has it: it is ready for that.
-            return param_group in self._open and is_in_backward()
+    def _enter_forward_of(self, param_group: ParamGroup) -> None:
+        if self._frees and not self._runs_again(param_group):
+            self._gathers.need(param_group)
+            self.writes.begin(param_group)
+        param_group.show_unsharded()
 
-        def before_forward(_: nn.Module, args: Any) -> None:
-            if self._frees and not runs_again():
-                self._gathers.need(param_group)
-                self.writes.begin(param_group)
-            param_group.show_unsharded()
-
-        def after_forward(_: nn.Module, args: Any, output: Any) -> None:
-            if runs_again():
-                return
-            param_group.show_sharded()
-            if self._frees:
-                self.writes.keep(param_group)
-                self._gathers.let_go(param_group)
-            entered: set[int] = set()
-
-            def before_backward(grad: Tensor) -> None:
-                if self._num_backwards not in entered:
-                    entered.add(self._num_backwards)
-                    self._enter_backward_of(param_group)
-
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(before_backward)
-
-        module.register_forward_pre_hook(before_forward, prepend=True)
-        # Also when forward raises: the model must not be left with freed parameters.
-        module.register_forward_hook(after_forward, always_call=True)
+    def _leave_forward_of(self, param_group: ParamGroup, *, has_backward: bool) -> None:
+        param_group.show_sharded()
+        if not self._frees:
+            return
+        self.writes.keep(param_group)
+        if has_backward:
+            self._gathers.leave(param_group, keeps=not param_group.reshards)
+        else:
+            self._gathers.let_go(param_group)
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
@@ -381,11 +374,15 @@ class ZeroState:
         self._open.clear()
         self._num_backwards += 1
         self._show_sharded()
+        self._free_all()
         if self._frees:
-            for param_group in self._order:
-                param_group.free()
             self._end.compare_gathers()
         self._unsynced.hide()
+
+    def _free_all(self) -> None:
+        self._gathers.let_go_of_kept()
+        for param_group in self._order if self._frees else ():
+            param_group.free()
 
     def _show_unsharded(self) -> None:
         for param in self.params:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
 from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
+
+T = TypeVar("T")
 
 
 def check_choices(prefix: str, section: object) -> None:
@@ -37,7 +39,7 @@ def _check_size(name: str, size: object) -> None:
         raise ValueError(f"expected {name} to be a positive integer, got {size!r}")
 
 
-class FrozenMapping(dict[str, str]):
+class FrozenMapping(dict[str, T], Generic[T]):
     """A dict that cannot be changed, and so can be hashed."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -162,6 +164,25 @@ class PipelineParallel:
             )
 
 
+def _check_resharding(data: DataParallel) -> None:
+    name, given = "data_parallel.reshard_after_forward", data.reshard_after_forward
+    if isinstance(given, Mapping):
+        bad = {key: value for key, value in given.items() if not isinstance(value, bool)}  # pyright: ignore[reportUnnecessaryIsInstance]: user input
+        if bad:
+            raise ValueError(f"expected {name} to be True or False of each pattern, got {bad!r}")
+        object.__setattr__(data, "reshard_after_forward", FrozenMapping(given))
+    elif not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: user input
+        raise ValueError(
+            f"expected {name} to be True, False, or patterns of blocks with one of them, "
+            f"got {given!r}"
+        )
+    if data.reshard_after_forward is not True and data.zero_stage != 3:
+        raise ValueError(
+            f"{name} is of parameters that are gathered block by block: expected "
+            f"data_parallel.zero_stage 3, got {data.zero_stage}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
     """How the batch, and with ZeRO the model state, is split over replicas.
@@ -175,6 +196,10 @@ class DataParallel:
             ``zero_stage`` 3; 0 gathers each when it is reached.
         reduction: Gradients are summed in rank order (``ordered``), to the bits of one device, or
             in the order of the backend's own reductions (``library``).
+        reshard_after_forward: With ``zero_stage`` 3, whether the gathered parameters of a block
+            are freed behind its forward pass, and gathered again for its backward pass. Or of
+            which blocks they are: FQN pattern (``*`` stands for one name component) to True or
+            False; True for blocks that no pattern is of.
     """
 
     size: int = 1
@@ -182,6 +207,7 @@ class DataParallel:
     zero_stage: Literal[0, 1, 2, 3] = 0
     prefetch: int = 1
     reduction: Literal["ordered", "library"] = "ordered"
+    reshard_after_forward: bool | Mapping[str, bool] = True
 
     @property
     def shard_size(self) -> int:
@@ -197,6 +223,7 @@ class DataParallel:
                 "expected data_parallel.prefetch to be a number of blocks, 0 for none, "
                 f"got {self.prefetch!r}"
             )
+        _check_resharding(self)
         if self.size % self.replicate_size:
             raise ValueError(
                 f"expected data_parallel.replicate_size to divide data_parallel.size "
