@@ -387,7 +387,7 @@ def test_micro_batches_are_proposed_where_the_batch_does_not_fit_otherwise() -> 
     assert plan.batch.gradient_accumulation == 4
     assert plan.estimate is not None
     assert plan.estimate.memory_bytes == needed[1]
-    assert any("fewer activations at once" in reason for reason in plan.reasons)
+    assert any("nothing fits with all rows at once" in reason for reason in plan.reasons)
     with pytest.raises(ValueError, match=r"[GM]iB too much"):
         generate_plan(_llama(), {**only, key: 2}, world_size=2, cluster=cluster)
 

@@ -80,21 +80,17 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a plan says of dtypes and of when parameters and gradients are sent.
+    """What a plan says of dtypes, and what the optimizer keeps.
 
     Attributes:
         states: Tensors of a parameter's size that the optimizer keeps.
         compute_itemsize: Bytes of an element in forward and backward.
         reduce_itemsize: Of a gradient while it is summed; None as in backward.
-        prefetch: Of ``data_parallel.prefetch``.
-        ordered: Whether gradients are summed in rank order, which sends every copy.
     """
 
     states: int
     compute_itemsize: int
     reduce_itemsize: int | None = None
-    prefetch: int = 1
-    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -304,7 +300,7 @@ def _data_parallel(
         once = gather if shard > 1 else 0.0
         return once + (times * exposed(reduce, backward) if early else reduce)
     again = gather if candidate.reshards else 0.0
-    if not numerics.prefetch:
+    if not candidate.prefetch:
         gathers, hidden = parts * (gather + again), 0.0
     else:
         gathers, hidden = parts * exposed(gather, forward), again
@@ -328,7 +324,7 @@ def _gather_and_reduce(
     sent = numel * numerics.compute_itemsize
     summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
     inner = layout.tp * layout.cp
-    scatter = exchange if numerics.ordered else all_gather
+    scatter = exchange if candidate.reduction == "ordered" else all_gather
     copies, group = layout.dp // shard, Group(shard, inner)
     gather = all_gather(sent, group, cluster, messages=units) if shard > 1 else 0.0
     reduce = scatter(summed, group, cluster, messages=units) if shard > 1 else 0.0

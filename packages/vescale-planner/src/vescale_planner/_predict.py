@@ -19,8 +19,6 @@ from .prediction import Breakdown, Prediction, RankMemory
 # What of a plan changes its price besides the candidate that it stands for.
 _PRICED = (
     "tensor_parallel.sequence",
-    "data_parallel.prefetch",
-    "data_parallel.reduction",
     "precision.param",
     "precision.reduce",
     "pipeline_parallel.split_points",
@@ -121,6 +119,9 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         recompute=plan.recompute,
         rows=_rows(plan, workload, notes),
         accumulation=plan.batch.gradient_accumulation,
+        prefetch=data.prefetch,
+        reduction=data.reduction,
+        reshards=data.reshard_after_forward is not False,
     )
 
 

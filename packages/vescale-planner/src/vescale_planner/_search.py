@@ -91,15 +91,13 @@ class Search:
 
     @property
     def numerics(self) -> Numerics:
-        """What the constraints say of dtypes and of data-parallel communication."""
+        """What the constraints say of dtypes."""
         get = self.constraints.get
         reduce = get("precision.reduce")
         return Numerics(
             states=self.states,
             compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
             reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
-            prefetch=get("data_parallel.prefetch", 1),
-            ordered=get("data_parallel.reduction", "ordered") == "ordered",
         )
 
     def run(self, world_size: int) -> SearchResult:
