@@ -233,10 +233,15 @@ def test_tuples_are_arguments() -> None:
     assert observe(model, triple).flops == _really(model, *triple)[0] > 0
 
 
-def test_two_stacks_have_no_pipeline_blocks() -> None:
+def test_two_stacks_are_blocks_one_after_the_other() -> None:
     found = observe(_t5(), _batch())
-    assert found.blocks == found.outside == ()
-    assert found.before_flops == found.flops
+    stacks = [f"{stack}.block.{index}" for stack in ("encoder", "decoder") for index in (0, 1)]
+    assert [block.fqn for block in found.blocks] == stacks
+    positions = {each.fqn: each.position for each in found.outside}
+    assert positions["encoder.final_layer_norm"] == "between"
+    assert (positions["shared"], positions["lm_head"]) == ("before", "after")
+    of_blocks = sum(block.flops for block in found.blocks)
+    assert found.before_flops + of_blocks + found.after_flops == found.flops
 
 
 def test_flops_of_grouped_experts_are_counted() -> None:
