@@ -104,6 +104,19 @@ def test_a_group_that_is_needed_twice_in_a_row_is_not_started_while_it_is_gather
     ]
 
 
+def test_what_forward_ended_with_is_gathered_again_if_it_was_let_go_since() -> None:
+    said: list[str] = []
+    block, gathers = Group("a", said), Prefetch(0)
+    gathers.begin("forward")
+    gathers.need(block)
+    gathers.leave(block, keeps=False)
+    # The backward pass before this forward, of another micro-batch, is through with it now.
+    gathers.let_go(block)
+    gathers.need(block)
+    assert block.is_gathered
+    assert said == ["gather a", "gather a"]
+
+
 def test_never_more_are_alive_than_depth_and_one() -> None:
     draw = random.Random(0)
     for _ in range(300):

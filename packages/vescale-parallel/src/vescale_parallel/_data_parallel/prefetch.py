@@ -103,6 +103,8 @@ class Prefetch:
         """Free a group's memory."""
         self._gathered.discard(group)
         self._kept.discard(group)
+        if self._last is group:
+            self._last = None
         group.free()
 
     def leave(self, group: Gatherable, *, keeps: bool) -> None:

@@ -73,7 +73,7 @@ class StagePass:
         self._draws, self._own, self._say = points.draws, own, say
         self._points = points.at_borders(microbatch)
         self._index = 0
-        self._is_lost, self._is_placed = False, False
+        self._is_lost, self._is_placed, self._has_left = False, False, False
         self._held = torch.default_generator.get_state()
         self._place_before(points.start(microbatch))
 
@@ -94,6 +94,7 @@ class StagePass:
 
     def left(self, fqn: str, *, goes_on: bool) -> None:
         """It has returned; ``goes_on`` says whether forward does."""
+        self._has_left = not goes_on
         if self._is_lost:
             return
         moves = self._draws.moves[self._index + 1]
@@ -108,7 +109,7 @@ class StagePass:
 
     def end(self) -> None:
         """Forward of the whole model has returned, or the stage has left it."""
-        if not self._is_lost and self._index == len(self._draws.borders):
+        if not (self._is_lost or self._has_left) and self._index == len(self._draws.borders):
             self._check(self._points[-1], "")
 
     def _place_before(self, point: Point) -> None:

@@ -205,7 +205,7 @@ class AccumulatedStep:
         # On meta where they are counted inside of a module with parameters.
         devices = {count.device.type for counts in found for count in counts}
         failed = len({len(counts) for counts in found}) != 1 or "meta" in devices
-        told = torch.tensor([float(failed)], device=self.device)
+        told = torch.tensor([failed], dtype=torch.float64, device=self.device)
         return bool(self.ranks.total(told) > 0)
 
     def _counted_by_running(
