@@ -19,14 +19,11 @@ from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
-from ._data_parallel.zero_state import ZeroState
 from ._expert_parallel.dispatch import dispatch
 from ._expert_parallel.experts import Experts, expert_parameters
 from ._expert_parallel.find import find_experts
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
-from ._loss.output import loss_called
-from ._loss.returned import ReturnedLosses
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import (
@@ -48,19 +45,15 @@ from ._parameters.shard_model import Read, move_buffers, read_real, shard_parame
 from ._pipeline.call_order import places_seen
 from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
-from ._pipeline.runner import Pipeline
-from ._pipeline.stage_assignment import StageMap, stage_map
-from ._pipeline.stage_buffers import StageBuffers
+from ._pipeline.stage_assignment import stage_map
 from ._pipeline.stage_module import Staging, stage_model
-from ._pipeline.step import PipelineStep
 from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
 from ._rng.sharded_rng import ShardedRng
 from ._rng.stage_draws import StageDraws
-from ._runtime.accumulation import AccumulatedStep, let_count
-from ._runtime.arguments import Arguments
+from ._runtime.accumulation import let_count
 from ._runtime.checks import (
     OptimizerFn,
     call_lr_scheduler_fn,
@@ -68,19 +61,17 @@ from ._runtime.checks import (
     check_arguments,
     described_arguments,
 )
-from ._runtime.engine import Engine
 from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
 from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
-from ._runtime.outside import KnownModules, refuse_parts
+from ._runtime.outside import refuse_parts
+from ._runtime.planned_engine import planned_engine
 from ._runtime.recompute import keep_no_caches, recompute
-from ._runtime.same_inputs import SameInputs
 from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
-from ._tensor_parallel.distributed_logits import DistributedLogits
 from ._tensor_parallel.explain import Applied, said_whole
 from ._tensor_parallel.tensor_sharding import TensorSharding, shard
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
@@ -232,7 +223,7 @@ def _change(
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
     parts = (parameters, proofs, rows, rng, lift, stages, staging, draws)
-    engine = _engine(plan, model, mesh, *parts)
+    engine = planned_engine(plan, model, mesh, *parts)
     if plan.data_parallel.size > 1 or stages is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
@@ -354,64 +345,4 @@ def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:
         part_of_batch=0 if pipelined else ranks.rank,
         tp_size=axis_size(mesh, "tp"),
         tp_rank=axis_rank(mesh, "tp"),
-    )
-
-
-def _engine(
-    plan: ParallelPlan,
-    model: nn.Module,
-    mesh: DeviceMesh,
-    parameters: ZeroState,
-    proofs: CallGuard | None,
-    rows: BatchRows,
-    rng: ShardedRng,
-    lift: LiftPlain | None,
-    stages: StageMap | None,
-    staging: Staging,
-    draws: StageDraws | None,
-) -> Engine:
-    ranks = DataRanks(mesh)
-    logits = DistributedLogits(
-        None if lift is None else mesh["tp"], lift, plan.tensor_parallel.communication
-    )
-    inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
-    parameters.while_backward = logits.declared
-    parameters.after_backward = inputs.after_backward
-    step = None
-    if stages is not None and draws is not None:
-        num_blocks = len(stages.blocks)
-        pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
-        has_buffers = any(True for _ in model.buffers())
-        buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
-        step = PipelineStep(
-            model, pipeline, parameters.params, buffers, parameters.finish_backward
-        )
-    accumulation = None
-    if stages is None and plan.num_microbatches > 1:
-        accumulation = AccumulatedStep(
-            num_microbatches=plan.num_microbatches,
-            model=model,
-            device=mesh.device_type,
-            parameters=parameters,
-            ranks=ranks,
-            rng=rng,
-            staging=staging,
-            buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
-            loss_of=loss_called(plan.pipeline_parallel.loss),
-        )
-    return Engine(
-        mesh=mesh,
-        parameters=parameters,
-        data_ranks=ranks,
-        arguments=Arguments(model, mesh.device_type),
-        inputs=inputs,
-        known=KnownModules(model, parameters.params),
-        proofs=proofs,
-        rows=rows,
-        rng=rng,
-        logits=logits,
-        losses=ReturnedLosses(),
-        pipeline=step,
-        accumulation=accumulation,
-        input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )

@@ -227,8 +227,7 @@ def candidates(
         if layout.dp % size:
             yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
             return
-    pipelines = list(_pipelines(layout, rows, num_blocks, constraints))
-    for pipeline in pipelines:
+    for pipeline in _pipelines(layout, rows, num_blocks, constraints):
         if isinstance(pipeline, str):
             yield pipeline
             continue

@@ -32,8 +32,8 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from .gathering import Gathering
 from .gradient_rows import GradientBuffers, GradientRows
 from .mix_up import Exchanges, gather_of, reduction_of
+from .public_gradients import refuse_graphs
 from .reductions import Reduction, Reductions
-from .stray_gradients import refuse_graphs
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .param_group import ParamGroup
-from .stray_gradients import refuse_graphs
+from .public_gradients import refuse_graphs
 
 _ADVICE = (
     "run the last backward() of a step outside of no_sync(), which sums them over ranks, and "

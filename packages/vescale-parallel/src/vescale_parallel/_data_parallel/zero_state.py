@@ -27,8 +27,7 @@ from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
-from .public_gradients import accumulate, settle
-from .stray_gradients import refuse_stray_gradients
+from .public_gradients import accumulate, refuse_stray_gradients, settle
 from .unsynced import UnsyncedGradients, scale_gradients
 
 

@@ -98,9 +98,8 @@ def shard_parameters(
             is_expert=fqns[0] in experts,
         )
         if param.unsharded is None:
-            param.placeholder = placeholder(
-                param.sharded.shape, param.sharded.dtype, param.sharded.device
-            )
+            like = param.sharded
+            param.placeholder = placeholder(like.shape, like.dtype, like.device)
         param.show_sharded()
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})

@@ -25,7 +25,7 @@ from vescale_parallel._loss.output import (
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
+from vescale_parallel._plan.pipeline_schedules import rule_of
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
@@ -34,10 +34,10 @@ from .agreed_outputs import AgreedOutputs
 from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
+from .execution.order import operations_of_step
 from .microbatches import num_rows_of, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
-from .schedules import actions_of, forward_order
-from .schedules.messages import Operation, channels_of, operations_of
+from .schedules.messages import channels_of
 from .stage_module import Receive, StageDone, StageRun, Staging
 from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
 
@@ -275,7 +275,7 @@ class Pipeline:
         step = draws.of_step(microbatches, form, signatures[0]) if draws else None
         with step or contextlib.nullcontext():
             outputs = execution.execute(
-                _operations(schedule, self._rank, self._placement, len(microbatches))
+                operations_of_step(schedule, self._rank, self._placement, len(microbatches))
             )
         self._seen.check()
         return outputs
@@ -389,20 +389,6 @@ class Pipeline:
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return mean_of_parts(scalars, self.total, self._num_parts)
-
-
-@functools.cache
-def _operations(
-    schedule: str | None, rank: int, placement: StagePlacement, microbatches: int
-) -> tuple[Operation, ...]:
-    """Return what a rank does in a step, None being forward passes alone."""
-    size, virtual = placement.size, placement.virtual_stages
-    if schedule is None:
-        orders = [forward_order(r, placement, microbatches) for r in range(size)]
-    else:
-        shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
-        orders = [actions_of(schedule, r, **shape) for r in range(size)]
-    return operations_of(orders, rank, placement)
 
 
 def _only_scalars(output: Any) -> Any:

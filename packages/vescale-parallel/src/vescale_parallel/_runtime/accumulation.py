@@ -35,6 +35,7 @@ from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_mod
 from vescale_parallel._pipeline.targets import (
     SeenCounts,
     TargetCounts,
+    plain_attributes,
     run_counting,
     summed_counts,
 )
@@ -182,7 +183,8 @@ class AccumulatedStep:
         self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch]
     ) -> list[Tensor]:
         """Return what each token mean of the module counts on this rank."""
-        form = self.model.training
+        # Programs change what modules hold, as the loss that is computed later in training.
+        form = plain_attributes(self.model)
         if self._counts_by_running is None:
             self._counts_by_running = self._cannot_count(forward, microbatches, form)
             if self._counts_by_running:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenCounts
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
@@ -19,6 +19,7 @@ from .replay import CountProgram, CountRecorder
 
 # Of one form, tried before forward runs; where shapes depend on values there are many.
 _MOST_WAYS = 4
+_MOST_FORMS = 64
 MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -58,6 +59,8 @@ class TargetCounts:
     ) -> list[Tensor]:
         """Return the counts, and see how they are made unless that was seen before."""
         leaves, key = _key_of(microbatch, form)
+        if key not in self._programs and len(self._programs) >= _MOST_FORMS:
+            del self._programs[next(iter(self._programs))]
         programs = self._programs.setdefault(key, [] if _are_plain(leaves) else None)
         if programs is None:
             self.run(forward, microbatch, mode := TokenCounts())
@@ -98,6 +101,12 @@ _PLAIN = (bool, int, float, str, type(None))
 def _are_plain(leaves: Sequence[Any]) -> bool:
     """Whether nothing may change behind the back of what arguments are told apart by."""
     return all(type(leaf) is Tensor or isinstance(leaf, _PLAIN) for leaf in leaves)
+
+
+def plain_attributes(model: nn.Module) -> Hashable:
+    """Return the numbers, words and flags that the modules of a model hold."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return tuple((type(value), value) for value in held if isinstance(value, _PLAIN))
 
 
 def run_counting(

@@ -1,0 +1,90 @@
+"""The engine that a plan asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._cross_replica.batch import BatchRows
+from vescale_parallel._data_parallel.zero_state import ZeroState
+from vescale_parallel._loss.output import loss_called
+from vescale_parallel._loss.returned import ReturnedLosses
+from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._parameters.shard_model import torch_dtype
+from vescale_parallel._pipeline.runner import Pipeline
+from vescale_parallel._pipeline.stage_assignment import StageMap
+from vescale_parallel._pipeline.stage_buffers import StageBuffers
+from vescale_parallel._pipeline.stage_module import Staging
+from vescale_parallel._pipeline.step import PipelineStep
+from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._rng.sharded_rng import ShardedRng
+from vescale_parallel._rng.stage_draws import StageDraws
+from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
+from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
+
+from .accumulation import AccumulatedStep
+from .arguments import Arguments
+from .engine import Engine, ProvesCalls
+from .outside import KnownModules
+from .same_inputs import SameInputs
+
+
+def planned_engine(
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parameters: ZeroState,
+    proofs: ProvesCalls | None,
+    rows: BatchRows,
+    rng: ShardedRng,
+    lift: LiftPlain | None,
+    stages: StageMap | None,
+    staging: Staging,
+    draws: StageDraws | None,
+) -> Engine:
+    """Return what runs the calls of a model that was changed as a plan says."""
+    ranks = DataRanks(mesh)
+    logits = DistributedLogits(
+        None if lift is None else mesh["tp"], lift, plan.tensor_parallel.communication
+    )
+    inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
+    parameters.while_backward = logits.declared
+    parameters.after_backward = inputs.after_backward
+    step = None
+    if stages is not None and draws is not None:
+        num_blocks = len(stages.blocks)
+        pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
+        has_buffers = any(True for _ in model.buffers())
+        buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
+        step = PipelineStep(
+            model, pipeline, parameters.params, buffers, parameters.finish_backward
+        )
+    accumulation = None
+    if stages is None and plan.num_microbatches > 1:
+        accumulation = AccumulatedStep(
+            num_microbatches=plan.num_microbatches,
+            model=model,
+            device=mesh.device_type,
+            parameters=parameters,
+            ranks=ranks,
+            rng=rng,
+            staging=staging,
+            buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
+            loss_of=loss_called(plan.pipeline_parallel.loss),
+        )
+    return Engine(
+        mesh=mesh,
+        parameters=parameters,
+        data_ranks=ranks,
+        arguments=Arguments(model, mesh.device_type),
+        inputs=inputs,
+        known=KnownModules(model, parameters.params),
+        proofs=proofs,
+        rows=rows,
+        rng=rng,
+        logits=logits,
+        losses=ReturnedLosses(),
+        pipeline=step,
+        accumulation=accumulation,
+        input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
+    )
