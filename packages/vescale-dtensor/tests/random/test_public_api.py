@@ -19,8 +19,10 @@ def test_public_names_are_these():
         "is_state",
         "memory_order",
         "philox_draws",
+        "point_after",
         "random_operator",
         "state_after_words",
+        "words_between",
         "words_of",
     ]
     for name in public.__all__:
