@@ -102,6 +102,7 @@ def evaluated(constraints: Constraints | None) -> tuple[Tensor, list[Tensor], Te
 def test_rows_are_routed_evaluated_and_generated_as_on_one_device(world2: World) -> None:
     logits, experts, made = evaluated(None)
     ranks = world2.run(evaluated, {DP: 2, EP: 2})
+    # Products of float64 over other numbers of rows.
     torch.testing.assert_close(torch.cat([r[0] for r in ranks]), logits, rtol=1e-12, atol=1e-12)
     for layer, expected in enumerate(experts):
         assert torch.equal(torch.cat([r[1][layer] for r in ranks]), expected)
@@ -227,6 +228,7 @@ def test_experts_that_are_written_by_hand_are_shared(world2: World) -> None:
     expected = by_hand(None, rows)
     for grads in world2.run(by_hand, {DP: 2, EP: 2}, rows):
         for grad, one in zip(grads, expected, strict=True):
+            # Sums of float64 over tokens of two ranks, in another order.
             torch.testing.assert_close(grad, one, rtol=1e-11, atol=1e-13)
 
 

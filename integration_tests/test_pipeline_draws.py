@@ -19,6 +19,7 @@ from vescale_testing import World
 
 from .models import batches
 from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
+from .test_pipeline_schedules import Loss
 from .training import whole
 
 STEPS, ROWS, LENGTH = 2, 8, 6
@@ -79,18 +80,6 @@ class HandWritten(nn.Module):
             self.head(x).flatten(0, 1), batch["labels"].flatten(), reduction="none"
         )
         return (losses * weight.flatten().to(losses.dtype)).mean()
-
-
-class Loss(nn.Module):
-    """The mean loss of a model of transformers, in its own dtype."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        logits = self.model(input_ids=batch["input_ids"]).logits
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def model_of(name: str, depth: int, dtype: torch.dtype) -> nn.Module:
@@ -158,6 +147,7 @@ def compared(build: Any, constraints: Constraints, tied: str = "wte") -> None:
         found = torch.rand(2)
         if exact:
             assert torch.equal(loss.detach(), expected), (loss, expected)
+        # Of parts of tensor-parallel ranks, whose sums are in another order.
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=0)
     assert torch.equal(found, drawn), "the loop draws something else"
     assert torch.equal(torch.get_rng_state(), state)
