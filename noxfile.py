@@ -198,7 +198,7 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", ["2.11.0", "2.12.1", "2.14.1"])
+@nox.parametrize("version", ["2.11.0", "2.12.1", "2.14.1", "2.15.0"])
 def other_torch(session: nox.Session, version: str) -> None:
     """Run the tests of all packages on another version of torch than the one of development."""
     pins = Path(CONSTRAINTS).read_text(encoding="utf-8")

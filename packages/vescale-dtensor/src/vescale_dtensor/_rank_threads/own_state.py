@@ -63,6 +63,7 @@ def _no_groups() -> Any:
         tags_to_pg={},
         pg_to_tag={},
         pg_coalesce_state={},
+        pg_flight_recorder_hooks={},  # newer than torch 2.13
         pg_config_info=[],
         comms=[],
     )

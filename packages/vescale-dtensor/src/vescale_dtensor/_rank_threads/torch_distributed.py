@@ -68,7 +68,12 @@ class _Connections:
             """Made in place of gloo's, whose class torch asks for."""
 
             def __init__(
-                self, store: Any, rank: int, size: int, timeout: timedelta | None = None
+                self,
+                store: Any,
+                rank: int,
+                size: int,
+                timeout: timedelta | None = None,
+                **_: Any,  # newer than 2.13: whether the group may be made again with other ranks
             ) -> None:
                 key = connections.key_of(store)
                 super().__init__(connections.exchanges, key, rank, size, timeout)
