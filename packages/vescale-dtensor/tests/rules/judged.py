@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from vescale_dtensor._torch_private import OpOverload, disable_current_modes
 
 from .torch_judge import LocalTensor, LocalTensorMode, judge
 
+_judges_pending = judge and judge._create_partial_input
 NUM_RANKS = 2
 _KINDS = (Replicate, Shard, Partial)
 _SUMMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -210,7 +212,8 @@ def judgment(called: AtenCall, claims: Sequence[Claim], mesh: DeviceMesh) -> Jud
     said = Judgment()
     result = [x for x in pytree.tree_leaves(called.result) if isinstance(x, Tensor)]
     mitigations = _negated(called)
-    with LocalTensorMode(frozenset(range(NUM_RANKS))):
+    taking_apart = mock.patch.object(judge, "_create_partial_input", _pending)
+    with LocalTensorMode(frozenset(range(NUM_RANKS))), taking_apart:
         for claim in claims:
             if not _can_be_judged(called, claim):
                 said.unjudged += 1
@@ -227,6 +230,17 @@ def judgment(called: AtenCall, claims: Sequence[Claim], mesh: DeviceMesh) -> Jud
             else:
                 said.flagged.append(f"{called.func}: {claim}: {_why(called, claim, result, mesh)}")
     return said
+
+
+def _pending(tensor: Tensor, placement: Partial, world_size: int, *choices: int) -> Any:
+    """Take a tensor apart as the judge does, and into factors where it would repeat it."""
+    if placement.reduce_op != "product":
+        return _judges_pending(tensor, placement, world_size, *choices)
+    numbers = torch.arange(tensor.numel()).reshape(tensor.shape)
+    factors = torch.where(numbers % 2 == 0, 4.0, -0.5).to(tensor.dtype)  # powers of 2 are exact
+    parts = [tensor * factors, factors.reciprocal()]
+    ones = [torch.ones_like(tensor)] * (world_size - 2)
+    return LocalTensor(dict(enumerate([*parts, *ones])))
 
 
 def _negated(called: AtenCall) -> Any:
@@ -347,7 +361,10 @@ def _has_parts(tensor: Tensor) -> bool:
     """Whether parts some thousands of times as large, as the judge makes them, are finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
-    return bool((tensor.abs() < 1e-6 * torch.finfo(tensor.dtype).max).all())
+    largest = 1e-6 * torch.finfo(tensor.dtype).max
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # numbers of eight bits cannot be compared
+    return bool((tensor.abs() < largest).all())
 
 
 def _key(called: AtenCall) -> Any:

@@ -62,6 +62,8 @@ def test_the_judge_finds_a_rule_that_is_wrong(mesh: DeviceMesh) -> None:
     called = AtenCall(torch.ops.aten.relu.default, (x,), {}, x.relu())
     wrong = Claim((Partial(),), (Partial(),), torch.ops.aten.relu.default)
     assert len(judgment(called, [wrong], mesh).flagged) == 1
+    factors = Claim((Partial("product"),), (Partial("product"),), torch.ops.aten.relu.default)
+    assert len(judgment(called, [factors], mesh).flagged) == 1
     claims = claims_of(called, mesh)
     assert claims
     said = judgment(called, claims, mesh)

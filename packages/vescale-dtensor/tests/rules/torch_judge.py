@@ -27,6 +27,7 @@ try:
         judge.SKIP_OPS, judge.extract_tensors_from_args, judge.extract_tensors_from_sample,
         judge.get_1d_input_placements_for_tensor, judge.get_aten_op_for_sample,
         judge._AtenFalsePositiveMitigations, judge._CaptureAtenOp, judge._check_ground_truth,
+        judge._create_partial_input,
         judge._prepare_aten_mitigations,
         judge._validate_aten_with_mitigations, judge.validate_aten_combination,
     )  # fmt: skip

@@ -84,6 +84,8 @@ def _compiled_program(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check_compile(backend: str) -> None:
+    # Inductor's own imports.
+    warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
     mesh = mesh_2x2()
     full, weight = torch.randn(8, 6), torch.randn(6, 4)
     expected_input = full.clone().requires_grad_()
