@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Recipe:
         deferred: Whether the model's construction is deferred.
         exact: Whether to compute in float64 from parameters that were drawn as ``dtype``.
         reversed_rows: Whether the rows of every batch come in the opposite order.
+        in_halves: Whether linear layers add two products of half their input features, which is
+            how two tensor-parallel ranks round.
         device: Where to train. Parameters are drawn on the CPU.
     """
 
@@ -50,6 +53,7 @@ class Recipe:
     deferred: bool = False
     exact: bool = False
     reversed_rows: bool = False
+    in_halves: bool = False
     device: str = "cpu"
 
 
@@ -116,6 +120,13 @@ def make_model(recipe: Recipe) -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
+def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``, rounded as two tensor-parallel ranks round it."""
+    half = x.shape[-1] // 2
+    result = x[..., :half] @ weight[:, :half].mT + x[..., half:] @ weight[:, half:].mT
+    return result if bias is None else result + bias
+
+
 def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Record:
     """Train as on one device; with constraints, under the plan that they make.
 
@@ -145,7 +156,11 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
             with torch.no_grad():
                 evaluations.append(model(batch).item())
             model.train()
-        loss = model(batch)
+        if recipe.in_halves:
+            with mock.patch.object(torch.nn.functional, "linear", linear_in_halves):
+                loss = model(batch)
+        else:
+            loss = model(batch)
         losses.append(loss.item())
         (loss * recipe.loss_factor).backward()
         if (index + 1) % recipe.accumulate:
