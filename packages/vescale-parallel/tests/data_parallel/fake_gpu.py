@@ -103,11 +103,12 @@ class FakeGpu(TorchDispatchMode):
         arriving = {_key(target) for target, _ in self._arriving}
         if not func.is_view and name != "aten::detach":
             assert not arriving & set(map(_key, host)), f"{name} reads what has not arrived"
-        before = [each._version for each in host]
+        for index, each in enumerate(func._schema.arguments):
+            if each.is_write:
+                written = args[index] if index < len(args) else (kwargs or {}).get(each.name)
+                keys = {_key(leaf) for leaf in tree_leaves(written) if isinstance(leaf, Tensor)}
+                assert not keys & self._leaving, f"{name} writes what is being copied"
         made = func(*args, **(kwargs or {}))
-        for each, version in zip(host, before, strict=True):
-            if func._schema.is_mutable and each._version != version:
-                assert _key(each) not in self._leaving, f"{name} writes what is being copied"
         for each in tree_leaves(made):
             if isinstance(each, Tensor):
                 self.take(each)

@@ -180,6 +180,11 @@ def _on_devices(
                 optimizer.step()
                 optimizer.zero_grad()
             log = [*device.log]
+            with torch.no_grad():
+                model(ROWS.chunk(plan.data_parallel.size)[rank])
+                for parameter in model.parameters():  # at once, while the device may still run
+                    parameter._local_tensor.mul_(1.5)
+                model(ROWS.chunk(plan.data_parallel.size)[rank])
             if plan.data_parallel.offload != "none":
                 kept = [parameter._local_tensor for parameter in model.parameters()]
                 for state in optimizer.state.values():

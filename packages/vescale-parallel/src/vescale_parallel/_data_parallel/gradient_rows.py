@@ -129,9 +129,10 @@ class GradientBuffers:
 
     def bring_to_host(self, flat: Tensor) -> Tensor:
         """Return 1-D memory of the host that a tensor is on its way to, on the current stream."""
-        shape, how = flat.shape, {"dtype": flat.dtype, "device": flat.device}
-        held = self._sums.setdefault((flat.numel(), flat.dtype, None), [])
-        return _free(held, lambda: empty_on_host(shape, **how)).copy_(flat, non_blocking=True)
+        shape, dtype, device = flat.shape, flat.dtype, flat.device
+        held = self._sums.setdefault((flat.numel(), dtype, None), [])
+        kept = _free(held, lambda: empty_on_host(shape, dtype=dtype, device=device))
+        return kept.copy_(flat, non_blocking=True)
 
     @contextlib.contextmanager
     def received(self, like: Tensor) -> Iterator[Tensor]:

@@ -56,8 +56,7 @@ def shard_parameters(
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
     of which each rank of the ``ep`` axis has its own.
     """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
+    names, tensors = dict[int, list[str]](), dict[int, nn.Parameter]()
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
         tensors[id(parameter)] = parameter
