@@ -6,7 +6,8 @@ Trains a Llama of 25 million parameters with AdamW. Every contender runs in proc
 so that its peak of memory is its own: gloo, one thread a rank. Contenders alternate; figures are
 medians over repeats, of the mean over ranks. CPU time is user and system time of a step; memory is
 the peak of resident memory, and how far that is above what imports took. Prints JSON; ``ratio``
-is to the best peer of the same kind (``PEERS``). ``loss`` tells that all train alike.
+is to the best peer of the same kind (``PEERS``). ``loss`` tells that all train alike. Operators
+and collectives are those that one more step dispatches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from side_by_side.contenders import (
     alternated,
     begun,
     chosen,
+    counted,
     end,
     fresh,
     random_ids,
@@ -85,7 +87,8 @@ def run(name: str, steps: int) -> None:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    end(timed(step, steps, imported))
+    figures = timed(step, steps, imported)
+    end(figures | counted(step))
 
 
 def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 Batch = dict[str, Tensor]
@@ -133,6 +134,26 @@ def timed(step: Callable[[], float | None], steps: int, imported: float) -> Figu
         "peak_mb_above_imports": peak - imported,
         "loss": float("nan") if loss is None else loss,
     }
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts operators, and how many of them are collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.collectives = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        self.collectives += str(func).startswith("c10d")
+        return func(*args, **(kwargs or {}))
+
+
+def counted(step: Callable[[], float | None]) -> Figures:
+    """Return how many operators and collectives a step of this rank dispatches."""
+    with Dispatched() as dispatched:
+        step()
+    return {"operators": dispatched.operators, "collectives": dispatched.collectives}
 
 
 def end(figures: Figures) -> None:

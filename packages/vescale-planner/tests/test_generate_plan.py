@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel import ParallelPlan, constraint_keys, model_signature
-from vescale_planner import Cluster, generate_plan
+from vescale_planner import Cluster, generate_plan, predict
 
 CPU = Cluster.preset("cpu")
 H200 = Cluster.preset("h200")
@@ -422,6 +422,16 @@ def test_blocks_that_stay_gathered_are_planned_and_explained(said: Any, reason: 
     plan = generate_plan(_llama(), constraints, world_size=4, cluster=H200)
     assert plan.data_parallel.reshard_after_forward == said
     assert any(reason in why for why in plan.reasons)
+
+
+def test_offload_is_not_searched_but_counted_in_memory_and_explained() -> None:
+    said: dict[str, Any] = {"data_parallel.offload": "parameters", "data_parallel.zero_stage": 3}
+    plan = generate_plan(_llama(), said, world_size=4, cluster=H200)
+    assert plan.data_parallel.offload == "parameters"
+    assert any("memory on the host is not counted" in why for why in plan.reasons)
+    assert any("optimizer is timed as if" in why for why in predict(_llama(), plan).assumptions)
+    others = generate_plan(_llama(), world_size=4, cluster=H200)
+    assert others.data_parallel.offload == "none"
 
 
 def test_sums_by_the_backend_are_planned_and_explained() -> None:

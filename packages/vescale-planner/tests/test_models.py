@@ -124,6 +124,25 @@ def test_blocks_that_stay_gathered_take_memory_and_spare_a_gather() -> None:
     assert _seconds(kept, slow) < _seconds(candidate, slow)
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "parameters", "gradients"),
+    [
+        (1, "optimizer", 16e9, 16e9),
+        (3, "optimizer", 16e9 / 8 + 2 * 2e9, 2e9),
+        (3, "parameters", 2 * 2e9, 2e9),
+    ],
+)
+def test_what_is_on_the_host_takes_no_memory_of_the_device(
+    stage: int, offload: str, parameters: float, gradients: float
+) -> None:
+    candidate = _candidate(dp=8, zero_stage=stage, offload=offload)
+    found = peak_memory(
+        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
+    )
+    assert (found.parameters, found.gradients) == pytest.approx((parameters, gradients))
+    assert found.optimizer == 0.0
+
+
 def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
     whole = peak_memory(
         _candidate(), _ranks(_candidate()), states=2, compute_itemsize=2, output_bytes=0.0

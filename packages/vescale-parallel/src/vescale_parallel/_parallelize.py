@@ -36,7 +36,7 @@ from ._mesh.mesh import (
     data_groups,
     second_group,
 )
-from ._mesh.process_group import start_process_group
+from ._mesh.process_group import check_host_collectives, start_process_group
 from ._model.blocks import blocks_of
 from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
@@ -143,6 +143,8 @@ def parallelize(
         take_model_of_rank_zero(model, construction)
         check_signature(plan, model)
         check_supported(plan, model)
+        if plan.data_parallel.offload != "none":
+            check_host_collectives()
         _log.info("parallelizing %s on %d ranks: %s", type(model).__name__, plan.world_size, plan)
         undo = None if loss_fn is None else give_loss(model, loss_fn)
         try:

@@ -55,7 +55,7 @@ def test_one_rank_has_a_mesh_of_one(in_threads: InThreads) -> None:
         ranks = DataRanks(mesh)
         return mesh.mesh_dim_names, ranks.size, ranks.rank, len(data_groups(mesh))
 
-    assert in_threads(1, described) == [(("dp_shard",), 1, 0, 1)]
+    assert in_threads(1, described) == [(("dp_shard",), 1, 0, 0)]
 
 
 def test_data_ranks_sum_in_the_order_of_ranks(in_threads: InThreads) -> None:

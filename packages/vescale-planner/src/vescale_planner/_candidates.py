@@ -12,6 +12,7 @@ from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, r
 ACCUMULATION = "batch.gradient_accumulation"
 PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
 RESHARD = "data_parallel.reshard_after_forward"
+_Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True, order=True)
@@ -44,6 +45,7 @@ class Candidate:
         prefetch: Blocks that ZeRO 3 gathers ahead.
         reduction: How gradients are summed over ranks.
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
+        offload: What is on the host.
     """
 
     layout: Layout
@@ -52,12 +54,13 @@ class Candidate:
     schedule: ScheduleName
     virtual_stages: int
     microbatches: int
-    recompute: Literal["none", "full"]
+    recompute: _Recompute
     rows: int
     accumulation: int = 1
     prefetch: int = DataParallel.prefetch
     reduction: Literal["ordered", "library"] = DataParallel.reduction
     reshards: bool = True
+    offload: Literal["none", "optimizer", "parameters"] = DataParallel.offload
 
     @property
     def parts(self) -> int:
@@ -220,10 +223,8 @@ def candidates(
     if experts > 1 and layout.tp > 1:
         yield f"expert_parallel.size {experts} needs tensor_parallel.size 1, not {layout.tp}"
         return
-    for name, size in (
-        ("expert_parallel.size", experts),
-        ("data_parallel.replicate_size", replicate),
-    ):
+    within = {"expert_parallel.size": experts, "data_parallel.replicate_size": replicate}
+    for name, size in within.items():
         if layout.dp % size:
             yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
             return
@@ -251,6 +252,7 @@ def candidates(
                         prefetch=get(PREFETCH, DataParallel.prefetch),
                         reduction=get(REDUCTION, DataParallel.reduction),
                         reshards=get(RESHARD, True) is not False,
+                        offload=get("data_parallel.offload", DataParallel.offload),
                     )
 
 
@@ -261,9 +263,7 @@ def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
     )
 
 
-def _recomputations(
-    fixed: Literal["none", "full"] | None,
-) -> tuple[Literal["none", "full"], ...]:
+def _recomputations(fixed: _Recompute | None) -> tuple[_Recompute, ...]:
     return ("none", "full") if fixed is None else (fixed,)
 
 
@@ -275,9 +275,9 @@ def _zero_stages(
         return (fixed,)
     if layout.dp == replicate:
         return (0,)
-    # Hybrid sharding was asked for, and stage 0 would replicate everything.
-    is_hybrid = (constraints.get("data_parallel.replicate_size") or 1) > 1
-    return (1, 2, 3) if is_hybrid else (0, 1, 2, 3)
+    # With hybrid sharding stage 0 would replicate everything.
+    copies = constraints.get("data_parallel.replicate_size") or 1
+    return (1, 2, 3) if copies > 1 else (0, 1, 2, 3)
 
 
 def _pipelines(

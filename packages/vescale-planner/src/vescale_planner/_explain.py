@@ -7,7 +7,7 @@ from typing import Any
 
 from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, Layout, counted
 from ._cost import seconds
-from ._memory import FRAGMENTATION, Memory, needed_bytes
+from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
 from ._search import TIE, ScoredCandidate, SearchResult
 from ._workload import Workload
 from .cluster import Cluster
@@ -80,6 +80,8 @@ def _data_parallel(winner: ScoredCandidate, constraints: Mapping[str, Any]) -> l
         lines.append(f"{RESHARD} False: blocks are gathered once a step, and whole until backward")
     elif RESHARD in constraints and constraints[RESHARD] is not True:
         lines.append(f"assumed: blocks are freed after forward whatever {RESHARD} says of some")
+    if candidate.offload != "none":
+        lines.append(f"data_parallel.offload {candidate.offload!r}: {UNTIMED_OFFLOAD}")
     if candidate.reduction == "library":
         lines.append(
             f"{REDUCTION} 'library': gradients are summed in the backend's own order, not to the "

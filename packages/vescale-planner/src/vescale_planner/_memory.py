@@ -46,6 +46,12 @@ def optimizer_states(optimizer: str | type) -> int:
     return _OPTIMIZER_STATES[name.lower()]
 
 
+UNTIMED_OFFLOAD = (
+    "memory on the host is not counted, nor is the time of copies from and to it, and the "
+    "optimizer is timed as if it stepped on the device"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one rank by purpose."""
@@ -133,10 +139,20 @@ def _of_rank(
     is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.
     whole_unit = units[0] if units and shard > 1 else 0.0
+    parameters = nbytes / shard + gathered if sharded else nbytes + copied
+    gradients = nbytes / shard + whole_unit if zero_stage >= 2 else nbytes
+    optimizer = states * nbytes / shard
+    if candidate.offload != "none":
+        # Shards in the dtype that computes stay, but those that every gather brings; gradients
+        # are there until they are reduced.
+        stay = 0.0 if candidate.offload == "parameters" else compute / shard
+        parameters = stay + sum(units[:num_whole]) * scale if sharded else compute
+        gradients = units[0] if units and zero_stage >= 2 else nbytes
+        optimizer = 0.0
     return Memory(
-        parameters=nbytes / shard + gathered if sharded else nbytes + copied,
-        gradients=nbytes / shard + whole_unit if zero_stage >= 2 else nbytes,
-        optimizer=states * nbytes / shard,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
         activations=_activations(candidate, owned, rank),
         # The output and its gradient, on the rank of the last stage.
         output=2 * output_bytes * candidate.rows_of_part if is_last else 0.0,

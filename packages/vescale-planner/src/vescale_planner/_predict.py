@@ -10,7 +10,7 @@ from torch import nn
 from vescale_parallel import ParallelPlan
 
 from ._candidates import Candidate, Layout
-from ._memory import FRAGMENTATION, Memory, optimizer_states
+from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
 from ._search import Search
 from ._workload import Workload, computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
@@ -63,6 +63,8 @@ def predict(
     workload = workload_of(model, example_batch)
     workload = computed_in(workload, itemsize_of(plan.precision.param, workload.itemsize))
     notes = list(workload.assumptions)
+    if plan.data_parallel.offload != "none":
+        notes.append(UNTIMED_OFFLOAD)
     candidate = _candidate(plan, workload, notes)
     search = _search(plan, model, workload, cluster, optimizer_states(optimizer), notes)
     _check_stages(plan, workload)
@@ -122,6 +124,7 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         prefetch=data.prefetch,
         reduction=data.reduction,
         reshards=data.reshard_after_forward is not False,
+        offload=data.offload,
     )
 
 

@@ -1,14 +1,6 @@
 """ZeRO 0, 1 and 2: parameters are gathered, and cast, again only after they have changed.
 
-[Note: what tells that parameters changed]
-A step of the optimizer that ``parallelize`` returned says so. Everything else is told by
-
-- ``_version`` of the public parameter, of this rank's part and of the plain parameter that
-  computes: what torch's operators write.
-- how many views of its memory were handed out since it was gathered last, and whether anybody
-  still has one: collectives of ``torch.distributed`` and NumPy write to those and torch does not
-  count. The memory is that of all parameters in a flat buffer, which are gathered together anyway.
-
+What tells that they have is in [Note: what tells that parameters changed].
 Ranks see their own writes only, and may differ in them. So before every call they tell each other
 in a byte for every group of parameters whether it has changed, and gather it if it has on any: a
 write on one rank alone neither hangs nor gets lost. A rank on which all have changed does not wait
@@ -18,76 +10,28 @@ for the answer, so a loop that steps after each backward pass pays a few bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import WatchedMemory, all_gather
+from vescale_dtensor import all_gather
 from vescale_parallel._mesh.mesh import axis_group
-from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import num_views
+from vescale_parallel._parameters.changes import Changes, changes_of
 
 from .param_group import ParamGroup
-
-_Seen = tuple[int, ...]
-
-
-@dataclass(eq=False)
-class _Memory:
-    """Where parts of parameters are on this rank."""
-
-    whole: Tensor
-    watched: WatchedMemory
-
-    @property
-    def has_views(self) -> bool:
-        """Whether somebody else has a view of it."""
-        return self.whole.numel() > 0 and num_views(self.whole) > self.watched.num_own + 1
-
-
-@dataclass(eq=False)
-class _Source:
-    """What the plain values of a parameter were computed from."""
-
-    param: ShardedParameter
-    memory: _Memory
-
-    def seen(self) -> _Seen | None:
-        """Return what changes with every write that is noticed, None where torch counts none."""
-        param = self.param
-        assert param.unsharded is not None
-        counted = (param.sharded, param.local, param.unsharded)
-        if any(map(torch.is_inference, counted)):
-            return None
-        return (*(tensor._version for tensor in counted), self.memory.watched.num_given)
 
 
 @dataclass(eq=False)
 class _GroupState:
     param_group: ParamGroup
-    sources: list[_Source]
-    memories: list[_Memory]
-    has_changed: bool = True
-    seen: list[_Seen | None] = field(default_factory=list["_Seen | None"])
-
-    def look(self) -> bool:
-        """Whether parameters of the group may have changed on this rank."""
-        if not self.has_changed:
-            seen = [source.seen() for source in self.sources]
-            self.has_changed = (
-                None in seen
-                or seen != self.seen
-                or any(memory.has_views for memory in self.memories)
-            )
-        return self.has_changed
+    changes: Changes
 
     def gather(self) -> None:
-        self.has_changed = True  # until the gather has ended
+        self.changes.told = True  # until the gather has ended
         self.param_group.gather()
-        self.seen = [source.seen() for source in self.sources]
-        self.has_changed = False
+        self.changes.note()
 
 
 class GatheredOnce:
@@ -101,7 +45,7 @@ class GatheredOnce:
     """
 
     def __init__(self, mesh: DeviceMesh, param_groups: Sequence[ParamGroup]) -> None:
-        self._states = [_state(param_group) for param_group in param_groups]
+        self._states = [_GroupState(each, changes_of(each.params)) for each in param_groups]
         self._group = axis_group(mesh, "dp_shard")
         self._device = mesh.device_type
         self._state_of = {
@@ -113,7 +57,7 @@ class GatheredOnce:
         for public in publics:
             state = self._state_of.get(public)  # pyright: ignore[reportArgumentType, reportCallIssue]
             if state is not None:
-                state.has_changed = True
+                state.changes.told = True
 
     def gather(self) -> None:
         """Gather what has changed on any rank. Every dp_shard rank must call this."""
@@ -121,7 +65,7 @@ class GatheredOnce:
             for state in self._states:
                 state.gather()
             return
-        own = [state.look() for state in self._states]
+        own = [state.changes.look() for state in self._states]
         for state, has_changed in zip(self._states, self._on_any_rank(own), strict=True):
             if has_changed:
                 state.gather()
@@ -134,18 +78,3 @@ class GatheredOnce:
 
     def _flags(self, own: Sequence[bool]) -> Tensor:
         return torch.tensor(own, dtype=torch.uint8).to(self._device)
-
-
-def _state(param_group: ParamGroup) -> _GroupState:
-    sources: list[_Source] = []
-    memories: dict[object, _Memory] = {}
-    for param in param_group.params:
-        if param.unsharded is None or param.shares_storage:
-            continue
-        whole = param.local if param.place is None else param.place.shards.own
-        key = param if param.place is None else param.place.shards
-        if key not in memories:
-            memories[key] = _Memory(whole, WatchedMemory(whole))
-        memories[key].watched.own(param.local)
-        sources.append(_Source(param, memories[key]))
-    return _GroupState(param_group, sources, [*memories.values()])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor import CollectiveWork, start_all_gather
 from vescale_parallel._parameters.flat_shards import FlatShards, allocate, release
+from vescale_parallel._parameters.sent_shards import SentShards
 from vescale_parallel._torch_private import version_of
 
 from .side_stream import SideStream
@@ -23,6 +25,7 @@ class Gathering:
         group: The ranks that have the others; None if this rank has all.
         stream: Where a GPU casts them and sends them from.
         begin: Is told of each gather before it begins, with the group.
+        sent: What is sent of ranges on the host; None of those that the device has.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class Gathering:
         group: dist.ProcessGroup | None,
         stream: SideStream,
         begin: Callable[[dist.ProcessGroup], None],
+        sent: SentShards | None = None,
     ) -> None:
-        self._flat, self._sources = flat, sources
+        self._flat, self._sources, self._sent = flat, sources, sent
         self._group, self._stream, self._begin = group, stream, begin
         self._works: list[CollectiveWork] | None = None
+        self._brought: Any = None  # the event behind copies from the host
         self._versions: list[int] = []
         self._is_written = False  # maybe, by a collective that was not waited for
 
@@ -50,14 +55,19 @@ class Gathering:
         if group is not None:
             self._begin(group)
         self._versions, self._works = self._versions_now(), []
-        if group is None:
+        if group is None and self._sent is None:
             return
         for shards in self._flat:  # memory of the stream that computes; see [Note: streams]
             allocate(shards.whole)
         self._is_written = True
         with self._stream.section():
+            if self._sent is not None:
+                self._sent.update()
             for shards in self._flat:
-                self._works.append(self._send(shards, group))
+                own = shards.own if self._sent is None else self._sent.bring(shards)
+                if group is not None:
+                    self._works.append(_sent_to_all(own, shards, group))
+            self._brought = None if self._sent is None else self._stream.mark()
 
     def finish(self) -> None:
         """Fill the buffers, with ranges that are sent now if they were not, or changed."""
@@ -78,16 +88,18 @@ class Gathering:
             for shards in self._flat:
                 release(shards.whole)
 
-    def _send(self, shards: FlatShards, group: dist.ProcessGroup) -> CollectiveWork:
-        # This rank's range as it is, but where parameters compute in another dtype. What is sent
-        # is kept alive by the work.
-        return start_all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
-
     def _wait(self) -> None:
         works, self._works = self._works or (), None
         for work in works:
             work.wait()
-        self._is_written = False
+        self._stream.join(self._brought)
+        self._is_written, self._brought = False, None
 
     def _versions_now(self) -> list[int]:
         return [*map(version_of, self._sources)]
+
+
+def _sent_to_all(own: Tensor, shards: FlatShards, group: dist.ProcessGroup) -> CollectiveWork:
+    # This rank's range as it is, but where parameters compute in another dtype. What is sent is
+    # kept alive by the work.
+    return start_all_gather(own.to(shards.compute_dtype), group, out=shards.whole)

@@ -10,7 +10,7 @@ it: a gradient that a loop keeps, or that another backward pass is added to, sta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from vescale_dtensor import (
     start_reduce_scatter,
 )
 from vescale_parallel._parameters.flat_layout import FlatLayout
+from vescale_parallel._parameters.host_memory import empty_on_host
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import foreach_copy_, foreach_zero_, num_views
 
@@ -93,13 +94,17 @@ class GradientBuffers:
 
     They outlive a step on a CPU, where memory that is freed comes back in pieces. CUDA's allocator
     gives back what it was given: :meth:`trim` leaves it all of its buffers that nobody uses.
+
+    Attributes:
+        on_host: Whether sums are kept on the host.
     """
 
+    on_host: bool = False
     _rows: dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]] = field(
         default_factory=dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]]
     )
-    _sums: dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]] = field(
-        default_factory=dict[tuple[int, torch.dtype, torch.device], list[RowBuffer]]
+    _sums: dict[tuple[int, torch.dtype, torch.device | None], list[RowBuffer]] = field(
+        default_factory=dict[tuple[int, torch.dtype, torch.device | None], list[RowBuffer]]
     )
     _received: dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]] = field(
         default_factory=dict[tuple[torch.dtype, torch.device], list[ReceivedBuffer]]
@@ -120,13 +125,14 @@ class GradientBuffers:
     def sum(self, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return 1-D memory for a sum that is kept."""
         held = self._sums.setdefault((numel, dtype, like.device), [])
-        found = next((each for each in held if each.is_free), None)
-        if found is None:
-            flat = like.new_empty(numel, dtype=dtype)
-            found = RowBuffer(flat)
-            held.append(found)
-        found.is_recent = True
-        return found.rows.detach()
+        return _free(held, lambda: like.new_empty(numel, dtype=dtype))
+
+    def bring_to_host(self, flat: Tensor) -> Tensor:
+        """Return 1-D memory of the host that a tensor is on its way to, on the current stream."""
+        shape, dtype, device = flat.shape, flat.dtype, flat.device
+        held = self._sums.setdefault((flat.numel(), dtype, None), [])
+        kept = _free(held, lambda: empty_on_host(shape, dtype=dtype, device=device))
+        return kept.copy_(flat, non_blocking=True)
 
     @contextlib.contextmanager
     def received(self, like: Tensor) -> Iterator[Tensor]:
@@ -149,6 +155,16 @@ class GradientBuffers:
             for each in held:
                 each.is_recent = False
         self._received = {at: held for at, held in self._received.items() if _is_kept(at[1])}
+
+
+def _free(held: list[RowBuffer], make: Callable[[], Tensor]) -> Tensor:
+    """Return memory that nobody uses, one that is there or a new one."""
+    found = next((each for each in held if each.is_free), None)
+    if found is None:
+        found = RowBuffer(make())
+        held.append(found)
+    found.is_recent = True
+    return found.rows.detach()
 
 
 def _is_kept(device: torch.device) -> bool:
@@ -252,6 +268,8 @@ class GradientRows:
                 kept = yield from self._mean_of_shards(buffer.rows, shards, copies)
             else:
                 kept = yield from self._mean_of_copies(buffer.rows[0], shards, copies)
+            if self._buffers.on_host:
+                kept = self._buffers.bring_to_host(kept)
             yield None
         finally:
             buffer.is_busy = False
@@ -315,10 +333,10 @@ class GradientRows:
         yield start_all_gather(own, group, out=chunks)
 
     def _target(self, param: ShardedParameter) -> Tensor:
+        assert param.unsharded is not None
         if self._buffer is None:
-            self._buffer = self._buffers.rows(self._layout, param.local, self.dtype)
+            self._buffer = self._buffers.rows(self._layout, param.unsharded, self.dtype)
         if param not in self._targets:
-            assert param.unsharded is not None
             shape = param.unsharded.shape
             self._targets[param] = self._buffer.piece(self._layout, self._places[param], shape)
         return self._targets[param]

@@ -27,13 +27,14 @@ from vescale_parallel._mesh.mesh import (
 )
 from vescale_parallel._parameters.flat_layout import FlatShape, flat_layout
 from vescale_parallel._parameters.flat_shards import FlatShards, allocate, release
+from vescale_parallel._parameters.sent_shards import Offload, sent_from_host
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .gathering import Gathering
 from .gradient_rows import GradientBuffers, GradientRows
 from .mix_up import Exchanges, gather_of, reduction_of
 from .public_gradients import refuse_graphs
-from .reductions import Reduction, Reductions
+from .reductions import Reduction, Reductions, RunningSum
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class ParamGroup:
         exchanges: What the groups of the model exchange, in order.
         reductions: Of the model's gradients, those under way.
         reshards: Whether it is freed between its forward and its backward pass.
+        offload: What is on the host, None for nothing.
     """
 
     params: Sequence[ShardedParameter]
@@ -61,7 +63,10 @@ class ParamGroup:
     exchanges: Exchanges
     reductions: Reductions
     reshards: bool = True
-    _pending: dict[GradientRows, Tensor] = field(default_factory=dict["GradientRows", Tensor])
+    offload: Offload | None = None
+    _pending: dict[GradientRows, RunningSum] = field(
+        default_factory=dict["GradientRows", RunningSum]
+    )
     # What no other rank adds to.
     _alone: dict[ShardedParameter, Tensor] = field(
         default_factory=dict["ShardedParameter", Tensor]
@@ -82,13 +87,20 @@ class ParamGroup:
         self._copied = [param for param in apart if param.place is None]
         placed = {param: param.place.shards for param in apart if param.place is not None}
         self._flat = [*dict.fromkeys(placed.values())]
+        self._sent = None if self.offload is None else sent_from_host(self.offload, placed)
         self._gathering = Gathering(
             self._flat,
             [each for param in placed for each in (param.sharded, param.local)],
             axis_group(self.mesh, "dp_shard"),
             self.reductions.stream,
             self._begin_gather,
+            self._sent,
         )
+
+    def tell_changed(self) -> None:
+        """Say that shards were written, on all ranks alike."""
+        if self._sent is not None:
+            self._sent.tell_changed()
 
     @property
     def is_freed(self) -> bool:
@@ -159,7 +171,7 @@ class ParamGroup:
 
         ``when_complete`` is called when it has taken those of all parameters.
         """
-        if self._num_ranks == 1:
+        if self._is_alone:
             return
         for param in self.params:
             plain = param.unsharded
@@ -173,7 +185,7 @@ class ParamGroup:
 
     def begin_writing(self) -> None:
         """Take gradients that autograd computes from now on; :meth:`reduce` ends it."""
-        if self._num_ranks > 1:
+        if not self._is_alone:
             self._written_to = self._rows_of(self._trained())
             self._unwritten = {*self._written_to}
 
@@ -227,7 +239,7 @@ class ParamGroup:
         ``grads`` are let go of.
         """
         self._written_to, self._unwritten = {}, None
-        if self._num_ranks == 1:
+        if self._is_alone:
             for param, grad in grads.items():
                 own = grad.to(self._reduced_in(param)).to(param.local.dtype)
                 self._alone[param] = self._alone[param] + own if param in self._alone else own
@@ -246,15 +258,15 @@ class ParamGroup:
     def _reduction(self, rows: GradientRows) -> Reduction:
         groups = gradient_groups(self.mesh, of_experts=rows.params[0].is_expert)
         mean = yield from rows.mean(*groups)
-        held = self._pending.get(rows)
-        self._pending[rows] = mean if held is None else held.add_(mean)
+        arrived = None if self.offload is None else self.reductions.stream.mark()
+        self._pending.setdefault(rows, RunningSum()).add(mean, arrived)
 
     def take(self) -> dict[ShardedParameter, Tensor]:
         """Return the reduced gradients since the last call, and forget them."""
         self.reductions.finish()
         taken, self._alone = self._alone, {}
-        for rows, flat in self._pending.items():
-            for param, shard in rows.unpack(flat).items():
+        for rows, summed in self._pending.items():
+            for param, shard in rows.unpack(summed.total()).items():
                 taken[param] = taken[param] + shard if param in taken else shard
         self._pending = {}
         return taken
@@ -275,6 +287,11 @@ class ParamGroup:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()
         return used
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether gradients stay what and where they are."""
+        return self._num_ranks == 1 and self.offload is None
 
     @property
     def _num_ranks(self) -> int:

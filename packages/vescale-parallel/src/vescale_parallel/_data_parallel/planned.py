@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import axis_rank
 from vescale_parallel._parameters.flat_shards import groups_of
+from vescale_parallel._parameters.sent_shards import Offload
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._plan.config import DataParallel
@@ -46,6 +47,14 @@ def resharding_by_block(data: DataParallel, blocks: Sequence[str]) -> dict[str, 
     return {block: found.get(block, True) for block in blocks}
 
 
+def offload_of(data: DataParallel) -> Offload | None:
+    """Return what is on the host, None for nothing."""
+    if data.offload == "none":
+        return None
+    frees = data.zero_stage == 3
+    return Offload(stays=frees and data.offload == "optimizer", is_gathered_often=frees)
+
+
 def planned_zero_state(
     plan: ParallelPlan,
     model: nn.Module,
@@ -66,6 +75,7 @@ def planned_zero_state(
         reduce_dtype=torch_dtype(plan.precision.reduce),
         order=plan.data_parallel.reduction,
         reshards=resharding_by_block(plan.data_parallel, blocks).__getitem__,
+        offload=offload_of(plan.data_parallel),
     )
     return ZeroState(
         mesh,
@@ -89,6 +99,7 @@ def group_parameters(
     reduce_dtype: torch.dtype | None,
     order: ReductionOrder = "ordered",
     reshards: Callable[[str], bool] = lambda block: True,
+    offload: Offload | None = None,
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
     """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
@@ -100,14 +111,16 @@ def group_parameters(
     for param in params:
         members.setdefault(group_of(param.fqns), []).append(param)
 
-    buffers, exchanges = GradientBuffers(), Exchanges()
-    reductions = Reductions(order, SideStream(streams_of(mesh.device_type)))
+    on_host = offload is not None
+    buffers, exchanges = GradientBuffers(on_host), Exchanges()
+    stream = SideStream(streams_of(mesh.device_type), copies_host=on_host)
+    reductions = Reductions(order, stream)
 
     def param_group(index: int | None) -> ParamGroup:
         number = 0 if index is None else index + 1
         of_group = members[index], mesh, param_dtype, reduce_dtype, number
         freed = index is None or reshards(blocks[index])
-        return ParamGroup(*of_group, buffers, exchanges, reductions, freed)
+        return ParamGroup(*of_group, buffers, exchanges, reductions, freed, offload)
 
     owned = [index for index in range(len(blocks)) if index in members]
     return param_group(None), [

@@ -22,7 +22,7 @@ def settle(param: ShardedParameter) -> None:
 def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> None:
     """Add a reduced gradient to a parameter's ``.grad``, as autograd does, hooks included."""
     if scale is not None:
-        grad = grad * scale.to(grad.dtype)
+        grad = grad * scale.to(grad.device, grad.dtype)
     sharded: Any = param.sharded
     total: Any = DTensor.from_local(
         grad.contiguous(), sharded.device_mesh, sharded.placements, shape=sharded.shape

@@ -13,6 +13,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from vescale_dtensor import CollectiveWork
 
 from .side_stream import SideStream
@@ -21,6 +23,39 @@ ReductionOrder = Literal["ordered", "library"]
 # Gives each collective that it started, and goes on once it was waited for; gives None when all
 # is done but that the memory that it used is let go of.
 Reduction = Generator[CollectiveWork | None, None, None]
+
+
+@dataclass(eq=False)
+class RunningSum:
+    """Gradients of several reductions, added up in order.
+
+    One that is on its way to the host is added when the next one is, a micro-batch later, so that
+    the host does not wait for it while backward computes.
+    """
+
+    _sum: Tensor | None = None
+    _last: Tensor | None = None
+    _arrived: Any = None
+
+    def add(self, term: Tensor, arrived: Any = None) -> None:
+        """Add a tensor, which is taken over; behind an event, if it is on its way."""
+        if self._last is not None:
+            self.total()
+        self._last, self._arrived = term, arrived
+        if arrived is None:
+            self.total()
+
+    def total(self) -> Tensor:
+        """Return the sum, when everything has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        last, self._last, self._arrived = self._last, None, None
+        if self._sum is None:
+            self._sum = last
+        elif last is not None:
+            self._sum.add_(last)
+        assert self._sum is not None
+        return self._sum
 
 
 @dataclass(eq=False)
@@ -80,6 +115,7 @@ class Reductions:
         """Have all reductions done."""
         while self._under_way:
             self.advance()
+        self.stream.settle()
 
     def abandon(self) -> None:
         """Wait for what a failed backward pass left, whose memory nobody may use before."""
@@ -87,3 +123,4 @@ class Reductions:
         for each in left:
             each.wait(self.stream)
             each.reduction.close()
+        self.stream.settle()

@@ -32,10 +32,11 @@ class SideStream:
 
     Args:
         streams: Those of the device; None where there are none, and sections run at once.
+        copies_host: Whether sections copy memory of the host; see [Note: memory of the host].
     """
 
-    def __init__(self, streams: Streams | None) -> None:
-        self._streams, self._stream = streams, None
+    def __init__(self, streams: Streams | None, *, copies_host: bool = False) -> None:
+        self._streams, self._stream, self._copies_host = streams, None, copies_host
 
     @property
     def exists(self) -> bool:
@@ -54,6 +55,11 @@ class SideStream:
     def mark(self) -> Any:
         """Return an event after all that sections have so far."""
         return None if self._stream is None else self._stream.record_event()
+
+    def settle(self) -> None:
+        """Have the host wait for all that sections have so far, if they copy memory of its."""
+        if self._copies_host and self._stream is not None:
+            self._stream.synchronize()
 
     def join(self, event: Any) -> None:
         """Have compute wait for an event."""

@@ -122,7 +122,8 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        return any(param.place is not None or param.is_expert for param in self.params)
+        cut = (param.place is not None and param.place.is_cut for param in self.params)
+        return any(cut) or any(param.is_expert for param in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised before its end; refuse other gradients."""
@@ -159,6 +160,7 @@ class ZeroState:
     def end_forward(self) -> None:
         """Show distributed parameters again."""
         self._gathers.end()
+        self._reductions.stream.settle()
         self._show_sharded()
         self.writes.keep(*self._gathered_first)
         if self._frees and not torch.is_grad_enabled():
@@ -169,6 +171,8 @@ class ZeroState:
         """Say that public parameters were written, on all ranks alike."""
         if self._kept is not None:
             self._kept.tell_changed(publics)
+        for param_group in self._order:
+            param_group.tell_changed()
 
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""

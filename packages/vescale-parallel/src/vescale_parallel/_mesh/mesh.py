@@ -63,8 +63,8 @@ def axis_rank(mesh: DeviceMesh, axis: str) -> int:
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
-    """Return the ranks along an axis, None if the mesh lacks it."""
-    return mesh.get_group(axis) if axis in (mesh.mesh_dim_names or ()) else None
+    """Return the ranks along an axis, None if the mesh lacks it, or this rank is the only one."""
+    return mesh.get_group(axis) if axis_size(mesh, axis) > 1 else None
 
 
 def data_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

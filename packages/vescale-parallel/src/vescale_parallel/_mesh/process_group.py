@@ -41,6 +41,18 @@ def start_process_group() -> None:
     atexit.register(_leave_process_group)
 
 
+def check_host_collectives() -> None:
+    """Raise if ranks cannot exchange memory of the host."""
+    backend = dist.get_backend_config()
+    if this_device().type == "cuda" and "cpu:" not in backend:
+        raise ValueError(
+            "data_parallel.offload has parameters and gradients in the host's memory, which norms "
+            "and checkpoints exchange: expected a process group with a backend for the CPU, got "
+            f"{backend!r}; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or "
+            "let parallelize do it"
+        )
+
+
 # Which environment variables other launchers number their processes by, and count them.
 _OTHER_LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),

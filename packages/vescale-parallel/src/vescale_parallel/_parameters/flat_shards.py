@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import InterleavedShard, local_shape
 
 from .flat_layout import FlatLayout, FlatShape, flat_layout
+from .host_memory import zeros_on_host
 
 # An axis that cuts what ranks compute with: its size, this rank on it, and how.
 Cut = tuple[int, int, Placement]
@@ -30,7 +31,8 @@ class FlatShards:
         rank: Whose range this is.
         dtype: Of the range.
         compute_dtype: Of the buffer that is gathered.
-        device: Of both.
+        device: Of both, but if the range is on the host.
+        on_host: Whether the range is there; see [Note: memory of the host].
     """
 
     layout: FlatLayout
@@ -38,6 +40,7 @@ class FlatShards:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     device: torch.device
+    on_host: bool = False
     _own: Tensor | None = None
     _whole: Tensor | None = None
 
@@ -46,7 +49,8 @@ class FlatShards:
         """This rank's range."""
         if self._own is None:
             # Zeros: padding is summed and sent with the rest.
-            self._own = torch.zeros(self.layout.shard, dtype=self.dtype, device=self.device)
+            zeros = zeros_on_host if self.on_host else torch.zeros
+            self._own = zeros(self.layout.shard, dtype=self.dtype, device=self.device)
         return self._own
 
     @property
@@ -90,6 +94,11 @@ class FlatPlace:
         """How ranks hold the parameter."""
         return self.shards.layout.placement(self.index)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have parts of the buffer."""
+        return self.shards.layout.ranks > 1
+
 
 def place_in_buffers(
     parameters: Mapping[int, tuple[Hashable, nn.Parameter, Sequence[Cut]]],
@@ -99,6 +108,7 @@ def place_in_buffers(
     copies: int,
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
+    on_host: bool,
 ) -> dict[int, FlatPlace]:
     """Return where each parameter is.
 
@@ -110,6 +120,7 @@ def place_in_buffers(
         copies: Of each range, on as many ranks, which share out the sum of its gradients.
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
+        on_host: Whether the ranges are on the host.
     """
     # Those that train apart from those that do not, whose gradients have no room then.
     together: dict[Hashable, list[int]] = {}
@@ -122,7 +133,7 @@ def place_in_buffers(
         shapes = tuple(_flat_shape(*parameters[key][1:]) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
-        shards = FlatShards(layout, rank, like.dtype, dtype, device)
+        shards = FlatShards(layout, rank, like.dtype, dtype, device, on_host)
         places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
     return places
 

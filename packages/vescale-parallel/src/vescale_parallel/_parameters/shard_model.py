@@ -18,6 +18,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
+from .host_memory import empty_on_host
 from .replaced import mark_replaced
 from .sharded_parameter import ShardedParameter, placements_of
 
@@ -55,15 +56,14 @@ def shard_parameters(
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
     of which each rank of the ``ep`` axis has its own.
     """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
+    names, tensors = dict[int, list[str]](), dict[int, nn.Parameter]()
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
         tensors[id(parameter)] = parameter
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
-    places: dict[int, FlatPlace] = {}
-    if axis_size(mesh, "dp_shard") > 1:
+    places, on_host = dict[int, FlatPlace](), _is_on_host(plan)
+    if axis_size(mesh, "dp_shard") > 1 or on_host:
         group_of = groups_of(model, blocks)
         places = place_in_buffers(
             {
@@ -81,6 +81,7 @@ def shard_parameters(
             copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
             compute_dtype=functools.partial(_compute_dtype, plan),
             device=this_device(),
+            on_host=on_host,
         )
     params: list[ShardedParameter] = []
     for key, fqns in names.items():
@@ -99,7 +100,7 @@ def shard_parameters(
         )
         if param.unsharded is None:
             like = param.sharded
-            param.placeholder = placeholder(like.shape, like.dtype, like.device)
+            param.placeholder = placeholder(like.shape, like.dtype, this_device())
         param.show_sharded()
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
@@ -131,6 +132,10 @@ def _owner(plan: ParallelPlan, stages: Sequence[int]) -> int:
     return plan.pipeline_parallel.placement.rank_of(stages[0])
 
 
+def _is_on_host(plan: ParallelPlan) -> bool:
+    return plan.data_parallel.offload != "none"
+
+
 def _compute_dtype(plan: ParallelPlan, tensor: Tensor) -> torch.dtype:
     """Return the dtype of a parameter in forward and backward."""
     wanted = torch_dtype(plan.precision.param) if tensor.is_floating_point() else None
@@ -156,7 +161,8 @@ def _shard_parameter(
     sizes, ranks, cuts = zip(*_cuts(mesh, tp, is_expert=is_expert), strict=True)
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
     is_owner = owner == axis_rank(mesh, "pp")
-    local = _read_local(parameter, mesh, placements, read, place if is_owner else None, part)
+    own_place, on_host = place if is_owner else None, _is_on_host(plan)
+    local = _read_local(parameter, mesh, placements, read, own_place, part, on_host=on_host)
     sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
@@ -172,12 +178,12 @@ def _shard_parameter(
     if axis_rank(mesh, "pp") in users:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
-        shares = is_owner and place is None and dtype == local.dtype
+        shares = is_owner and place is None and dtype == local.dtype and not on_host
         data = local
         if is_owner and place is not None:
             data = place.shards.whole_of(place.index, part)
         elif not shares:
-            data = torch.empty(part, dtype=dtype, device=local.device)
+            data = torch.empty(part, dtype=dtype, device=this_device())
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if is_owner and not shares and place is None:
             # Filled before every use. What is tied to another stage's is received instead.
@@ -194,12 +200,15 @@ def _read_local(
     read: Read,
     place: FlatPlace | None,
     part: torch.Size,
+    *,
+    on_host: bool,
 ) -> Tensor:
     """Return this rank's shard, in its place if it has one; ``part`` is what it computes with."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shape = parameter.shape
-    if read is read_real and all(placement == Replicate() for placement in placements):
+    is_whole = all(placement == Replicate() for placement in placements)
+    if read is read_real and is_whole and not on_host:
         own = parameter.detach()
         if own.device == this_device() and own.is_contiguous() and _has_own_memory(own):
             return own  # not held twice, and in its place
@@ -207,7 +216,8 @@ def _read_local(
     if place is not None:
         local = place.shards.shard_of(place.index, part.numel(), sizes)
     else:
-        local = torch.empty(sizes, dtype=parameter.dtype, device=this_device())
+        empty = empty_on_host if on_host else torch.empty
+        local = empty(sizes, dtype=parameter.dtype, device=this_device())
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
         held.of(local).copy_(read(parameter, held.box))
     return local

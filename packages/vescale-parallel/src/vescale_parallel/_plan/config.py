@@ -200,6 +200,9 @@ class DataParallel:
             are freed behind its forward pass, and gathered again for its backward pass. Or of
             which blocks they are: FQN pattern (``*`` stands for one name component) to True or
             False; True for blocks that no pattern is of.
+        offload: What is in the host's memory: nothing, what the ``optimizer`` updates (sharded
+            parameters, their gradients, its state), which steps there, or the ``parameters`` too:
+            with ``zero_stage`` 3, the device has those then only that are gathered.
     """
 
     size: int = 1
@@ -208,6 +211,7 @@ class DataParallel:
     prefetch: int = 1
     reduction: Literal["ordered", "library"] = "ordered"
     reshard_after_forward: bool | Mapping[str, bool] = True
+    offload: Literal["none", "optimizer", "parameters"] = "none"
 
     @property
     def shard_size(self) -> int:
@@ -224,6 +228,12 @@ class DataParallel:
                 f"got {self.prefetch!r}"
             )
         _check_resharding(self)
+        if self.offload == "parameters" and self.zero_stage != 3:
+            raise ValueError(
+                "data_parallel.offload 'parameters' is of parameters that are gathered block by "
+                f"block: expected data_parallel.zero_stage 3, got {self.zero_stage}; 'optimizer' "
+                "goes with every stage"
+            )
         if self.size % self.replicate_size:
             raise ValueError(
                 f"expected data_parallel.replicate_size to divide data_parallel.size "

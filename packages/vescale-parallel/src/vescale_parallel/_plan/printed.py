@@ -17,6 +17,11 @@ _ZERO = {
     3: "parameters, gradients and optimizer state are sharded over {ranks} ranks (ZeRO 3, as "
     "FSDP does)",
 }
+_OFFLOAD = {
+    "optimizer": "what the optimizer updates is in the host's memory, where it steps",
+    "parameters": "parameters are in the host's memory, but for those that are gathered, and the "
+    "optimizer steps there",
+}
 
 
 def in_words(
@@ -34,6 +39,8 @@ def in_words(
         said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies))
         if data.zero_stage and copies > 1:
             said.append(f"there are {copies} copies of that (hybrid sharding)")
+    if data.offload != "none":
+        said.append(_OFFLOAD[data.offload])
     if experts.size > 1:
         said.append(f"of experts each of {experts.size} data-parallel ranks has its own ones")
     if tensor.size > 1:

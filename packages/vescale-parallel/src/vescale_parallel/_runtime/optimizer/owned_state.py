@@ -28,11 +28,15 @@ class _Whole:
 
 
 def shown_state(
-    own: Mapping[str, dict[str, Any]], places: Mapping[str, Place], mesh: DeviceMesh
+    own: Mapping[str, dict[str, Any]],
+    places: Mapping[str, Place],
+    mesh: DeviceMesh,
+    devices: Mapping[str, torch.device],
 ) -> dict[str, dict[str, Any]]:
     """Return the state of all ranks by name of parameter. Every rank must call this.
 
     Tensors with dims are distributed, of which the owner has everything; others are everywhere.
+    ``devices`` are those of the parameters, which their owners' state is on.
     """
     told: list[Any] = [None] * dist.get_world_size()
     with named_failures():
@@ -41,7 +45,9 @@ def shown_state(
         )
     known = {fqn: described for each in told for fqn, described in each.items()}
     return {
-        fqn: _shown(known[fqn], own[fqn] or None, places[fqn], mesh) for fqn in own if fqn in known
+        fqn: _shown(known[fqn], own[fqn] or None, places[fqn], mesh, devices[fqn])
+        for fqn in own
+        if fqn in known
     }
 
 
@@ -104,20 +110,20 @@ def _told(value: Any) -> Any:
     return value.detach().cpu()
 
 
-def _shown(described: Any, own: Any, place: Place, mesh: DeviceMesh) -> Any:
+def _shown(described: Any, own: Any, place: Place, mesh: DeviceMesh, device: torch.device) -> Any:
     """Return what an owner described, with its own tensors where this rank is the owner."""
     if isinstance(described, dict):
         return {
-            name: _shown(each, None if own is None else own[name], place, mesh)
+            name: _shown(each, None if own is None else own[name], place, mesh, device)
             for name, each in described.items()
         }
     if isinstance(described, list | tuple):
         return type(described)(
-            _shown(each, None if own is None else own[index], place, mesh)
+            _shown(each, None if own is None else own[index], place, mesh, device)
             for index, each in enumerate(described)
         )
     if isinstance(described, _Whole):
-        return _distributed(described, own, place, mesh, torch.device(mesh.device_type))
+        return _distributed(described, own, place, mesh, device)
     return described if own is None else own
 
 

@@ -140,7 +140,11 @@ class WholeParameters:
         """Return the state of all ranks as distributed tensors. Every rank must call this."""
         self.own(public for public, _ in state.values())
         places = {fqn: self._owner_of[public] for fqn, (public, _) in state.items()}
-        return shown_state({fqn: dict(own) for fqn, (_, own) in state.items()}, places, self._mesh)
+        devices = {
+            fqn: _distributed(public)._local_tensor.device for fqn, (public, _) in state.items()
+        }
+        own = {fqn: dict(own) for fqn, (_, own) in state.items()}
+        return shown_state(own, places, self._mesh, devices)
 
     def taken(self, public: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a parameter's state on its owner, None elsewhere. Every rank must call this."""
