@@ -34,7 +34,10 @@ def test_public_names_are_these() -> None:
 
 def test_what_the_planner_uses_besides_is_no_promise() -> None:
     for name in (
+        "PartCost",
         "ShardingProposal",
+        "StageRule",
+        "balanced_starts",
         "block_stacks",
         "check_constraints",
         "check_pipeline",
@@ -42,7 +45,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "modules_outside_blocks",
         "pipeline_blocks",
         "propose_sharding",
-        "split_blocks",
+        "state_bytes",
     ):
         assert name not in vescale_parallel.__all__
         assert hasattr(vescale_parallel, name)

@@ -32,7 +32,12 @@ from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipe
 from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
-from ._pipeline.cuts.partition import split_blocks as split_blocks
+from ._pipeline.cuts.stage_costs import (
+    PartCost as PartCost,
+    StageRule as StageRule,
+    balanced_starts as balanced_starts,
+    state_bytes as state_bytes,
+)
 from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
@@ -43,6 +48,7 @@ from ._plan.config import (
     ExpertParallel as ExpertParallel,
     PipelineParallel as PipelineParallel,
     Precision as Precision,
+    SplitMethod as SplitMethod,
     TensorParallel as TensorParallel,
 )
 from ._plan.constraints import (
