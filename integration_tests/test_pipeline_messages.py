@@ -16,29 +16,30 @@ from torch.utils._pytree import tree_leaves  # noqa: PLC2701 (no public name)
 from vescale_testing import World
 
 from .plans import PARTS
-from .programs import PIPELINE, Plain, Run, right, rows
+from .programs import PIPELINE, Plain, Run, both, right, rows
 from .short_group import in_short_group
 from .test_bad_input import check
 
 _NUM_COMPARED_CALLS = 4  # whose inputs ranks compare
 
 
-class Broadcasts(TorchDispatchMode):
-    """Notes the bytes of every broadcast."""
+class Exchanged(TorchDispatchMode):
+    """Notes every collective, with the bytes that this rank gets of it, and every message."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes: list[int] = []
-        self.others: list[str] = []
+        self.collectives: list[tuple[str, int]] = []
+        self.messages: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.name()
-        if name == "c10d::broadcast_":
-            self.nbytes.append(sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t)))
-        elif name.startswith("c10d::") and name not in {"c10d::send", "c10d::recv_"}:
-            self.others.append(name)
+        if name in {"c10d::send", "c10d::recv_"}:
+            self.messages.append(name)
+        elif name.startswith("c10d::"):
+            nbytes = sum(t.nbytes for t in tree_leaves(args[0]) if torch.is_tensor(t))
+            self.collectives.append((name, nbytes))
         return func(*args, **(kwargs or {}))
 
 
@@ -67,26 +68,60 @@ class WithWords(Plain):
         return {"loss": F.mse_loss(self.logits(batch), batch["y"]), "word": f"step {self.calls}"}
 
 
-def bytes_of_steps(num_scalars: int) -> tuple[list[list[int]], list[list[str]]]:
+def exchanged_in_steps(num_scalars: int) -> list[tuple[list[tuple[str, int]], int]]:
+    """Return the collectives and the number of messages of every step."""
     model, _ = Run(PIPELINE).start(Reports(num_scalars))
-    nbytes: list[list[int]] = []
-    others: list[list[str]] = []
+    found: list[tuple[list[tuple[str, int]], int]] = []
     for batch in rows(_NUM_COMPARED_CALLS + 2):
-        with Broadcasts() as seen:
+        with Exchanged() as seen:
             model(batch)["loss"].backward()
-        nbytes.append(seen.nbytes)
-        others.append(seen.others)
-    return nbytes, others
+        found.append((seen.collectives, len(seen.messages)))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_scalars", [1, 3])
-def test_a_step_sends_its_scalars_and_no_objects(world2: World, num_scalars: int) -> None:
-    for nbytes, others in world2.run(bytes_of_steps, num_scalars):
-        assert len(nbytes[0]) > 1, "structures are told once"
-        assert nbytes[1:] == [[8 * num_scalars]] * (len(nbytes) - 1)
-        # Which parameters have a gradient.
-        assert others[_NUM_COMPARED_CALLS:] == [["c10d::_allgather_base_"]] * 2
+def test_a_step_sends_what_its_schedule_says_and_one_gather(
+    world2: World, num_scalars: int
+) -> None:
+    num_params = len([*Plain().parameters()])
+    for steps in world2.run(exchanged_in_steps, num_scalars):
+        assert len(steps[0][0]) > 2, "structures are told once"
+        # Scalars, and which parameters have a gradient, of both ranks.
+        expected = [("c10d::_allgather_base_", 2 * (8 * num_scalars + num_params))]
+        for collectives, num_messages in steps[_NUM_COMPARED_CALLS:]:
+            assert collectives == expected
+            # An activation for each micro-batch, and its gradient.
+            assert num_messages == 2 * PIPELINE[PARTS]
+
+
+class Skips(Plain):
+    """Runs without a block in one step, of the second stage and then of the first."""
+
+    skipped: int | None = None
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"])
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index != self.skipped else x + block(x.detach()).detach()
+        return F.mse_loss(self.head(x), batch["y"])
+
+
+def which_have_gradients(run: Run) -> None:
+    model, _ = run.start(Skips())
+    for batch, skipped in zip(rows(4), (None, 3, 1, None), strict=True):
+        model.skipped = skipped
+        model(batch).backward()
+        for param in model.parameters():
+            run.results.append(torch.tensor(float(param.grad is not None)))
+            param.grad = None
+
+
+@pytest.mark.slow
+def test_a_parameter_has_a_gradient_on_all_ranks_or_on_none(world2: World) -> None:
+    for found, expected in world2.run(both, which_have_gradients, PIPELINE):
+        assert found == expected
+        assert 0.0 in found
 
 
 def words() -> list[str]:

@@ -16,6 +16,7 @@ def test_public_names_are_these() -> None:
         "ParallelPlan",
         "PipelineParallel",
         "Precision",
+        "RecordedSchedule",
         "TensorParallel",
         "constraint_keys",
         "data_parallel_rank",
@@ -25,6 +26,7 @@ def test_public_names_are_these() -> None:
         "explain",
         "observe",
         "parallelize",
+        "record_schedule",
         "tensor_parallel_plan",
         "with_constraints",
     ]
@@ -34,7 +36,10 @@ def test_public_names_are_these() -> None:
 
 def test_what_the_planner_uses_besides_is_no_promise() -> None:
     for name in (
+        "PartCost",
         "ShardingProposal",
+        "StageRule",
+        "balanced_starts",
         "block_stacks",
         "check_constraints",
         "check_pipeline",
@@ -42,7 +47,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "modules_outside_blocks",
         "pipeline_blocks",
         "propose_sharding",
-        "split_blocks",
+        "state_bytes",
     ):
         assert name not in vescale_parallel.__all__
         assert hasattr(vescale_parallel, name)

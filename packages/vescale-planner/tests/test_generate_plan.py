@@ -163,6 +163,9 @@ def test_stages_are_cut_by_what_the_split_method_counts() -> None:
     assert points("uniform") == ("model.layers.3",)
     assert points("parameters") == ("model.layers.3",)
     assert points("flops") == ("model.layers.5",)
+    # The embedding, its gradient and the logits of both ends.
+    assert points("memory") == ("model.layers.4",)
+    assert points("auto") == ("model.layers.5",)
 
 
 def test_splitting_by_flops_without_a_batch_says_that_they_are_estimated() -> None:

@@ -32,7 +32,16 @@ from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipe
 from ._model.signature import model_signature as model_signature
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
-from ._pipeline.cuts.partition import split_blocks as split_blocks
+from ._pipeline.cuts.stage_costs import (
+    PartCost as PartCost,
+    StageRule as StageRule,
+    balanced_starts as balanced_starts,
+    state_bytes as state_bytes,
+)
+from ._pipeline.execution import (
+    RecordedSchedule as RecordedSchedule,
+    record_schedule as record_schedule,
+)
 from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
@@ -43,6 +52,7 @@ from ._plan.config import (
     ExpertParallel as ExpertParallel,
     PipelineParallel as PipelineParallel,
     Precision as Precision,
+    SplitMethod as SplitMethod,
     TensorParallel as TensorParallel,
 )
 from ._plan.constraints import (
@@ -89,6 +99,7 @@ __all__ = [
     "ParallelPlan",
     "PipelineParallel",
     "Precision",
+    "RecordedSchedule",
     "TensorParallel",
     "constraint_keys",
     "data_parallel_rank",
@@ -98,6 +109,7 @@ __all__ = [
     "explain",
     "observe",
     "parallelize",
+    "record_schedule",
     "tensor_parallel_plan",
     "with_constraints",
 ]

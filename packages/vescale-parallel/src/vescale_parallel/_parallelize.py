@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from vescale_dtensor import announced_failures, package_logger
 
@@ -43,9 +44,10 @@ from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
 from ._pipeline.call_order import places_seen
+from ._pipeline.cuts.observed_split import with_split_points
 from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
-from ._pipeline.stage_assignment import stage_map
+from ._pipeline.stage_assignment import places_outside, stage_map
 from ._pipeline.stage_module import Staging, stage_model
 from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
@@ -164,7 +166,12 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
+    decided = _with_split_points(plan, model, batch, dataset)
     barrier()  # a data set that failed on one rank; what comes next may take long
+    if decided is not plan:
+        points = str(decided.pipeline_parallel.split_points)
+        check_agreement(stages={"pipeline_parallel.split_points": points})
+        plan = decided
 
     def change(copied: nn.Module, read: Read) -> None:
         _change(plan, copied, batch, None, read)
@@ -173,6 +180,16 @@ def _carry_out(
     loader = _change(plan, model, batch, dataset, read)
     object.__setattr__(model, "_vescale_copies", copies)
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
+
+
+def _with_split_points(
+    plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None
+) -> ParallelPlan:
+    if plan.pipeline_parallel.size == 1:
+        return plan
+    rows = dataset.batch_size if isinstance(dataset, DataLoader) else None
+    outside = places_outside(plan, model, places_seen(plan, model, batch))
+    return with_split_points(plan, model, batch, outside, global_size=rows)
 
 
 def _change(

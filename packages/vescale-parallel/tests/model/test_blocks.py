@@ -1,10 +1,7 @@
 """What a model is made of, and where a pipeline may cut it."""
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from vescale_parallel import (
@@ -12,7 +9,6 @@ from vescale_parallel import (
     block_stacks,
     modules_outside_blocks,
     pipeline_blocks,
-    split_blocks,
     with_constraints,
 )
 from vescale_parallel._model.blocks import blocks_of
@@ -90,25 +86,6 @@ def test_blocks_of_classes_in_turns_are_blocks() -> None:
         f"turns.{i}" for i in range(4)
     )
     assert block_stacks(turns) == []
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8))
-@settings(deadline=None)
-def test_no_other_cut_has_a_lighter_heaviest_part(weights: list[int], parts: int) -> None:
-    if parts > len(weights):
-        with pytest.raises(ValueError, match="at most as many pipeline stages as blocks"):
-            split_blocks(weights, parts)
-        return
-
-    def heaviest(starts: list[int]) -> int:
-        ends = [*starts[1:], len(weights)]
-        return max(sum(weights[a:b]) for a, b in zip(starts, ends, strict=True))
-
-    found = split_blocks(weights, parts)
-    assert found[0] == 0
-    assert found == sorted(set(found))
-    cuts = itertools.combinations(range(1, len(weights)), parts - 1)
-    assert heaviest(found) == min(heaviest([0, *cut]) for cut in cuts)
 
 
 def test_parameters_belong_to_the_stages_that_use_them() -> None:

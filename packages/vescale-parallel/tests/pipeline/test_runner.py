@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,8 @@ class TakingTurns(Pipeline):
         links.turns = self._waiting
         self.links = links
 
-    def _agree(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
-        return self._waiting(super()._agree, form, told, tensors)
+    def _agree(self, form: object, told: Any, *more: Any) -> Any:
+        return self._waiting(super()._agree, form, told, *more)
 
 
 @dataclass

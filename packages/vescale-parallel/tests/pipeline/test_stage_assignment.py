@@ -6,12 +6,14 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel import ParallelPlan, parallelize, with_constraints
 from vescale_parallel._pipeline.cuts.partition import split_blocks, stage_starts
 from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
+from vescale_testing import World
 
 
 class Model(nn.Module):
@@ -151,8 +153,41 @@ def test_more_stages_than_blocks_are_refused() -> None:
         stage_starts(plan_of(size=6), Model(), BLOCKS)
 
 
-def test_blocks_are_weighed_by_their_parameters_if_the_plan_says_so() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(50, 50))
-    blocks = ["0", "1", "2", "3"]
-    assert stage_starts(plan_of(), model, blocks) == [0, 2]
-    assert stage_starts(plan_of(split_method="parameters"), model, blocks) == [0, 3]
+class Net(nn.Module):
+    """Five blocks, and a head much larger than a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.head = nn.Linear(8, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x).square().mean()
+
+
+def on_rank_parameters_of_this_stage(method: str) -> tuple[list[str], list[float]]:
+    constraints = {
+        "pipeline_parallel.split_method": method,
+        "pipeline_parallel.microbatches": 2,
+        "batch.global_size": 4,
+    }
+    plan = with_constraints(plan_of(), constraints)
+    torch.manual_seed(0)
+    model, loader = parallelize(plan, Net(), dataset=[torch.full((8,), i / 4) for i in range(4)])
+    return (
+        [name for name, each in model.named_parameters() if each.to_local().numel()],
+        [float(model(batch).detach()) for batch in loader],
+    )
+
+
+def test_parallelize_cuts_where_the_method_says(world2: World) -> None:
+    torch.manual_seed(0)
+    x = torch.stack([torch.full((8,), i / 4) for i in range(4)])
+    expected = float(Net()(x).detach())
+    for method, last in (("uniform", 2), ("auto", 4)):
+        (first, losses), (second, _) = world2.run(on_rank_parameters_of_this_stage, method)
+        assert losses == [pytest.approx(expected, rel=1e-6)]  # a mean of two means in float32
+        assert first[-1] == f"blocks.{last - 1}.bias"
+        assert second[0] == f"blocks.{last}.weight"

@@ -14,6 +14,8 @@ from .cluster import Cluster
 
 NUM_RUNNERS_UP = 3
 _SHOWN = 8
+# What methods to split a pipeline count that a run would tell.
+_ESTIMATED = {"flops": "flops", "memory": "bytes", "auto": "times"}
 
 
 def reasons(
@@ -59,8 +61,9 @@ def reasons(
         lines.append(f"not possible: {len(result.rejected) - NUM_RUNNERS_UP} more combinations")
     lines += [f"assumed: {note}" for note in workload.assumptions]
     lines += _about_rows(winner, workload, constraints)
-    if winner.candidate.layout.pp > 1 and split == "flops" and not workload.observed:
-        lines.append("assumed: stages are balanced by estimated flops; give example_batch")
+    if winner.candidate.layout.pp > 1 and split in _ESTIMATED and not workload.observed:
+        what = _ESTIMATED[split]
+        lines.append(f"assumed: stages are balanced by estimated {what}; give example_batch")
     return tuple(lines)
 
 

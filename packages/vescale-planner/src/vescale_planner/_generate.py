@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel import Estimate, ParallelPlan, model_signature, with_constraints
+from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signature, with_constraints
 
 from ._candidates import ACCUMULATION
 from ._constraints import check, check_split_points, in_order
@@ -115,7 +115,7 @@ def generate_plans(
     cluster = as_cluster(cluster, world_size)
     workload = workload_of(model, example_batch)
     check_split_points(constraints, workload, type(model).__name__)
-    split = constraints.get(
+    split: SplitMethod = constraints.get(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
     )
     itemsize = itemsize_of(constraints.get("precision.param"), workload.itemsize)
@@ -197,7 +197,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         names = search.workload.block_names
         chosen["pipeline_parallel.split_method"] = search.split_method
         chosen["pipeline_parallel.split_points"] = tuple(
-            names[start] for start in search.starts(candidate.stages)[1:]
+            names[start] for start in search.starts(candidate)[1:]
         )
         chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_parallel import StagePlacement, split_blocks
+from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
 
 from ._workload import Part, Workload
 
@@ -156,23 +156,25 @@ def pipeline_ranks(
     )
 
 
-def stage_starts(workload: Workload, num_stages: int, split_method: str) -> list[int]:
-    """Return the first block of every stage, the heaviest stage being as light as possible.
+def stage_starts(workload: Workload, rule: StageRule, rows: float) -> list[int]:
+    """Return the first block of every stage, as :func:`balanced_starts` cuts.
 
     Args:
         workload: The model.
-        num_stages: At most as many as blocks.
-        split_method: ``"uniform"`` counts blocks, ``"parameters"`` elements and ``"flops"``
-            forward flops; the latter two with what runs before and behind the blocks.
+        rule: What is to be even, over at most as many stages as blocks.
+        rows: Of a micro-batch.
     """
-    if split_method == "uniform":
-        return split_blocks([1.0] * len(workload.blocks), num_stages)
-    by_flops = split_method == "flops"
+    tied = sum(each.numel for each in workload.tied), sum(each.nbytes for each in workload.tied)
+    after = _cost(workload.after, rows) + PartCost(numel=tied[0], nbytes=tied[1])
+    blocks = [_cost(part, rows) for part in workload.blocks]
+    return balanced_starts(_cost(workload.before, rows), blocks, after, rule)
 
-    def weight(part: Part) -> float:
-        return part.flops if by_flops else float(part.numel)
 
-    weights = [weight(part) for part in workload.blocks]
-    weights[0] += weight(workload.before)
-    weights[-1] += weight(workload.after)
-    return split_blocks(weights, num_stages)
+def _cost(part: Part, rows: float) -> PartCost:
+    return PartCost(
+        numel=part.numel,
+        nbytes=part.nbytes,
+        flops=part.flops * rows,
+        saved_bytes=part.saved_bytes * rows,
+        output_bytes=part.output_bytes * rows,
+    )

@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel import ShardingProposal, StagePlacement, propose_sharding, rule_of
+from vescale_parallel import (
+    PipelineParallel,
+    ShardingProposal,
+    SplitMethod,
+    StagePlacement,
+    StageRule,
+    propose_sharding,
+    rule_of,
+    state_bytes,
+)
 
 from ._candidates import Candidate, Layout, Rows, candidates, layouts, stated_batch
 from ._cost import Cost, Numerics, step_cost
@@ -72,17 +81,19 @@ class Search:
     cluster: Cluster
     constraints: Mapping[str, Any]
     states: int
-    split_method: str
+    split_method: SplitMethod
     example_batch: Any = None
     accumulates: bool = False
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
-    _ranks: dict[tuple[int, int, int, str], tuple[PipelineRank, ...]] = field(
-        default_factory=dict["tuple[int, int, int, str]", "tuple[PipelineRank, ...]"]
+    _ranks: dict[tuple[object, ...], tuple[PipelineRank, ...]] = field(
+        default_factory=dict["tuple[object, ...]", "tuple[PipelineRank, ...]"]
     )
-    _starts: dict[int, list[int]] = field(default_factory=dict["int", "list[int]"])
+    _starts: dict[tuple[object, ...], list[int]] = field(
+        default_factory=dict["tuple[object, ...]", "list[int]"]
+    )
 
     @property
     def sequence(self) -> bool:
@@ -188,16 +199,46 @@ class Search:
         constraints = {**self.constraints, "tensor_parallel.sequence": True}
         return replace(self, constraints=constraints, _ranks={})
 
-    def starts(self, num_stages: int) -> list[int]:
+    def starts(self, candidate: Candidate) -> list[int]:
         """Return the first block of every stage."""
         points = self.constraints.get("pipeline_parallel.split_points")
-        if points is not None and num_stages > 1:
-            return [0, *(self.workload.block_names.index(point) for point in points)]
-        if num_stages == 1:
+        if candidate.stages == 1:
             return [0]
-        if num_stages not in self._starts:
-            self._starts[num_stages] = stage_starts(self.workload, num_stages, self.split_method)
-        return self._starts[num_stages]
+        if points is not None:
+            return [0, *(self.workload.block_names.index(point) for point in points)]
+        key = self._decides_stages(candidate)
+        if key not in self._starts:
+            rule = self._stage_rule(candidate)
+            self._starts[key] = stage_starts(self.workload, rule, candidate.rows_of_part)
+        return self._starts[key]
+
+    def _decides_stages(self, candidate: Candidate) -> tuple[object, ...]:
+        """Return what of a candidate decides where it is cut: less than all, to cut seldom."""
+        if self.split_method not in ("memory", "auto"):
+            return (candidate.stages,)
+        found = (candidate.stages, candidate.rows_of_part, candidate.recompute)
+        if self.split_method == "auto":
+            return found
+        schedule = candidate.schedule, candidate.virtual_stages, candidate.parts
+        return (*found, *schedule, candidate.zero_stage, candidate.shard)
+
+    def _stage_rule(self, candidate: Candidate) -> StageRule:
+        """Return what is to be even over stages."""
+        flops = self.cluster.flops_per_second_of(self.numerics.compute_itemsize)
+        flops *= self.cluster.efficiency
+        return StageRule(
+            PipelineParallel(
+                size=candidate.layout.pp,
+                virtual_stages=candidate.virtual_stages,
+                schedule=candidate.schedule,
+                microbatches=candidate.microbatches,
+                split_method=self.split_method,
+            ),
+            microbatches=candidate.parts,
+            recomputes=candidate.recompute == "full",
+            states=state_bytes(candidate.zero_stage, candidate.shard, self.states),
+            flops_per_byte=flops / self.cluster.reached_memory_bytes_per_second,
+        )
 
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
@@ -245,7 +286,7 @@ class Search:
     def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
         tp, pp = candidate.layout.tp, candidate.layout.pp
         style = rule_of(candidate.schedule).style
-        key = (tp, pp, candidate.virtual_stages, style)
+        key = (tp, pp, candidate.virtual_stages, style, *self._decides_stages(candidate))
         if key not in self._ranks:
             sharding = self.sharding(tp)
             assert not isinstance(sharding, str)
@@ -259,7 +300,7 @@ class Search:
             parts = local_parts(
                 self.workload, sharded, tp, sequence=self.sequence, cut_logits=cut_logits
             )
-            starts = self.starts(candidate.stages)
+            starts = self.starts(candidate)
             placement = StagePlacement(pp, candidate.virtual_stages, style)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
         return self._ranks[key]

@@ -57,7 +57,7 @@ class EndOfPass:
         Raises if ranks ran different blocks while they exchanged parameters.
 
         Args:
-            used: Those that did on this rank in passes before.
+            used: Those that did on this rank in passes before, or on another stage.
         """
         used |= {param for param_group in self._param_groups for param in param_group.take_used()}
         flags = torch.tensor(
@@ -65,9 +65,6 @@ class EndOfPass:
             dtype=torch.uint8,
         )
         flags = self._exchange(flags.to(self._mesh.device_type))
-        pipeline = axis_group(self._mesh, "pp")
-        if pipeline is not None:
-            flags = all_gather(flags, pipeline).amax(0)
         return dict(zip(self._params, flags.tolist(), strict=True))
 
     def compare_gathers(self) -> None:

@@ -208,23 +208,27 @@ class ZeroState:
 
         return put_back
 
-    def finish_backward(self, scale: Tensor | None) -> None:
-        """Reduce the gradients that are left, and add all to the distributed parameters."""
+    def finish_backward(
+        self, scale: Tensor | None, on_stages: Iterable[ShardedParameter] = ()
+    ) -> None:
+        """Reduce the gradients that are left, and add all to the distributed parameters.
+
+        ``on_stages`` are those of which a stage of a pipeline has one.
+        """
         scale = self._settle_unsynced(scale)
         if not self._reduces_now:
-            return self._keep_unsynced()
+            return self._keep_unsynced(on_stages)
         left = self._left()
         with profiler_range("reduce gradients"):
             reduce_together(left)
             self._end.begin()
             self._reductions.finish()
         self._open.clear()
-        self._reduced_early, self._held_back = [], False
-        self._num_reduced = 0
+        self._reduced_early, self._held_back, self._num_reduced = [], False, 0
         self._num_backwards += 1
         self.after_backward()
         self._show_sharded()
-        used = self._end.used_anywhere(self._unsynced.end_sync())
+        used = self._end.used_anywhere({*self._unsynced.end_sync(), *on_stages})
         self._reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
         for param_group in self._order:
@@ -370,9 +374,10 @@ class ZeroState:
         for param_group in param_groups:
             self._unsynced.keep(param_group, param_group.take_used())
 
-    def _keep_unsynced(self) -> None:
+    def _keep_unsynced(self, on_stages: Iterable[ShardedParameter]) -> None:
         """Add the gradients of a pass to those of passes before on this rank."""
         self._reductions.finish()
+        self._unsynced.used |= {*on_stages}
         self._keep(self._order)
         self._open.clear()
         self._num_backwards += 1

@@ -4,7 +4,9 @@
 The first call of a form sends the structure of what was returned as Python objects, with numbers
 for scalars. Where it is scalars and None alone, as in a step that is differentiated, later calls
 send one tensor of the scalars, or nothing if there is none: no object, and no rank waits for its
-device. A call that returns another structure is refused on the last stage, since the others would
+device. In a step that is differentiated, every rank sends along which parameters have a gradient
+on it: a parameter has one on all ranks or on none, and no other message is needed for that. A
+call that returns another structure is refused on the last stage, since the others would
 have to wait in every step to hear of it. With ``pipeline_parallel.outputs`` "last" tensors are not
 sent, so it is the same. Structures with other objects or with tensors, whose
 values and shapes may change, are sent whole in every call.
@@ -12,7 +14,7 @@ values and shapes may change, are sent whole in every call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, named_failures
+from vescale_dtensor import DTensor, all_gather, named_failures
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._torch_private import pytree
@@ -90,55 +92,72 @@ class AgreedOutputs:
         group: The ranks of the pipeline.
         source: The rank of the last stage.
         only_last: Whether the ranks of the last stage alone get tensors.
+        own_flags: Returns what this rank gives in steps that are differentiated, if anything.
+        flags: What each rank gave in the last one, one row a rank.
     """
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
     source: int
     only_last: bool = False
+    own_flags: Callable[[], Tensor | None] = lambda: None
+    flags: Tensor | None = None
     _agreed: dict[object, _Structure | None] = field(
         default_factory=dict[object, "_Structure | None"]
     )
 
-    def share(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    def share(
+        self,
+        form: object,
+        told: Any,
+        tensors: Sequence[Tensor] = (),
+        flags: Tensor | None = None,
+    ) -> Any:
         """Return what the last stage was given. Every rank of the pipeline must call this.
 
         Args:
             form: Of the call, the same on all ranks: what decides the structure of its result.
             told: The structure, on the last stage.
             tensors: Those it has :class:`Sent` for, on the last stage.
+            flags: Bytes of this rank that all get, as many on each; None on all for none.
 
         Raises:
             ValueError: On the last stage, if an earlier call of this form had another structure.
         """
         if self.only_last:
-            return self._share_scalars(form, told, tensors)
-        return self._share(form, told, tensors)
+            return self._share_scalars(form, told, tensors, flags)
+        return self._share(form, told, tensors, flags)
 
-    def _share_scalars(self, form: object, told: Any, tensors: Sequence[Tensor]) -> Any:
+    def _share_scalars(
+        self, form: object, told: Any, tensors: Sequence[Tensor], flags: Tensor | None
+    ) -> Any:
         held, kept = iter(tensors), list[Tensor]()
 
         def left_out(sent: Sent) -> NotReturned:
             kept.append(_with_flag(next(held).detach(), sent))
             return NotReturned(sent.name, "last")
 
-        found = self._share(form, pytree.tree_map_only(Sent, left_out, told), ())
+        found = self._share(form, pytree.tree_map_only(Sent, left_out, told), (), flags)
         if not kept:
             return found
         own = iter(kept)
         return pytree.tree_map_only(NotReturned, lambda _: next(own), found)
 
-    def _share(self, form: object, told: Any, tensors: Sequence[Tensor]) -> Any:
+    def _share(
+        self, form: object, told: Any, tensors: Sequence[Tensor], flags: Tensor | None
+    ) -> Any:
         agreed = self._agreed.get(form)
         if agreed is not None:
-            return self._scalars(agreed, told)
+            return self._scalars(agreed, told, flags)
         found = self._objects(told, tensors)
+        if flags is not None:
+            self.flags = all_gather(flags.to(self.mesh.device_type), self.group)
         self._agreed[form] = _Structure.of(found)
         return found
 
-    def _scalars(self, agreed: _Structure, told: Any) -> Any:
+    def _scalars(self, agreed: _Structure, told: Any, flags: Tensor | None) -> Any:
         device = torch.device(self.mesh.device_type)
-        values = torch.empty(agreed.num_scalars, dtype=torch.float64, device=device)
+        values = torch.zeros(agreed.num_scalars, dtype=torch.float64, device=device)
         if dist.get_rank(self.group) == self.source:
             own = _Structure.of(told)
             if not agreed.like(own):
@@ -151,10 +170,20 @@ class AgreedOutputs:
             assert own is not None
             if agreed.num_scalars:
                 values = torch.stack([x.to(device) for x in own.values()])
-        if agreed.num_scalars:
+        if flags is not None:
+            values = self._with_flags(values, flags.to(device))
+        elif agreed.num_scalars:
             with named_failures():
                 dist.broadcast(values, group=self.group, group_src=self.source)
         return agreed.with_values(values.unbind())
+
+    def _with_flags(self, values: Tensor, flags: Tensor) -> Tensor:
+        """Return the last stage's scalars; keep the flags of all ranks."""
+        own = values.view(torch.uint8)
+        everyones = all_gather(torch.cat([own, flags]), self.group)
+        self.flags = everyones[:, len(own) :]
+        # A copy: a row need not begin where a float may.
+        return everyones[self.source, : len(own)].clone().view(values.dtype)
 
     def _objects(self, told: Any, tensors: Sequence[Tensor]) -> Any:
         marked: list[Any] = [pytree.tree_map_only(Scalar, _with_number, told)]

@@ -15,9 +15,10 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
 from .call_order import places_seen
+from .cuts.observed_split import with_split_points
 from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
-from .stage_assignment import StageMap, stage_map
+from .stage_assignment import StageMap, places_outside, stage_map
 from .stage_module import StageDone, StageRun, Staging, stage_model
 
 
@@ -39,9 +40,12 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     Example:
         >>> check_pipeline(ParallelPlan(), nn.Linear(2, 2), torch.ones(1, 2))
     """
-    stages = stage_map(plan, model, places_seen(plan, model, batch))
-    if stages is None:
+    if plan.pipeline_parallel.size == 1:
         return
+    seen = places_seen(plan, model, batch)
+    plan = with_split_points(plan, model, batch, places_outside(plan, model, seen))
+    stages = stage_map(plan, model, seen)
+    assert stages is not None
     copied = copied_without_hooks(model, meta_parameter, on_meta)
     args, kwargs = bind(copied, pytree.tree_map_only(Tensor, on_meta, opened(batch)))
     staging = Staging()

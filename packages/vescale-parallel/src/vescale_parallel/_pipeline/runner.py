@@ -105,7 +105,7 @@ class Pipeline:
         self._loss_of = loss_called(self.plan.pipeline_parallel.loss)
         if self.draws is not None:
             self.draws.meet(self.group_of("F"))
-        self._outputs = AgreedOutputs(
+        self.outputs = AgreedOutputs(
             self.mesh,
             self.group_of("F"),
             self._placement.last_rank,
@@ -149,7 +149,7 @@ class Pipeline:
         if outputs:
             num_rows = (num_rows_of(args, kwargs, rows) or 0) // len(microbatches)
             told = joined(outputs, returned, num_rows, self._mean, self._loss_of)
-        return self._agree((form, signature_of((args, kwargs))), *told)
+        return self._agree((form, signature_of((args, kwargs))), *told, self.outputs.own_flags())
 
     def predict(
         self,
@@ -382,9 +382,9 @@ class Pipeline:
                 f"{refusal}",
             )
 
-    def _agree(self, form: object, told: Any, tensors: Sequence[Tensor] = ()) -> Any:
+    def _agree(self, form: object, told: Any, *more: Any) -> Any:
         """Give all stages what the last one has: a structure, with :class:`Sent` for tensors."""
-        return self._outputs.share(form, told, tensors)
+        return self.outputs.share(form, told, *more)
 
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""

@@ -90,15 +90,27 @@ def stage_map(
         return None
     blocks = pipeline_blocks(model)
     starts = stage_starts(plan, model, blocks)
+    behind = places_outside(plan, model, seen)
+    stages = StageMap(blocks, starts, {})
+    owners = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in behind.items()}
+    again = {fqn: more for fqn, (_, *more) in owners.items() if more}
+    return StageMap(blocks, starts, {fqn: first for fqn, (first, *_) in owners.items()}, again)
+
+
+def places_outside(
+    plan: ParallelPlan, model: nn.Module, seen: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return how many blocks are called before each call of outermost modules outside of them.
+
+    Arguments are those of :func:`stage_map`.
+    """
+    blocks = pipeline_blocks(model)
     behind = {fqn: (count,) for fqn, count in _blocks_before(model, blocks).items()}
     behind |= {} if seen is None else dict(seen)
     pipeline, ends = plan.pipeline_parallel, len(blocks)
     _move(behind, pipeline.head_modules, 0, "pipeline_parallel.head_modules")
     _move(behind, pipeline.tail_modules, ends, "pipeline_parallel.tail_modules")
-    stages = StageMap(blocks, starts, {})
-    owners = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in behind.items()}
-    again = {fqn: more for fqn, (_, *more) in owners.items() if more}
-    return StageMap(blocks, starts, {fqn: first for fqn, (first, *_) in owners.items()}, again)
+    return behind
 
 
 def _move(behind: dict[str, tuple[int, ...]], fqns: Sequence[str], num: int, key: str) -> None:

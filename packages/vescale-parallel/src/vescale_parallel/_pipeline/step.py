@@ -26,7 +26,8 @@ class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
     ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
-    gradients, multiplied by what it is given, None being 1.
+    gradients, multiplied by what it is given, None being 1, and is told of which parameters some
+    stage has one.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class PipelineStep:
         pipeline: Pipeline,
         params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
-        finish: Callable[[Tensor | None], None],
+        finish: Callable[[Tensor | None, set[ShardedParameter]], None],
     ) -> None:
         self._model, self._forms = model, CallForms(model)
         self._with_loss: dict[object, bool] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish = buffers, finish
+        pipeline.outputs.own_flags = self._has_gradients
 
     def run(
         self,
@@ -79,14 +81,23 @@ class PipelineStep:
         device = pipeline.mesh.device_type
         if train:
             return_tied_gradients(self._params, pipeline.group_of("B"), placement)
-            used = pipeline.loss_scale.value
+            used, flags = pipeline.loss_scale.value, pipeline.outputs.flags
+            assert flags is not None
 
             def finish(scale: Tensor) -> None:
-                self._finish(pipeline.loss_scale.correction(scale, used))
+                anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
+                correction = pipeline.loss_scale.correction(scale, used)
+                self._finish(correction, {param for param, has in anywhere if has})
 
             return with_deferred_backward(output, self._params, finish, device)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output
+
+    def _has_gradients(self) -> Tensor:
+        plain = [param.unsharded for param in self._params]
+        return torch.tensor(
+            [each is not None and each.grad is not None for each in plain], dtype=torch.uint8
+        )
 
     def _trains(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_type_
 from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
 
 T = TypeVar("T")
+SplitMethod = Literal["uniform", "parameters", "flops", "memory", "auto", "manual"]
 
 
 def check_choices(prefix: str, section: object) -> None:
@@ -102,7 +103,8 @@ class PipelineParallel:
         size: Ranks in the pipeline.
         schedule: Order of forward and backward passes; ``docs/concepts/pipelines.md`` compares
             them.
-        split_method: Who wrote ``split_points``.
+        split_method: Who wrote ``split_points``, or what is made even over stages where there are
+            none; ``docs/concepts/pipelines.md`` compares them. ``"manual"`` needs them.
         split_points: FQN of the first block of every stage but the first.
         microbatches: Equal parts that each rank's batch is cut into.
         virtual_stages: Stages per rank: one with ``"gpipe"`` and ``"1f1b"``, two or more with
@@ -119,7 +121,7 @@ class PipelineParallel:
 
     size: int = 1
     schedule: ScheduleName = "1f1b"
-    split_method: Literal["uniform", "parameters", "flops", "manual"] = "uniform"
+    split_method: SplitMethod = "uniform"
     split_points: tuple[str, ...] = ()
     microbatches: int = 1
     virtual_stages: int = 1

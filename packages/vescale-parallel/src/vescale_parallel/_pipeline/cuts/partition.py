@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from torch import nn
 
-from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._plan.plan import ParallelPlan
+
+# Weight of the heaviest stage, sum of squares of weights, sum of squares of numbers of blocks,
+# and where the last stage begins.
+_Split = tuple[float, float, float, int]
 
 
 def split_blocks(weights: Sequence[float], num_stages: int) -> list[int]:
@@ -27,38 +32,60 @@ def split_blocks(weights: Sequence[float], num_stages: int) -> list[int]:
         >>> split_blocks([1, 1, 1, 3], 2)
         [0, 3]
     """
-    if num_stages > len(weights):
+    return lightest_split([weights] * num_stages, [0.0] * num_stages)
+
+
+def lightest_split(weights: Sequence[Sequence[float]], extra: Sequence[float]) -> list[int]:
+    """Cut blocks into consecutive stages so that the heaviest stage is lightest.
+
+    Of such splits it is one whose stages are otherwise even: the sum of the squares of their
+    weights is least, then that of their numbers of blocks, as far as the first stages tell.
+
+    Args:
+        weights: For every stage, what each block weighs if it is there.
+        extra: For every stage, what it weighs without any block.
+
+    Returns:
+        Index of the first block of every stage; none is empty.
+
+    Raises:
+        ValueError: If there are fewer blocks than stages.
+    """
+    num_blocks = len(weights[0])
+    if len(weights) > num_blocks:
         raise ValueError(
-            f"expected at most as many pipeline stages as blocks ({len(weights)}), "
-            f"got {num_stages}"
+            f"expected at most as many pipeline stages as blocks ({num_blocks}), "
+            f"got {len(weights)}"
         )
-    totals = [0.0]
-    for weight in weights:
-        totals.append(totals[-1] + weight)
-    # best[k][i]: lightest heaviest part when the first i blocks make k parts, and its cut.
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * len(weights)]
-    for parts in range(1, num_stages + 1):
-        row: list[tuple[float, int]] = [(float("inf"), 0)] * (len(weights) + 1)
-        for end in range(parts, len(weights) + 1):
-            row[end] = min(
-                (max(best[parts - 1][cut][0], totals[end] - totals[cut]), cut)
-                for cut in range(parts - 1, end)
-            )
-        best.append(row)
-    starts: list[int] = []
-    end = len(weights)
-    for parts in range(num_stages, 0, -1):
-        end = best[parts][end][1]
+    nowhere: _Split = (math.inf, math.inf, math.inf, 0)
+    # best[k][i]: the best split of the first i blocks into k stages, and where the last begins.
+    best: list[list[_Split]] = [[(0.0, 0.0, 0.0, 0), *[nowhere] * num_blocks]]
+    for stage, (row, more) in enumerate(zip(weights, extra, strict=True)):
+        totals = [*itertools.accumulate(row, initial=0.0)]
+        found: list[_Split] = [nowhere] * (num_blocks + 1)
+        for end in range(stage + 1, num_blocks + 1):
+            choices: list[_Split] = []
+            for cut in range(stage, end):
+                heaviest, squares, counts, _ = best[stage][cut]
+                weight, count = totals[end] - totals[cut] + more, end - cut
+                choice = max(heaviest, weight), squares + weight**2, counts + count**2, cut
+                choices.append(choice)
+            found[end] = min(choices)
+        best.append(found)
+    starts, end = list[int](), num_blocks
+    for k in range(len(weights), 0, -1):
+        end = best[k][end][3]
         starts.insert(0, end)
     return starts
 
 
 def stage_starts(plan: ParallelPlan, model: nn.Module, blocks: Sequence[str]) -> list[int]:
-    """Return the index of the first block of every stage.
+    """Return the index of the first block of every stage, from a plan's split points.
 
     Raises:
         ValueError: If split points name no block, are out of order, or are too few or many,
-            or there are more stages than blocks.
+            there are more stages than blocks, or there are no split points and blocks are not
+            counted alone.
     """
     pipeline = plan.pipeline_parallel
     if pipeline.num_stages > len(blocks):
@@ -68,9 +95,13 @@ def stage_starts(plan: ParallelPlan, model: nn.Module, blocks: Sequence[str]) ->
             f"{pipeline.size} x virtual_stages {pipeline.virtual_stages})"
         )
     if not pipeline.split_points:
-        uniform = pipeline.split_method != "parameters"
-        weights = [1.0 if uniform else float(numel_of(model.get_submodule(fqn))) for fqn in blocks]
-        return split_blocks(weights, pipeline.num_stages)
+        if pipeline.split_method != "uniform":
+            raise ValueError(
+                f"pipeline_parallel.split_method {pipeline.split_method!r} needs "
+                f"{pipeline.num_stages - 1} pipeline_parallel.split_points, the first block of "
+                "every stage but the first, got none"
+            )
+        return split_blocks([1.0] * len(blocks), pipeline.num_stages)
     if len(pipeline.split_points) != pipeline.num_stages - 1:
         raise ValueError(
             f"expected {pipeline.num_stages - 1} pipeline_parallel.split_points for "

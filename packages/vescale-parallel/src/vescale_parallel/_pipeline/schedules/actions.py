@@ -56,6 +56,25 @@ def actions_of(
             )
 
 
+def passes_in_flight(
+    schedule: str, *, size: int, virtual_stages: int, microbatches: int
+) -> tuple[int, ...]:
+    """Return for every stage how many micro-batches wait for their backward there at most.
+
+    Example:
+        >>> passes_in_flight("1f1b", size=3, virtual_stages=1, microbatches=8)
+        (3, 2, 1)
+    """
+    shape = {"size": size, "virtual_stages": virtual_stages, "microbatches": microbatches}
+    waiting, most = [0] * (size * virtual_stages), [0] * (size * virtual_stages)
+    for rank in range(size):
+        for action in actions_of(schedule, rank, **shape):
+            # Of a backward in two parts the weights come last.
+            waiting[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most[action.stage] = max(most[action.stage], waiting[action.stage])
+    return tuple(most)
+
+
 def forward_actions(
     rank: int, *, size: int, virtual_stages: int, microbatches: int
 ) -> tuple[Action, ...]:
