@@ -16,6 +16,7 @@ def test_public_names_are_these() -> None:
         "ParallelPlan",
         "PipelineParallel",
         "Precision",
+        "RecordedSchedule",
         "TensorParallel",
         "constraint_keys",
         "data_parallel_rank",
@@ -25,6 +26,7 @@ def test_public_names_are_these() -> None:
         "explain",
         "observe",
         "parallelize",
+        "record_schedule",
         "tensor_parallel_plan",
         "with_constraints",
     ]

@@ -38,6 +38,10 @@ from ._pipeline.cuts.stage_costs import (
     balanced_starts as balanced_starts,
     state_bytes as state_bytes,
 )
+from ._pipeline.execution import (
+    RecordedSchedule as RecordedSchedule,
+    record_schedule as record_schedule,
+)
 from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks
@@ -95,6 +99,7 @@ __all__ = [
     "ParallelPlan",
     "PipelineParallel",
     "Precision",
+    "RecordedSchedule",
     "TensorParallel",
     "constraint_keys",
     "data_parallel_rank",
@@ -104,6 +109,7 @@ __all__ = [
     "explain",
     "observe",
     "parallelize",
+    "record_schedule",
     "tensor_parallel_plan",
     "with_constraints",
 ]

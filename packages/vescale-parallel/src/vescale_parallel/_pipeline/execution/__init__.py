@@ -1,4 +1,5 @@
 """One rank's run of a schedule: its operations, its messages, its backward passes in two parts."""
 
 from .links import Links as Links
+from .recorded import RecordedSchedule as RecordedSchedule, record_schedule as record_schedule
 from .run import Execution as Execution, signature_of as signature_of, watching as watching

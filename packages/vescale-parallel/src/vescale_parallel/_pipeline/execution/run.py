@@ -30,19 +30,23 @@ from .split_backward import HookedNodes, SplitBackward
 # Told every operation when it is done, how many micro-batches of stages wait for their backward,
 # and how many messages are kept.
 Watcher = Callable[[Operation, int, int], None]
-_watchers: list[Watcher] = []
+# And what is called when a rank begins a list of operations.
+_watchers: list[tuple[Watcher, Callable[[], None]]] = []
 own_list(_watchers)
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 
 
 @contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` what this rank does in the order in which it does it."""
-    _watchers.append(watcher)
+def watching(watcher: Watcher, begins: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Tell ``watcher`` what this rank does in the order in which it does it.
+
+    ``begins`` is called before the first operation of a step.
+    """
+    _watchers.append((watcher, begins))
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _watchers.remove((watcher, begins))
 
 
 @dataclass(eq=False)
@@ -100,6 +104,8 @@ class Execution:
 
     def execute(self, operations: Sequence[Operation]) -> list[Any]:
         """Do what a list says; return the outputs of the last stage."""
+        for _, begins in _watchers:
+            begins()
         for operation in operations:
             if isinstance(operation, Compute):
                 self._compute(operation.action)
@@ -110,7 +116,7 @@ class Execution:
         return self.outputs
 
     def _tell(self, operation: Operation) -> None:
-        for watcher in _watchers:
+        for watcher, _ in _watchers:
             watcher(operation, len(self._passes), self.links.num_kept)
 
     def _compute(self, action: Action) -> None:

@@ -5,7 +5,7 @@
 - ``v_shaped.py``: zbv, dualpipev
 - ``messages.py``: what is sent, over which channel, and when
 - ``simulator.py``: runs all ranks' orders with a communicator's semantics
-- ``picture.py``: a Gantt chart of that
+- ``picture.py``: a Gantt chart of that or of a run; ``picture_png.py``: as PNG
 """
 
 from .action import Action as Action

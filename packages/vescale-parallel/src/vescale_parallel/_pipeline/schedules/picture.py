@@ -1,13 +1,15 @@
-"""A Gantt chart of a schedule, as SVG."""
+"""A Gantt chart of a schedule, as SVG and as PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from vescale_parallel._plan.plan import ParallelPlan
 
 from .action import Kind
-from .simulator import Simulated, Span, simulate_schedule
+from .picture_png import write_png
+from .simulator import Simulated, Span, of_spans, simulate_schedule
 
 _FILLS: Mapping[Kind, str] = {"F": "#9ecae1", "B": "#a1d99b", "I": "#c7e9c0", "W": "#fdd0a2"}
 _WORDS: Mapping[Kind, str] = {
@@ -17,17 +19,30 @@ _WORDS: Mapping[Kind, str] = {
     "W": "gradients of weights",
 }
 _ROW, _LEFT, _TOP = 24, 60, 24
+_WIDTH = 1200  # pixels of a recorded run, however long it took
 
 
-def draw_schedule(plan: ParallelPlan, *, second: int = 20) -> str:
-    """Return a Gantt chart of a plan's pipeline as SVG, as the simulator runs it.
+def draw_schedule(
+    plan: ParallelPlan,
+    *,
+    second: int = 20,
+    spans: Sequence[Span] | None = None,
+    path: str | Path | None = None,
+) -> str:
+    """Return a Gantt chart of a plan's pipeline as SVG, simulated or of a run.
 
-    A forward pass of a stage takes a second, a backward pass two, each of its parts one; messages
-    take none. Later stages of a rank are darker; numbers are micro-batches.
+    In the simulator a forward pass of a stage takes a second, a backward pass two, each of its
+    parts one; messages take none. Later stages of a rank are darker; numbers are micro-batches.
 
     Args:
         plan: With a pipeline or without one.
-        second: Pixels for each.
+        second: Pixels for each, of what the simulator runs.
+        spans: Of a run, what :meth:`RecordedSchedule.gather` returned; None simulates the plan.
+        path: Of a file to write the chart to, too: ``.svg``, or ``.png``, which needs matplotlib.
+
+    Raises:
+        ValueError: If the file is to be something else, or nothing was recorded.
+        ImportError: If matplotlib is missing.
 
     Example:
         One micro-batch on one rank: a paper, two passes, and a legend of two.
@@ -35,22 +50,33 @@ def draw_schedule(plan: ParallelPlan, *, second: int = 20) -> str:
         >>> draw_schedule(ParallelPlan()).count("<rect")
         5
     """
-    pipeline = plan.pipeline_parallel
-    found = simulate_schedule(
-        pipeline.schedule,
-        size=pipeline.size,
-        virtual_stages=pipeline.virtual_stages,
-        microbatches=plan.num_microbatches,
-    )
+    pipeline, run, pixels = plan.pipeline_parallel, "", float(second)
+    if path is not None and Path(path).suffix not in (".svg", ".png"):
+        raise ValueError(f"expected path to end in .svg or .png, got {str(path)!r}")
+    if spans is None:
+        found = simulate_schedule(
+            pipeline.schedule,
+            size=pipeline.size,
+            virtual_stages=pipeline.virtual_stages,
+            microbatches=plan.num_microbatches,
+        )
+    else:
+        found = of_spans(spans, pipeline.size)
+        run, pixels = f", a run of {found.seconds * 1000:.3g} ms", _WIDTH / found.seconds
     title = (
         f"{pipeline.schedule}, {pipeline.size} ranks x {pipeline.virtual_stages}, "
-        f"{plan.num_microbatches} micro-batches: ranks wait {found.bubble:.0%} of the time and "
-        f"keep up to {max(found.peak_activations)} activations"
+        f"{plan.num_microbatches} micro-batches{run}: ranks wait {found.bubble:.0%} of the time "
+        f"and keep up to {max(found.peak_activations)} activations"
     )
-    return _svg(found, pipeline.size, title, second)
+    svg = _svg(found, pipeline.size, title, pixels)
+    if path is not None and Path(path).suffix == ".svg":
+        Path(path).write_text(svg, encoding="utf-8")
+    elif path is not None:
+        write_png(found.spans, pipeline.size, title, path, _FILLS, _WORDS)
+    return svg
 
 
-def _svg(found: Simulated, size: int, title: str, second: int) -> str:
+def _svg(found: Simulated, size: int, title: str, second: float) -> str:
     width = _LEFT + max(round(found.seconds * second), 9 * len(title)) + 10
     height = _TOP + size * _ROW + 30
     lines = [
@@ -67,7 +93,7 @@ def _svg(found: Simulated, size: int, title: str, second: int) -> str:
     return "\n".join([*lines, "</svg>\n"])
 
 
-def _box(span: Span, size: int, second: int) -> Sequence[str]:
+def _box(span: Span, size: int, second: float) -> Sequence[str]:
     x, y = _LEFT + span.start * second, _TOP + span.rank * _ROW
     wide, action = (span.end - span.start) * second, span.action
     shade = max(0.55, 1 - 0.2 * (action.stage // size))

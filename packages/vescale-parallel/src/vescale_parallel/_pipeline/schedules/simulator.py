@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 
@@ -142,6 +142,31 @@ def simulate(
         1 - busy / (end * len(ranks)) if end else 0.0,
         tuple(rank.peak_activations for rank in ranks),
         tuple(rank.peak_sends for rank in ranks),
+    )
+
+
+def of_spans(spans: Sequence[Span], size: int) -> Simulated:
+    """Return what ranks of a pipeline did, from when they did it.
+
+    Raises:
+        ValueError: If there is no span.
+    """
+    if not spans:
+        raise ValueError(
+            "expected the passes of a pipeline, got none: record_schedule() records calls of a "
+            "model with pipeline_parallel.size above 1 inside of it"
+        )
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    ranks = [_Rank(index, deque()) for index in range(size)]
+    for span in sorted(spans, key=lambda each: each.end):
+        _count(ranks[span.rank], span.action)
+    busy = sum(span.end - span.start for span in spans)
+    return Simulated(
+        tuple(replace(each, start=each.start - start, end=each.end - start) for each in spans),
+        end - start,
+        1 - busy / ((end - start) * size),
+        tuple(rank.peak_activations for rank in ranks),
+        (0,) * size,
     )
 
 
