@@ -1,4 +1,7 @@
-"""ZeRO 0, 1 and 2: parameters are gathered, and cast, again only after they have changed.
+"""Parameters that stay gathered are gathered, and cast, again only after they have changed.
+
+Under ZeRO 0, 1 and 2 these are all. Under ZeRO 3 it is what a rank sends when a block is gathered,
+where copies of the model share out its optimizer state (HFSDP).
 
 [Note: what tells that parameters changed]
 A step of the optimizer that ``parallelize`` returned says so. Everything else is told by
@@ -17,7 +20,7 @@ for the answer, so a loop that steps after each backward pass pays a few bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +70,7 @@ class _Source:
 @dataclass(eq=False)
 class _GroupState:
     param_group: ParamGroup
+    fill: Callable[[], None]
     sources: list[_Source]
     memories: list[_Memory]
     has_changed: bool = True
@@ -85,7 +89,7 @@ class _GroupState:
 
     def gather(self) -> None:
         self.has_changed = True  # until the gather has ended
-        self.param_group.gather()
+        self.fill()
         self.seen = [source.seen() for source in self.sources]
         self.has_changed = False
 
@@ -98,11 +102,17 @@ class GatheredOnce:
     Args:
         mesh: The plan's mesh.
         param_groups: In the order in which they are gathered.
+        are_freed: Whether only what they send stays gathered, from copies that share it out.
     """
 
-    def __init__(self, mesh: DeviceMesh, param_groups: Sequence[ParamGroup]) -> None:
-        self._states = [_state(param_group) for param_group in param_groups]
-        self._group = axis_group(mesh, "dp_shard")
+    def __init__(
+        self, mesh: DeviceMesh, param_groups: Sequence[ParamGroup], *, are_freed: bool
+    ) -> None:
+        kept = [each for each in param_groups if not are_freed or each.has_replicas]
+        self._states = [
+            _state(each, each.gather_sent if are_freed else each.gather) for each in kept
+        ]
+        self._group = axis_group(mesh, "dp_replicate" if are_freed else "dp_shard")
         self._device = mesh.device_type
         self._state_of = {
             param.sharded: state for state in self._states for param in state.param_group.params
@@ -116,7 +126,7 @@ class GatheredOnce:
                 state.has_changed = True
 
     def gather(self) -> None:
-        """Gather what has changed on any rank. Every dp_shard rank must call this."""
+        """Gather what has changed on any rank. All those ranks must call this."""
         if torch.compiler.is_compiling():  # a compiled program does the same in every call
             for state in self._states:
                 state.gather()
@@ -127,7 +137,7 @@ class GatheredOnce:
                 state.gather()
 
     def _on_any_rank(self, own: Sequence[bool]) -> Sequence[bool]:
-        if self._group is None:
+        if self._group is None or not own:
             return own
         flags = all_gather(self._flags(own), self._group)
         return own if all(own) else flags.amax(0).to(torch.bool).tolist()
@@ -136,7 +146,7 @@ class GatheredOnce:
         return torch.tensor(own, dtype=torch.uint8).to(self._device)
 
 
-def _state(param_group: ParamGroup) -> _GroupState:
+def _state(param_group: ParamGroup, fill: Callable[[], None]) -> _GroupState:
     sources: list[_Source] = []
     memories: dict[object, _Memory] = {}
     for param in param_group.params:
@@ -146,6 +156,8 @@ def _state(param_group: ParamGroup) -> _GroupState:
         key = param if param.place is None else param.place.shards
         if key not in memories:
             memories[key] = _Memory(whole, WatchedMemory(whole))
+            if param.place is not None and param.place.shards.is_sent_in_place:
+                memories[key].watched.own(param.place.shards.sent)
         memories[key].watched.own(param.local)
         sources.append(_Source(param, memories[key]))
-    return _GroupState(param_group, sources, [*memories.values()])
+    return _GroupState(param_group, fill, sources, [*memories.values()])

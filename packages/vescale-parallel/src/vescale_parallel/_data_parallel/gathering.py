@@ -67,6 +67,12 @@ class Gathering:
             self.start()
         self._wait()
 
+    def gather_sent(self, replicas: dist.ProcessGroup) -> None:
+        """Bring what this rank sends up to date with what replicas have. Each must call this."""
+        for shards in self._flat:
+            own = shards.own.to(shards.compute_dtype)
+            start_all_gather(own, replicas, out=shards.rows_of_replicas).wait()
+
     def drop(self) -> None:
         """Wait for what is not needed, and give its memory back."""
         self._wait()
@@ -81,7 +87,7 @@ class Gathering:
     def _send(self, shards: FlatShards, group: dist.ProcessGroup) -> CollectiveWork:
         # This rank's range as it is, but where parameters compute in another dtype. What is sent
         # is kept alive by the work.
-        return start_all_gather(shards.own.to(shards.compute_dtype), group, out=shards.whole)
+        return start_all_gather(shards.sent, group, out=shards.whole)
 
     def _wait(self) -> None:
         works, self._works = self._works or (), None

@@ -81,7 +81,7 @@ class ZeroState:
         groups = (root, *self._param_groups)
         self.writes = ForwardWrites(groups, runs_again=runs_again)
         self._gathered_first = (root,) if self._frees else groups
-        self._kept = None if self._frees else GatheredOnce(mesh, groups)
+        self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -149,10 +149,9 @@ class ZeroState:
         self._exchanges.begin_forward()
         if self._unsynced.num_passes and torch.is_grad_enabled():
             self._unsynced.open()
-        if self._kept is None:
+        self._kept.gather()
+        if self._frees:
             self._root.gather()
-        else:
-            self._kept.gather()
         self.writes.begin(*self._gathered_first)
         self._gathers.begin(("forward", torch.is_grad_enabled()))
 
@@ -167,8 +166,7 @@ class ZeroState:
 
     def tell_changed(self, publics: Iterable[object]) -> None:
         """Say that public parameters were written, on all ranks alike."""
-        if self._kept is not None:
-            self._kept.tell_changed(publics)
+        self._kept.tell_changed(publics)
 
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""

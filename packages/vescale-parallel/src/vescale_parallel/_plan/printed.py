@@ -34,6 +34,11 @@ def in_words(
         said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies))
         if data.zero_stage and copies > 1:
             said.append(f"there are {copies} copies of that (hybrid sharding)")
+        if data.replicate_zero_stage:
+            said[-1] = (
+                f"there are {copies} copies of the parameters, which share out the optimizer "
+                "state (HFSDP)"
+            )
     if experts.size > 1:
         said.append(f"of experts each of {experts.size} data-parallel ranks has its own ones")
     if tensor.size > 1:
