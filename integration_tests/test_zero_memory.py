@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,40 @@ def test_bytes_of_a_parameter_element_and_step(name: str) -> None:
     assert total <= sent <= 1.01 * total
 
 
+def test_copies_that_share_out_state_gather_and_reduce_once_a_step() -> None:
+    """And within a copy ranks send what they send without."""
+    ranks, copies = 64, 8
+    groups = 4 + 1  # blocks, and what is outside of them
+    within, between = dict[int, Counter[str]](), dict[int, Counter[str]]()
+    for shares in (0, 1):
+        said = {
+            "data_parallel.zero_stage": 3,
+            "data_parallel.replicate_size": copies,
+            "data_parallel.replicate_zero_stage": shares,
+        }
+        with rank_0_of(ranks):
+            model, optimizer = _parallel(ranks, said)
+            for _ in range(WARM_UP):
+                _step(model, optimizer)
+            with CommCounter() as counter:
+                _step(model, optimizer)
+        for over, found in (("dp_shard", within), ("dp_replicate", between)):
+            # Not what ranks tell each other of their order, and of what has changed.
+            events = [e for e in counter.events if e.over == over and e.nbytes > 2**12]
+            found[shares] = Counter(event.kind for event in events)
+            for event in events:
+                found[shares][f"bytes of {event.kind}"] += event.nbytes
+    numel = sum(p.numel() for p in model.parameters()) // (ranks // copies)
+    once = 4 * numel * (copies - 1) / copies
+    # Shards of what does not divide are padded.
+    for kind in ("all_gather", "all_to_all"):
+        assert between[1][kind] == groups
+        assert once <= between[1][f"bytes of {kind}"] <= 1.01 * once
+    assert within[0].keys() == within[1].keys()
+    for what, number in within[0].items():
+        assert number == pytest.approx(within[1][what], rel=0.01), what
+
+
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -119,3 +154,32 @@ def test_memory_between_steps_is_that_of_the_theory(stage: int) -> None:
     whole = sum(numels.values())
     theory = 16 * whole / (ranks if stage else 1) + BESIDES[stage](whole, block, outside)
     assert _held() - before == pytest.approx(theory, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_memory_of_copies_that_share_out_state_is_that_of_the_theory(dtype: str | None) -> None:
+    ranks, copies, before = 8, 4, _held()
+    said = {
+        "data_parallel.zero_stage": 3,
+        "data_parallel.replicate_size": copies,
+        "data_parallel.replicate_zero_stage": 1,
+    }
+    with rank_0_of(ranks):
+        model, optimizer = _parallel(ranks, {**said, "precision.param": dtype})
+        for _ in range(WARM_UP):
+            optimizer.zero_grad()
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+    numels = {name: p.numel() for name, p in model.named_parameters()}
+    block = sum(n for name, n in numels.items() if name.startswith("model.layers.0."))
+    outside = sum(n for name, n in numels.items() if not name.startswith("model.layers."))
+    whole, largest = sum(numels.values()), max(block, outside)
+    compute = 4 if dtype is None else 2
+    # Gradient and moments of what this rank updates; what it sends, of which that is a part in its
+    # place if it computes in the dtype that it is updated in.
+    kept = 12 * whole / ranks + compute * whole / (ranks // copies)
+    kept += 0 if dtype is None else 4 * whole / ranks
+    # Rows of gradients, those of a block under way to other copies while the next are written; and
+    # what arrives within a copy.
+    rows = 2 * block + outside + largest
+    assert _held() - before == pytest.approx(kept + compute * rows, rel=0.05)

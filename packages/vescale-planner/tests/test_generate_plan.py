@@ -120,6 +120,11 @@ def test_an_observation_says_what_runs_around_the_blocks() -> None:
         {"data_parallel.zero_stage": 0, "data_parallel.size": 4},
         {"data_parallel.replicate_size": 2, "data_parallel.size": 4},
         {"data_parallel.replicate_size": 2, "batch.global_size": 8},
+        {
+            "data_parallel.replicate_size": 2,
+            "data_parallel.zero_stage": 3,
+            "data_parallel.replicate_zero_stage": 1,
+        },
         {"expert_parallel.size": 2, "batch.global_size": 8},
         {"recompute": "full", "precision.param": "bfloat16", "batch.shuffle": True},
         {

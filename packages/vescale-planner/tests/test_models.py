@@ -8,8 +8,9 @@ import pytest
 
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
-from vescale_planner._candidates import Candidate, Layout, Rows, candidates, layouts
+from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._cost import Numerics, step_cost
+from vescale_planner._layouts import Layout, layouts
 from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._workload import ParameterSize, Part, Workload

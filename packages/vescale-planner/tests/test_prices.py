@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel import StagePlacement, simulate_schedule
 from vescale_planner import Cluster, generate_plan
-from vescale_planner._candidates import Candidate, Layout
+from vescale_planner._candidates import Candidate
 from vescale_planner._collectives import Group, all_gather, exchange, send
 from vescale_planner._cost import Cost, Numerics, idle_passes, step_cost
+from vescale_planner._layouts import Layout
 from vescale_planner._memory import peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._search import TIE
@@ -298,3 +299,22 @@ def test_operators_whose_flops_nobody_knows_are_named() -> None:
 
 def test_ties_are_within_three_percent() -> None:
     assert TIE <= 1.03
+
+
+def test_copies_that_share_out_state_gather_once_a_step_and_hold_less() -> None:
+    hybrid = replace(_candidate(dp=16, zero_stage=3, accumulation=4, rows=4), replicate=2)
+    shared, nothing_hides = replace(hybrid, shares_state=True), replace(PLAIN, overlap=0.0)
+    costs = [_cost(each, cluster=nothing_hides).data_parallel for each in (hybrid, shared)]
+    # Four blocks of 2e9 bytes, an eighth of them on a rank, to one other copy.
+    gather = all_gather(4 * 2e9 / 8, Group(2, 8), nothing_hides)
+    assert costs[0] - costs[1] == pytest.approx((4 - 1) * gather)
+    workload = _workload()
+    numbers = {"states": 2, "compute_itemsize": 2, "output_bytes": 0.0}
+    of_hybrid, of_shared = (
+        peak_memory(each, _ranks(each, workload), **numbers)  # pyright: ignore[reportArgumentType]
+        for each in (hybrid, shared)
+    )
+    assert of_hybrid.optimizer == 2 * 8e9 / 8
+    assert of_shared.optimizer == 2 * 8e9 / 16
+    assert of_hybrid.gradients - of_shared.gradients == 8e9 / 8 - 8e9 / 16
+    assert of_shared.parameters == of_hybrid.parameters

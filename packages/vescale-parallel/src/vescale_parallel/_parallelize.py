@@ -36,6 +36,7 @@ from ._mesh.mesh import (
     build_mesh,
     data_groups,
     second_group,
+    state_mesh,
 )
 from ._mesh.process_group import check_host_collectives, start_process_group
 from ._model.blocks import blocks_of
@@ -219,9 +220,9 @@ def _change(
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
-    own = expert_parameters(model, experts)
+    own, on = expert_parameters(model, experts), state_mesh(plan, mesh)
     params = shard_parameters(
-        plan, model, mesh, sharding, run_here, stages_of, placeholder, read, own
+        plan, model, on, sharding, run_here, stages_of, placeholder, read, own
     )
     if experts:
         dispatch(model, experts, second_group(mesh, "ep"))

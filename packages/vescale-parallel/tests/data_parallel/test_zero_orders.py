@@ -191,11 +191,17 @@ def test_gradients_are_those_of_one_device(
     check(in_threads, program, {"data_parallel.size": 2, "data_parallel.zero_stage": stage})
 
 
-@pytest.mark.parametrize("program", [_two_forwards_first, _a_block_called_twice])
-def test_shards_that_are_replicated_too(in_threads: InThreads, program: Program) -> None:
+@pytest.mark.parametrize("shares_state", [0, 1])
+@pytest.mark.parametrize(
+    "program", [_two_forwards_first, _a_block_called_twice, _values_changed_between_steps]
+)
+def test_shards_that_are_replicated_too(
+    in_threads: InThreads, program: Program, shares_state: int
+) -> None:
     constraints = {
         "data_parallel.size": 4,
         "data_parallel.replicate_size": 2,
+        "data_parallel.replicate_zero_stage": shares_state,
         "data_parallel.zero_stage": 3,
     }
     check(in_threads, program, constraints)

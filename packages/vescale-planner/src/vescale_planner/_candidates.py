@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, rule_of
 
+from ._layouts import Layout, divisors_of, layouts
+
 ACCUMULATION = "batch.gradient_accumulation"
 PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
 RESHARD = "data_parallel.reshard_after_forward"
+REPLICATE = "data_parallel.replicate_size"
+SHARE_STATE = "data_parallel.replicate_zero_stage"
 _Recompute = Literal["none", "full"]
-
-
-@dataclass(frozen=True, order=True)
-class Layout:
-    """Sizes of the mesh axes."""
-
-    tp: int
-    pp: int
-    dp: int
-    cp: int = 1
-
-    def __str__(self) -> str:
-        sizes = {
-            "data": self.dp,
-            "context": self.cp,
-            "tensor": self.tp,
-            "pipeline": self.pp,
-        }
-        used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(used) or "a single device"
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -46,6 +29,7 @@ class Candidate:
         reduction: How gradients are summed over ranks.
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
         offload: What is on the host.
+        shares_state: Whether the ``replicate`` copies share out the optimizer state (HFSDP).
     """
 
     layout: Layout
@@ -61,6 +45,7 @@ class Candidate:
     reduction: Literal["ordered", "library"] = DataParallel.reduction
     reshards: bool = True
     offload: Literal["none", "optimizer", "parameters"] = DataParallel.offload
+    shares_state: bool = False
 
     @property
     def parts(self) -> int:
@@ -76,6 +61,11 @@ class Candidate:
     def shard(self) -> int:
         """Ranks that share one copy of the sharded state."""
         return self.layout.dp // self.replicate if self.zero_stage else 1
+
+    @property
+    def state_shard(self) -> int:
+        """Ranks that share one copy of the optimizer state."""
+        return self.layout.dp if self.shares_state else self.shard
 
     @property
     def stages(self) -> int:
@@ -111,45 +101,6 @@ class Candidate:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return a number and its noun."""
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def layouts(world_size: int, constraints: Mapping[str, Any]) -> tuple[Layout, ...]:
-    """Return the sizes of the axes that multiply to the world size under the constraints.
-
-    Raises:
-        ValueError: If there are none, with the product and the nearest world sizes.
-    """
-    fixed = {name: constraints.get(f"{name}.size") for name in _AXES}
-    found = tuple(
-        Layout(tp, pp, world_size // (tp * pp))
-        for tp in _divisors(world_size, fixed["tensor_parallel"])
-        for pp in _divisors(world_size // tp, fixed["pipeline_parallel"])
-        if fixed["data_parallel"] in (None, world_size // (tp * pp))
-    )
-    if found:
-        return found
-    given = {name: size for name, size in fixed.items() if size is not None}
-    product = math.prod(given.values())
-    terms = " x ".join(f"{name}.size {size}" for name, size in given.items())
-    if len(given) == len(_AXES):
-        raise ValueError(
-            f"expected world size {product} ({terms}), got {world_size}; start {product} ranks "
-            "or leave one of the sizes out"
-        )
-    below = world_size // product * product
-    near = f"nearest are {below} and {below + product}" if below else f"nearest is {product}"
-    raise ValueError(
-        f"expected a world size that is a multiple of {product} ({terms}), got {world_size}; "
-        f"the {near}"
-    )
-
-
-_AXES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-
-
-def _divisors(number: int, fixed: int | None) -> list[int]:
-    options = range(1, number + 1) if fixed is None else (fixed,)
-    return [size for size in options if number % size == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +144,7 @@ def stated_batch(
         usual = 4 * ranks if is_pipeline_asked_for(constraints) else world_size // widest
         rows = (get("pipeline_parallel.microbatches") or usual) * (get(ACCUMULATION) or 1)
     most = max(1, _MOST_TOKENS // (rows * max(1, tokens)))
-    return rows * max(size for size in _divisors(widest, None) if size <= most)
+    return rows * max(size for size in divisors_of(widest, None) if size <= most)
 
 
 def candidates(
@@ -219,15 +170,17 @@ def candidates(
         return
     experts = get("expert_parallel.size") or 1
     # Ranks that share experts have copies of everything else.
-    replicate = max(get("data_parallel.replicate_size") or 1, experts)
+    replicate = max(get(REPLICATE) or 1, experts)
     if experts > 1 and layout.tp > 1:
         yield f"expert_parallel.size {experts} needs tensor_parallel.size 1, not {layout.tp}"
         return
-    within = {"expert_parallel.size": experts, "data_parallel.replicate_size": replicate}
-    for name, size in within.items():
+    for name, size in (("expert_parallel.size", experts), (REPLICATE, replicate)):
         if layout.dp % size:
             yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
             return
+    if get(SHARE_STATE) and layout.dp == replicate:
+        yield f"{SHARE_STATE} 1 needs data_parallel.size above {REPLICATE} {replicate}"
+        return
     for pipeline in _pipelines(layout, rows, num_blocks, constraints):
         if isinstance(pipeline, str):
             yield pipeline
@@ -235,7 +188,7 @@ def candidates(
         schedule, virtual_stages, microbatches, rows_of_replica = pipeline
         accumulations = [get(ACCUMULATION) or 1]
         if accumulates and layout.pp == 1:
-            accumulations = _divisors(rows_of_replica, None)
+            accumulations = divisors_of(rows_of_replica, None)
         for accumulation in accumulations:
             for zero_stage in _zero_stages(layout, replicate, constraints):
                 for recompute in _recomputations(get("recompute")):
@@ -253,6 +206,7 @@ def candidates(
                         reduction=get(REDUCTION, DataParallel.reduction),
                         reshards=get(RESHARD, True) is not False,
                         offload=get("data_parallel.offload", DataParallel.offload),
+                        shares_state=get(SHARE_STATE) == 1,
                     )
 
 
@@ -275,9 +229,9 @@ def _zero_stages(
         return (fixed,)
     if layout.dp == replicate:
         return (0,)
-    # With hybrid sharding stage 0 would replicate everything.
-    copies = constraints.get("data_parallel.replicate_size") or 1
-    return (1, 2, 3) if copies > 1 else (0, 1, 2, 3)
+    # Hybrid sharding was asked for, and stage 0 would replicate everything.
+    is_hybrid = (constraints.get(REPLICATE) or 1) > 1
+    return (1, 2, 3) if is_hybrid else (0, 1, 2, 3)
 
 
 def _pipelines(

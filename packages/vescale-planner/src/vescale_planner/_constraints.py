@@ -18,6 +18,7 @@ from vescale_parallel import (
     with_constraints,
 )
 
+from ._candidates import SHARE_STATE
 from ._workload import Workload
 
 _NOT_YET = {
@@ -79,7 +80,8 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
     within = [constraints[key] for key in _WITHIN_DATA if key in constraints]
     if within:
         sizes = [max(size, 1) for size in within if isinstance(size, int)]
-        others = {"data_parallel.size": math.lcm(*sizes)} | others
+        size, shares = math.lcm(*sizes), bool(constraints.get(SHARE_STATE))
+        others = {"data_parallel.size": 2 * size if shares else size} | others
         if "data_parallel.size" not in constraints:
             others.pop("batch.global_size", None)
     with_constraints(ParallelPlan(), others)

@@ -280,6 +280,7 @@ def _data_parallel(
     - A single micro-batch's gradients are reduced while its backward runs, all but those of the
       last unit. So are those of every micro-batch under stages 2 and 3 without a pipeline.
     - Otherwise they are summed over micro-batches first, and reduced after all: not hidden.
+    - Copies that share out the optimizer state gather once a step what they updated: not hidden.
     """
     layout, shard = candidate.layout, candidate.shard
     if layout.dp * layout.cp == 1:
@@ -304,6 +305,7 @@ def _data_parallel(
         gathers, hidden = parts * (gather + again), 0.0
     else:
         gathers, hidden = parts * exposed(gather, forward), again
+    gathers += _gather_of_copies(candidate, owned, cluster, numerics, units)
     if early:
         return gathers + parts * exposed(hidden + reduce, backward)
     return gathers + reduce + (parts * exposed(hidden, backward) if hidden else 0.0)
@@ -328,14 +330,28 @@ def _gather_and_reduce(
     copies, group = layout.dp // shard, Group(shard, inner)
     gather = all_gather(sent, group, cluster, messages=units) if shard > 1 else 0.0
     reduce = scatter(summed, group, cluster, messages=units) if shard > 1 else 0.0
-    for replicas in (Group(copies, inner * shard), Group(layout.cp, layout.tp)):
+    of_sequence = Group(layout.cp, layout.tp)
+    for replicas in (Group(copies, inner * shard), of_sequence):
         if replicas.ranks > 1:
             reduce += scatter(summed / shard, replicas, cluster, messages=units)
-            reduce += all_gather(summed / shard, replicas, cluster, messages=units)
+            if replicas is of_sequence or not candidate.shares_state:
+                reduce += all_gather(summed / shard, replicas, cluster, messages=units)
     return gather, reduce
+
+
+def _gather_of_copies(
+    candidate: Candidate, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+) -> float:
+    """Return the seconds in which copies that share out state get what others updated."""
+    if not candidate.shares_state:
+        return 0.0
+    layout, shard = candidate.layout, candidate.shard
+    sent = sum(p.numel for p in owned.parts) * numerics.compute_itemsize / shard
+    replicas = Group(candidate.replicate, layout.tp * layout.cp * shard)
+    return all_gather(sent, replicas, cluster, messages=units)
 
 
 def _optimizer(candidate: Candidate, owned: PipelineRank, cluster: Cluster, states: int) -> float:
     """Return the time to read gradients, and read and write parameters and states."""
-    nbytes = sum(p.nbytes for p in owned.parts) / candidate.shard
+    nbytes = sum(p.nbytes for p in owned.parts) / candidate.state_shard
     return (3 + 2 * states) * nbytes / cluster.reached_memory_bytes_per_second

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, Layout, counted
+from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, counted
 from ._cost import seconds
+from ._layouts import Layout
 from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
 from ._search import TIE, ScoredCandidate, SearchResult
 from ._workload import Workload

@@ -133,15 +133,20 @@ def _of_rank(
     # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
     num_whole = candidate.prefetch + 1 if candidate.reshards else len(units)
     gathered = sum(units[:num_whole]) * scale if shard > 1 else 0.0
-    sharded = zero_stage == 3
+    sharded, state_shard = zero_stage == 3, candidate.state_shard
+    # Copies that share out optimizer state keep what they gather, besides their part of what is
+    # updated, which is in its place there if it computes in its own dtype.
+    own = nbytes / shard
+    if candidate.shares_state:
+        own = compute / shard + (nbytes / state_shard if copied else 0.0)
     # Of cut logits a rank has its part.
     output_bytes /= next((p.tp for p in owned.parts if p.keeps_cut), 1)
     is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.
     whole_unit = units[0] if units and shard > 1 else 0.0
-    parameters = nbytes / shard + gathered if sharded else nbytes + copied
-    gradients = nbytes / shard + whole_unit if zero_stage >= 2 else nbytes
-    optimizer = states * nbytes / shard
+    parameters = own + gathered if sharded else nbytes + copied
+    gradients = nbytes / state_shard + whole_unit if zero_stage >= 2 else nbytes
+    optimizer = states * nbytes / state_shard
     if candidate.offload != "none":
         # Shards in the dtype that computes stay, but those that every gather brings; gradients
         # are there until they are reduced.

@@ -9,7 +9,8 @@ from torch import nn
 
 from vescale_parallel import ParallelPlan
 
-from ._candidates import Candidate, Layout
+from ._candidates import Candidate
+from ._layouts import Layout
 from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
 from ._search import Search
 from ._workload import Workload, computed_in, itemsize_of, workload_of
@@ -125,6 +126,7 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         reduction=data.reduction,
         reshards=data.reshard_after_forward is not False,
         offload=data.offload,
+        shares_state=data.replicate_zero_stage == 1,
     )
 
 

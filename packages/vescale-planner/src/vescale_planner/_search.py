@@ -20,8 +20,9 @@ from vescale_parallel import (
     state_bytes,
 )
 
-from ._candidates import Candidate, Layout, Rows, candidates, layouts, stated_batch
+from ._candidates import Candidate, Rows, candidates, stated_batch
 from ._cost import Cost, Numerics, step_cost
+from ._layouts import Layout, layouts
 from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
 from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._workload import Workload, itemsize_of

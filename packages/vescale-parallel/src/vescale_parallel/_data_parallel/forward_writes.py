@@ -80,6 +80,8 @@ class ForwardWrites:
         if written.data_ptr() != memory.data_ptr():
             memory.copy_(written)
             plain.data = memory
+        if param.place is not None:
+            param.place.shards.send_gathered(param.place.index, memory.numel())
         if param.shares_storage or not param.local.numel():
             return
         with torch.no_grad():

@@ -1,4 +1,7 @@
-"""ZeRO 0, 1 and 2: parameters are gathered, and cast, again only after they have changed.
+"""Parameters that stay gathered are gathered, and cast, again only after they have changed.
+
+Under ZeRO 0, 1 and 2 these are all. Under ZeRO 3 it is what a rank sends when a block is gathered,
+where copies of the model share out its optimizer state (HFSDP).
 
 What tells that they have is in [Note: what tells that parameters changed].
 Ranks see their own writes only, and may differ in them. So before every call they tell each other
@@ -9,7 +12,7 @@ for the answer, so a loop that steps after each backward pass pays a few bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +29,12 @@ from .param_group import ParamGroup
 @dataclass(eq=False)
 class _GroupState:
     param_group: ParamGroup
+    fill: Callable[[], None]
     changes: Changes
 
     def gather(self) -> None:
         self.changes.told = True  # until the gather has ended
-        self.param_group.gather()
+        self.fill()
         self.changes.note()
 
 
@@ -42,11 +46,20 @@ class GatheredOnce:
     Args:
         mesh: The plan's mesh.
         param_groups: In the order in which they are gathered.
+        are_freed: Whether only what they send stays gathered, from copies that share it out.
     """
 
-    def __init__(self, mesh: DeviceMesh, param_groups: Sequence[ParamGroup]) -> None:
-        self._states = [_GroupState(each, changes_of(each.params)) for each in param_groups]
-        self._group = axis_group(mesh, "dp_shard")
+    def __init__(
+        self, mesh: DeviceMesh, param_groups: Sequence[ParamGroup], *, are_freed: bool
+    ) -> None:
+        kept = [each for each in param_groups if not are_freed or each.has_replicas]
+        self._states = [
+            _GroupState(
+                each, each.gather_sent if are_freed else each.gather, changes_of(each.params)
+            )
+            for each in kept
+        ]
+        self._group = axis_group(mesh, "dp_replicate" if are_freed else "dp_shard")
         self._device = mesh.device_type
         self._state_of = {
             param.sharded: state for state in self._states for param in state.param_group.params
@@ -60,7 +73,7 @@ class GatheredOnce:
                 state.changes.told = True
 
     def gather(self) -> None:
-        """Gather what has changed on any rank. Every dp_shard rank must call this."""
+        """Gather what has changed on any rank. All those ranks must call this."""
         if torch.compiler.is_compiling():  # a compiled program does the same in every call
             for state in self._states:
                 state.gather()
@@ -71,7 +84,7 @@ class GatheredOnce:
                 state.gather()
 
     def _on_any_rank(self, own: Sequence[bool]) -> Sequence[bool]:
-        if self._group is None:
+        if self._group is None or not own:
             return own
         flags = all_gather(self._flags(own), self._group)
         return own if all(own) else flags.amax(0).to(torch.bool).tolist()

@@ -64,9 +64,9 @@ class Gathering:
             if self._sent is not None:
                 self._sent.update()
             for shards in self._flat:
-                own = shards.own if self._sent is None else self._sent.bring(shards)
-                if group is not None:
-                    self._works.append(_sent_to_all(own, shards, group))
+                own = shards.sent if self._sent is None else self._sent.bring(shards)
+                if group is not None:  # what is sent is kept alive by the work
+                    self._works.append(start_all_gather(own, group, out=shards.whole))
             self._brought = None if self._sent is None else self._stream.mark()
 
     def finish(self) -> None:
@@ -76,6 +76,12 @@ class Gathering:
         if self._works is None:
             self.start()
         self._wait()
+
+    def gather_sent(self, replicas: dist.ProcessGroup) -> None:
+        """Bring what this rank sends up to date with what replicas have. Each must call this."""
+        for shards in self._flat:
+            own = shards.own.to(shards.compute_dtype)
+            start_all_gather(own, replicas, out=shards.rows_of_replicas).wait()
 
     def drop(self) -> None:
         """Wait for what is not needed, and give its memory back."""
@@ -97,9 +103,3 @@ class Gathering:
 
     def _versions_now(self) -> list[int]:
         return [*map(version_of, self._sources)]
-
-
-def _sent_to_all(own: Tensor, shards: FlatShards, group: dist.ProcessGroup) -> CollectiveWork:
-    # This rank's range as it is, but where parameters compute in another dtype. What is sent is
-    # kept alive by the work.
-    return start_all_gather(own.to(shards.compute_dtype), group, out=shards.whole)

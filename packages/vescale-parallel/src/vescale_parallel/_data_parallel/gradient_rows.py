@@ -287,19 +287,36 @@ class GradientRows:
     def _mean_of_shards(
         self, rows: Tensor, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None
     ) -> Started[Tensor]:
-        num_ranks, dtype = self._num_ranks, self.params[0].local.dtype
+        is_shared_out = self._layout.ranks > shards.size()  # by the copies, among themselves
+        rows = rows.view(shards.size(), -1) if is_shared_out else rows
         with self._buffers.received(rows) as received:
-            own = received[0]
-            if self._order == "library":
-                yield start_reduce_scatter(rows, shards, out=own)
-            else:
-                yield start_all_to_all(rows, shards, out=received)
-                ordered_sum(received, out=own)
-            if copies is not None:
-                yield from self._all_reduce(own, copies)
-            kept = self._buffers.sum(own.numel(), own, dtype)
-            torch.div(own if own.dtype == dtype else own.to(dtype), num_ranks, out=kept)
-        return kept
+            own = yield from self._reduce_scatter(rows, shards, received)
+            if not is_shared_out:
+                if copies is not None:
+                    yield from self._all_reduce(own, copies)
+                return self._kept(own)
+            assert copies is not None
+            # A copy, so that the next group's gradients may arrive where these have.
+            parts = own.clone().view(copies.size(), -1)
+        own = yield from self._reduce_scatter(parts, copies, torch.empty_like(parts))
+        return self._kept(own)
+
+    def _reduce_scatter(
+        self, rows: Tensor, group: dist.ProcessGroup, received: Tensor
+    ) -> Started[Tensor]:
+        """Sum over ranks what they have of this rank's row, in memory for all."""
+        own = received[0]
+        if self._order == "library":
+            yield start_reduce_scatter(rows, group, out=own)
+        else:
+            yield start_all_to_all(rows, group, out=received)
+            ordered_sum(received, out=own)
+        return own
+
+    def _kept(self, own: Tensor) -> Tensor:
+        dtype = self.params[0].local.dtype
+        kept = self._buffers.sum(own.numel(), own, dtype)
+        return torch.div(own if own.dtype == dtype else own.to(dtype), self._num_ranks, out=kept)
 
     def _mean_of_copies(
         self, row: Tensor, shards: dist.ProcessGroup | None, copies: dist.ProcessGroup | None

@@ -20,7 +20,6 @@ from vescale_dtensor import all_reduce
 from vescale_parallel._mesh.mesh import (
     DATA_AXES,
     axis_group,
-    axis_rank,
     axis_size,
     data_size,
     gradient_groups,
@@ -90,7 +89,8 @@ class ParamGroup:
         self._sent = None if self.offload is None else sent_from_host(self.offload, placed)
         self._gathering = Gathering(
             self._flat,
-            [each for param in placed for each in (param.sharded, param.local)],
+            [each for param in placed for each in (param.sharded, param.local)]
+            + [shards.sent for shards in self._flat if shards.replicas > 1],
             axis_group(self.mesh, "dp_shard"),
             self.reductions.stream,
             self._begin_gather,
@@ -101,6 +101,11 @@ class ParamGroup:
         """Say that shards were written, on all ranks alike."""
         if self._sent is not None:
             self._sent.tell_changed()
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether copies of the model share out its optimizer state."""
+        return any(shards.replicas > 1 for shards in self._flat)
 
     @property
     def is_freed(self) -> bool:
@@ -143,6 +148,12 @@ class ParamGroup:
             if param.local.numel():
                 _unsharded_data(param).copy_(param.local)
         self._gathering.finish()
+
+    def gather_sent(self) -> None:
+        """Bring what :meth:`gather` sends up to date. Every dp_replicate rank must call this."""
+        replicas = axis_group(self.mesh, "dp_replicate")
+        if replicas is not None:
+            self._gathering.gather_sent(replicas)
 
     def drop_gather(self) -> None:
         """Wait for what :meth:`start_gather` started, and give its memory back."""
@@ -310,7 +321,6 @@ class ParamGroup:
         return self._rows[params]
 
     def _grouped(self, params: Sequence[ShardedParameter]) -> list[GradientRows]:
-        rank = axis_rank(self.mesh, "dp_shard")
         placed: dict[FlatShards, list[tuple[ShardedParameter, int]]] = {}
         for param in params:
             if param.place is not None:
@@ -319,7 +329,7 @@ class ParamGroup:
         for shards, members in placed.items():
             own, places = zip(*members, strict=True)
             dtype = self._reduced_in(own[0])
-            how = rank, dtype, self.buffers, order, self._num_ranks
+            how = shards.rank, dtype, self.buffers, order, self._num_ranks
             grouped.append(GradientRows(own, places, shards.layout, *how))
         # Of copies every rank sums a part, whichever of two axes it shares them on.
         multiple = math.lcm(*(axis_size(self.mesh, axis) for axis in DATA_AXES))

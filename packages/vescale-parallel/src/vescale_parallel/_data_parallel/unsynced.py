@@ -78,14 +78,18 @@ class UnsyncedGradients:
         self.num_passes = 0
         self.used: set[ShardedParameter] = set()
 
-    def keep(self, param_group: ParamGroup, used: Iterable[ShardedParameter]) -> None:
-        """Add the gradients of a group to those that wait, and ``used`` that autograd has written.
+    def keep(self, param_groups: Iterable[ParamGroup]) -> None:
+        """Add the gradients of groups that autograd has written to those that wait.
 
         Raises:
-            ValueError: If others of its parameters are trained than in the passes before.
+            ValueError: If others of their parameters are trained than in the passes before.
         """
+        for param_group in param_groups:
+            self._keep(param_group)
+
+    def _keep(self, param_group: ParamGroup) -> None:
         rows = param_group.rows_to_add_to()
-        self.used |= {*used}
+        self.used |= param_group.take_used()
         for param in param_group.params:
             plain = param.unsharded
             if plain is None or plain.grad is None or not param.sharded.requires_grad:

@@ -81,7 +81,7 @@ class ZeroState:
         groups = (root, *self._param_groups)
         self.writes = ForwardWrites(groups, runs_again=runs_again)
         self._gathered_first = (root,) if self._frees else groups
-        self._kept = None if self._frees else GatheredOnce(mesh, groups)
+        self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
         self._guarded = (
             {param for param_group in self._param_groups for param in param_group.params}
             if self._frees or self._reduces_early
@@ -150,10 +150,9 @@ class ZeroState:
         self._exchanges.begin_forward()
         if self._unsynced.num_passes and torch.is_grad_enabled():
             self._unsynced.open()
-        if self._kept is None:
+        self._kept.gather()
+        if self._frees:
             self._root.gather()
-        else:
-            self._kept.gather()
         self.writes.begin(*self._gathered_first)
         self._gathers.begin(("forward", torch.is_grad_enabled()))
 
@@ -169,8 +168,7 @@ class ZeroState:
 
     def tell_changed(self, publics: Iterable[object]) -> None:
         """Say that public parameters were written, on all ranks alike."""
-        if self._kept is not None:
-            self._kept.tell_changed(publics)
+        self._kept.tell_changed(publics)
         for param_group in self._order:
             param_group.tell_changed()
 
@@ -340,7 +338,7 @@ class ZeroState:
             reduce_together(param_groups)
             self._reduced_early += param_groups
         else:
-            self._keep(param_groups)
+            self._unsynced.keep(param_groups)
 
     def _left(self) -> list[ParamGroup]:
         """Return the groups that no reduction of this pass was of."""
@@ -370,15 +368,11 @@ class ZeroState:
             self._unsynced.begin_sync()
         return None
 
-    def _keep(self, param_groups: Sequence[ParamGroup]) -> None:
-        for param_group in param_groups:
-            self._unsynced.keep(param_group, param_group.take_used())
-
     def _keep_unsynced(self, on_stages: Iterable[ShardedParameter]) -> None:
         """Add the gradients of a pass to those of passes before on this rank."""
         self._reductions.finish()
         self._unsynced.used |= {*on_stages}
-        self._keep(self._order)
+        self._unsynced.keep(self._order)
         self._open.clear()
         self._num_backwards += 1
         self._show_sharded()

@@ -31,6 +31,20 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
     return _mesh_of(axes, sorted(axes, key="dp_shard".__eq__))
 
 
+def state_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh on which parameters are, as optimizers have them. Every rank must call this.
+
+    It is the plan's, unless copies of a model share out its optimizer state. Then these ranks are
+    on the axis ``dp_shard``, too, those of one shard of the model next to each other: what they
+    hold together is what one of them sends when parameters are gathered.
+    """
+    if not plan.data_parallel.replicate_zero_stage:
+        return mesh
+    names = [*(mesh.mesh_dim_names or ())]
+    ranks = mesh.mesh.movedim(names.index("dp_replicate"), -1).flatten(-2)
+    return _named_mesh(ranks, [name for name in names if name != "dp_replicate"])
+
+
 def batch_mesh(plan: ParallelPlan) -> DeviceMesh:
     """Return the mesh of data- and tensor-parallel ranks, in the order in which rows are cut.
 
@@ -43,6 +57,10 @@ def batch_mesh(plan: ParallelPlan) -> DeviceMesh:
 def _mesh_of(axes: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
     order = [[*axes].index(name) for name in names]
     ranks = torch.arange(math.prod(axes.values())).view(*axes.values()).permute(order)
+    return _named_mesh(ranks, names)
+
+
+def _named_mesh(ranks: torch.Tensor, names: Sequence[str]) -> DeviceMesh:
     barrier()
     mesh = DeviceMesh(this_device().type, ranks, mesh_dim_names=tuple(names))
     for name in names:
@@ -59,7 +77,10 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
 
 def axis_rank(mesh: DeviceMesh, axis: str) -> int:
     """Return this rank's index along an axis, 0 if the mesh lacks it."""
-    return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+    coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
+    assert coordinate is not None
+    # Not get_local_rank: a group has its ranks in ascending order, whatever that of the mesh is.
+    return coordinate[names.index(axis)] if axis in names else 0
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:

@@ -97,6 +97,8 @@ def changes_of(params: Iterable[ShardedParameter]) -> Changes:
         key = param if param.place is None else param.place.shards
         if key not in memories:
             memories[key] = _Memory(whole, WatchedMemory(whole))
+            if param.place is not None and param.place.shards.is_sent_in_place:
+                memories[key].watched.own(param.place.shards.sent)
         memories[key].watched.own(param.local)
         sources.append(_Source(param, memories[key]))
     return Changes(sources, [*memories.values()])

@@ -32,7 +32,9 @@ class FlatShards:
         dtype: Of the range.
         compute_dtype: Of the buffer that is gathered.
         device: Of both, but if the range is on the host.
-        on_host: Whether the range is there; see [Note: memory of the host].
+        replicas: Ranks whose ranges, which follow each other, each of them sends when the buffer
+            is gathered: copies of a model that share out its optimizer state.
+        on_host: Whether the range is there, of one replica; see [Note: memory of the host].
     """
 
     layout: FlatLayout
@@ -40,24 +42,52 @@ class FlatShards:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     device: torch.device
+    replicas: int = 1
     on_host: bool = False
     _own: Tensor | None = None
+    _sent: Tensor | None = None
     _whole: Tensor | None = None
 
     @property
     def own(self) -> Tensor:
         """This rank's range."""
         if self._own is None:
-            # Zeros: padding is summed and sent with the rest.
-            zeros = zeros_on_host if self.on_host else torch.zeros
-            self._own = zeros(self.layout.shard, dtype=self.dtype, device=self.device)
+            if self.is_sent_in_place:
+                self._own = self.rows_of_replicas[self.rank % self.replicas]
+            else:
+                # Zeros: padding is summed and sent with the rest.
+                zeros = zeros_on_host if self.on_host else torch.zeros
+                self._own = zeros(self.layout.shard, dtype=self.dtype, device=self.device)
         return self._own
 
     @property
+    def is_sent_in_place(self) -> bool:
+        """Whether this rank's range is a part of what it keeps of the replicas' ranges."""
+        return self.replicas > 1 and self.dtype == self.compute_dtype
+
+    @property
+    def sent(self) -> Tensor:
+        """What this rank sends when the buffer is gathered, 1-D.
+
+        Of several replicas it is kept, and as current as it was gathered from them.
+        """
+        if self.replicas == 1:
+            return self.own.to(self.compute_dtype)
+        if self._sent is None:
+            numel = self.replicas * self.layout.shard
+            self._sent = torch.zeros(numel, dtype=self.compute_dtype, device=self.device)
+        return self._sent
+
+    @property
+    def rows_of_replicas(self) -> Tensor:
+        """What this rank sends, (replicas, shard)."""
+        return self.sent.view(self.replicas, -1)
+
+    @property
     def whole(self) -> Tensor:
-        """All ranges, (ranks, shard); without memory until it is gathered."""
+        """What all ranks send, a row each; without memory until it is gathered."""
         if self._whole is None:
-            shape = self.layout.ranks, self.layout.shard
+            shape = self.layout.ranks // self.replicas, self.replicas * self.layout.shard
             self._whole = torch.empty(shape, dtype=self.compute_dtype, device=self.device)
             release(self._whole)
         return self._whole
@@ -71,7 +101,16 @@ class FlatShards:
     def gathered_shard_of(self, index: int, numel: int, shape: torch.Size) -> Tensor:
         """Return what :meth:`shard_of` does, of the buffer that is gathered."""
         where = self.layout.in_shard(index, self.rank, numel)
-        return self.whole[self.rank][where].view(shape)
+        return self.whole.view(-1, self.layout.shard)[self.rank][where].view(shape)
+
+    def send_gathered(self, index: int, numel: int) -> None:
+        """Send of a parameter, from now on, what the buffer that is gathered has of it."""
+        if self.replicas > 1:
+            first = self.rank // self.replicas * len(self.sent)
+            where = self.layout.in_whole(index, numel)
+            low, high = max(where.start, first), min(where.stop, first + len(self.sent))
+            if low < high:
+                self.sent[low - first : high - first].copy_(self.whole.view(-1)[low:high])
 
     def whole_of(self, index: int, shape: torch.Size) -> Tensor:
         """Return a whole parameter, in the buffer that is gathered; without memory, too."""
@@ -106,6 +145,7 @@ def place_in_buffers(
     ranks: int,
     rank: int,
     copies: int,
+    replicas: int,
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
     on_host: bool,
@@ -118,6 +158,7 @@ def place_in_buffers(
         ranks: Those that hold ranges.
         rank: This one.
         copies: Of each range, on as many ranks, which share out the sum of its gradients.
+        replicas: See :class:`FlatShards`.
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
         on_host: Whether the ranges are on the host.
@@ -133,7 +174,7 @@ def place_in_buffers(
         shapes = tuple(_flat_shape(*parameters[key][1:]) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
-        shards = FlatShards(layout, rank, like.dtype, dtype, device, on_host)
+        shards = FlatShards(layout, rank, like.dtype, dtype, device, replicas, on_host)
         places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
     return places
 

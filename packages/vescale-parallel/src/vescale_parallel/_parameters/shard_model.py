@@ -54,7 +54,7 @@ def shard_parameters(
     Those of one of ``blocks`` travel together. ``stages_of`` returns the pipeline stages that use
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
-    of which each rank of the ``ep`` axis has its own.
+    of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
     """
     names, tensors = dict[int, list[str]](), dict[int, nn.Parameter]()
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -79,6 +79,7 @@ def shard_parameters(
             ranks=axis_size(mesh, "dp_shard"),
             rank=axis_rank(mesh, "dp_shard"),
             copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
+            replicas=plan.data_parallel.state_replicas,
             compute_dtype=functools.partial(_compute_dtype, plan),
             device=this_device(),
             on_host=on_host,

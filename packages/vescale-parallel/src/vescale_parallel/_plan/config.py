@@ -185,6 +185,36 @@ def _check_resharding(data: DataParallel) -> None:
         )
 
 
+def _check_replicas(data: DataParallel) -> None:
+    """Raise if copies are to share out optimizer state where there is another plan for that."""
+    if not data.replicate_zero_stage:
+        return
+    copies, size = data.replicate_size, data.size
+    name = "data_parallel.replicate_zero_stage 1 shards optimizer state over copies of a model "
+    if data.zero_stage != 3:
+        raise ValueError(
+            f"{name}that is sharded itself: expected data_parallel.zero_stage 3, got "
+            f"{data.zero_stage}; stages 1 and 2 shard the optimizer state over all "
+            "data_parallel.size ranks with data_parallel.replicate_size 1"
+        )
+    if copies == 1:
+        raise ValueError(
+            f"{name}: expected data_parallel.replicate_size above 1, got 1, where zero_stage 3 "
+            "shards everything over all ranks; leave replicate_zero_stage out"
+        )
+    if copies == size:
+        raise ValueError(
+            f"{name}that is sharded itself: expected data_parallel.replicate_size below "
+            f"data_parallel.size ({size}), got {copies}; where every rank has all parameters, "
+            "that is data_parallel.zero_stage 2 with replicate_size 1"
+        )
+    if data.offload != "none":
+        raise ValueError(
+            f"{name}on the device, where what they share is kept: expected data_parallel.offload "
+            f"'none', got {data.offload!r}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
     """How the batch, and with ZeRO the model state, is split over replicas.
@@ -193,6 +223,8 @@ class DataParallel:
         size: Parts the global batch is cut into.
         replicate_size: Of these, copies of the sharded state (hybrid sharding); divides
             ``size``. With ``zero_stage`` 0 everything is replicated whatever it says.
+        replicate_zero_stage: 1 shards the optimizer state and the gradients over those copies, too
+            (HFSDP): each gets back what the others updated once a step. With ``zero_stage`` 3.
         zero_stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         prefetch: Blocks whose parameters are gathered while the ones before them compute, with
             ``zero_stage`` 3; 0 gathers each when it is reached.
@@ -209,6 +241,7 @@ class DataParallel:
 
     size: int = 1
     replicate_size: int = 1
+    replicate_zero_stage: Literal[0, 1] = 0
     zero_stage: Literal[0, 1, 2, 3] = 0
     prefetch: int = 1
     reduction: Literal["ordered", "library"] = "ordered"
@@ -219,6 +252,11 @@ class DataParallel:
     def shard_size(self) -> int:
         """Ranks that share one copy of the sharded state."""
         return 1 if self.zero_stage == 0 else self.size // self.replicate_size
+
+    @property
+    def state_replicas(self) -> int:
+        """Copies of the sharded parameters that share out the optimizer state of these."""
+        return self.replicate_size if self.replicate_zero_stage else 1
 
     def __post_init__(self) -> None:
         check_choices("data_parallel.", self)
@@ -241,6 +279,7 @@ class DataParallel:
                 f"expected data_parallel.replicate_size to divide data_parallel.size "
                 f"({self.size}), got {self.replicate_size}"
             )
+        _check_replicas(self)
 
 
 @dataclass(frozen=True, kw_only=True)

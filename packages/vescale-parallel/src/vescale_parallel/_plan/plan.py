@@ -150,6 +150,12 @@ class ParallelPlan:
                 f"({experts}), which is how many ranks then have a copy of what is no expert, "
                 f"got {data.replicate_size}"
             )
+        if experts > 1 and data.replicate_zero_stage:
+            raise ValueError(
+                "expected data_parallel.replicate_zero_stage 0 with expert_parallel.size "
+                f"{experts}, got 1: the copies are the ranks that share experts then, whose "
+                "optimizer state has no copy"
+            )
 
     @property
     def num_microbatches(self) -> int:

@@ -39,6 +39,11 @@ def in_words(
         said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies))
         if data.zero_stage and copies > 1:
             said.append(f"there are {copies} copies of that (hybrid sharding)")
+        if data.replicate_zero_stage:
+            said[-1] = (
+                f"there are {copies} copies of the parameters, which share out the optimizer "
+                "state (HFSDP)"
+            )
     if data.offload != "none":
         said.append(_OFFLOAD[data.offload])
     if experts.size > 1:
