@@ -297,6 +297,33 @@ def test_what_draws_otherwise_than_seen_is_named(world2: World, kind: str) -> No
         assert all("drew more or fewer random numbers" in text for text in said)
 
 
+class OwnGenerator(nn.Module):
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.randn(x.shape, generator=self.noise)
+
+
+def refused_of(block: type[nn.Module]) -> str:
+    model: Any = vescale.parallelize(
+        make_plan(plan_of("1f1b", 2, 2)), nn.Sequential(block(), block(), Mean())
+    )
+    with pytest.raises(ValueError, match="generator of its own") as caught:
+        model(torch.randn(4, 8))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_draws_from_a_generator_of_ones_own_are_refused(world2: World) -> None:
+    first, second = world2.run(refused_of, OwnGenerator)
+    assert first == second
+    assert first.startswith("aten.randn.generator in '0' draws from a generator of its own")
+
+
 class Counting(TorchDispatchMode):
     """Counts the operators of a rank, and settings of the generator."""
 

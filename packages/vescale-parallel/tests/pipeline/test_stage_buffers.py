@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._mesh.mesh import axis_group, build_mesh
-from vescale_parallel._pipeline.stage_buffers import StageBuffers
+from vescale_parallel._pipeline.buffers import StageBuffers
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 PLAN = with_constraints(ParallelPlan(), {"pipeline_parallel.size": 2})

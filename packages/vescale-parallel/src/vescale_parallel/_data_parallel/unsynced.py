@@ -88,8 +88,8 @@ class UnsyncedGradients:
             self._keep(param_group)
 
     def _keep(self, param_group: ParamGroup) -> None:
-        rows = param_group.rows_to_add_to()
         self.used |= param_group.take_used()
+        rows = param_group.rows_to_add_to()
         for param in param_group.params:
             plain = param.unsharded
             if plain is None or plain.grad is None or not param.sharded.requires_grad:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import unseen_functions
+from vescale_parallel._torch_private import unseen_functions, version_of
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,12 @@ class Change:
     Attributes:
         value: The tensor.
         is_new: Whether forward hung another tensor in the place of the one before.
+        has_form: Whether it has the dtype and shape of the one before.
     """
 
     value: Tensor
     is_new: bool
+    has_form: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ class _Held:
 
 
 def _is_changed(tensor: Tensor, version: int, before: Tensor | None) -> bool:
-    if tensor._version != version:
+    if version_of(tensor) != version:
         return True
     # Batch norms write to their running statistics without a new version.
     return before is not None and not torch.equal(tensor, before)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # Writes to tensors of inference mode leave no version.
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
 
 
 class Buffers:
@@ -84,8 +92,8 @@ class Buffers:
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     fqn = start + name
-                    copy = tensor.detach().clone() if known is None or fqn in known else None
-                    held[fqn] = _Held(module, name, tensor, tensor._version, copy)
+                    copy = _copied(tensor) if known is None or fqn in known else None
+                    held[fqn] = _Held(module, name, tensor, version_of(tensor), copy)
         return BuffersBefore(held)
 
     def is_persistent(self, fqn: str) -> bool:
@@ -154,9 +162,9 @@ class BuffersBefore:
         for fqn, held in self._held.items():
             if held.copy is not None:
                 if id(held.tensor) not in copies:
-                    copies[id(held.tensor)] = held.copy.clone()
+                    copies[id(held.tensor)] = _copied(held.copy)
                 copy = copies[id(held.tensor)]
-                own[fqn] = (copy, copy._version, held.module._buffers.get(held.name))
+                own[fqn] = (copy, version_of(copy), held.module._buffers.get(held.name))
                 held.put(copy)
 
     def _take_copies(
@@ -173,8 +181,15 @@ class BuffersBefore:
                 and found is not None
                 and (is_new or _is_changed(copy, version, held.copy))
             ):
-                changes.setdefault(fqn, []).append(Change(found, is_new))
+                has_form = found.dtype == copy.dtype and found.shape == copy.shape
+                changes.setdefault(fqn, []).append(Change(found, is_new, has_form))
             held.module._buffers[held.name] = present
+
+    def hung(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
+        """Return the modules and names of buffers, and what hangs there now."""
+        found = ((fqn, each.module, each.name) for fqn, each in self._held.items())
+        held = ((fqn, module, name, module._buffers.get(name)) for fqn, module, name in found)
+        return {fqn: (module, name, x) for fqn, module, name, x in held if x is not None}
 
     def set(self, fqn: str, change: Change) -> None:
         """Make a change that was found by :meth:`back` take effect."""

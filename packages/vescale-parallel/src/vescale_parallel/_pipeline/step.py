@@ -15,10 +15,10 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
+from .buffers import StageBuffers
 from .deferred_backward import refusing_backward, with_deferred_backward
 from .predict import returned_rows
 from .runner import Pipeline
-from .stage_buffers import StageBuffers
 from .tied_weights import return_tied_gradients, send_tied_weights
 
 
@@ -65,10 +65,10 @@ class PipelineStep:
         rows = coupling.rows_of(args, kwargs)
         placement = pipeline.plan.pipeline_parallel.placement
         send_tied_weights(self._params, pipeline.group_of("F"), placement)
+        form = (self._forms.form(args, kwargs), self._model.training)
         runs = contextlib.nullcontext(forward)
         if self._buffers is not None:
-            runs = self._buffers.call(forward)
-        form = (self._forms.form(args, kwargs), self._model.training)
+            runs = self._buffers.call(forward, form)
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
             returned = returned_rows(coupling, args, kwargs)

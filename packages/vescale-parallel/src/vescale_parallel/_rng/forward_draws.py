@@ -53,6 +53,7 @@ def draws_of_forward(
 
     Raises:
         UnknownDrawsError: Naming the operator or the module that keeps it from being known.
+        ValueError: Naming those that draw from a generator of the program's own.
     """
     recorder = _Recorder(modules)
 
@@ -73,6 +74,14 @@ def draws_of_forward(
             dry_run(model, (tuple(args), dict(kwargs)), (), prepare, listen)
     except (DryRunError, ObservationError) as error:
         raise UnknownDrawsError(f"forward does not run on shapes alone: {error}") from error
+    if recorder.own_generators:
+        draw = recorder.own_generators[0]
+        raise ValueError(
+            f"{draw.name} in {draw.fqn!r} draws from a generator of its own (generator=...), "
+            "which every stage and data-parallel rank of a pipeline would move by itself, and "
+            "draw the same numbers for other rows; draw from torch's default generator, or "
+            "before the model is called, or use pipeline_parallel.size 1"
+        )
     for first, others in equal_blocks(model):
         recorder.repeat(first, others)
     return ForwardDraws(tuple(recorder.borders), tuple(map(_moves, recorder.drawn)))
@@ -102,11 +111,16 @@ class _Draw:
 
 
 class _Recorder(Listener):
-    """Notes borders and what is drawn between them; ``run`` is what it listens to."""
+    """Notes borders and what is drawn between them; ``run`` is what it listens to.
+
+    Attributes:
+        own_generators: Draws that are from no default generator.
+    """
 
     run: FakeRun
 
     def __init__(self, modules: Collection[str]) -> None:
+        self.own_generators: list[_Draw] = []
         self.borders: list[Border] = []
         self.drawn: list[list[_Draw]] = [[]]
         self._modules = frozenset(modules)
@@ -121,7 +135,11 @@ class _Recorder(Listener):
         self._cross(fqn, "leave")
 
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.drawn[-1].append(_Draw(str(func), self.run.fqn, drawn_by(func, args, kwargs)))
+        draw = _Draw(str(func), self.run.fqn, drawn_by(func, args, kwargs))
+        generators = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+        if any(each is not torch.default_generator for each in generators):
+            self.own_generators.append(draw)
+        self.drawn[-1].append(draw)
 
     def repeat(self, first: str, others: Sequence[str]) -> None:
         """Have modules draw what an equal one drew, which was not run again for them."""

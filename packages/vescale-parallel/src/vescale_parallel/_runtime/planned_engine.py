@@ -11,9 +11,9 @@ from vescale_parallel._loss.output import loss_called
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._parameters.shard_model import torch_dtype
+from vescale_parallel._pipeline.buffers import StageBuffers
 from vescale_parallel._pipeline.runner import Pipeline
 from vescale_parallel._pipeline.stage_assignment import StageMap
-from vescale_parallel._pipeline.stage_buffers import StageBuffers
 from vescale_parallel._pipeline.stage_module import Staging
 from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._plan.plan import ParallelPlan
@@ -55,7 +55,7 @@ def planned_engine(
         num_blocks = len(stages.blocks)
         pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
         has_buffers = any(True for _ in model.buffers())
-        buffers = StageBuffers(model, pipeline.group_of("F")) if has_buffers else None
+        buffers = StageBuffers(model, pipeline.group_of("F"), staging) if has_buffers else None
         step = PipelineStep(
             model, pipeline, parameters.params, buffers, parameters.finish_backward
         )

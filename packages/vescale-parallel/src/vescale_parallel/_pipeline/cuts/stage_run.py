@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class StageRun:
         owns_outside: Whether modules outside the blocks may run on their stage.
         values: What has a name in it.
         blocks_called: Number of blocks called so far.
+        around_own: Makes the context of calls of modules of this stage.
     """
 
     stage: int
@@ -57,6 +59,7 @@ class StageRun:
     owns_outside: bool = True
     values: Values = field(default_factory=Values)
     blocks_called: int = 0
+    around_own: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         names = [each for each in (*self.takes, *self.sends) if not isinstance(each, int)]
@@ -102,12 +105,14 @@ class StageRun:
         """Run a module of this stage, and keep what later stages want of it by name."""
         name = self.values.of_call(fqn)
         if not self.values.wanted:
-            return run()
+            with self.around_own():
+                return run()
         if self._derived is not None:
             self._derived.is_paused = True
         arguments = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
         versions = [None if x.is_inference() else x._version for x in arguments]
-        output = run()
+        with self.around_own():
+            output = run()
         for place, (x, before) in enumerate(zip(arguments, versions, strict=True)):
             if before is not None and x._version != before:
                 self._made((*name, "argument", place), x)
