@@ -17,6 +17,7 @@ from .conversions import Range, to_heads, to_slices
 from .slices import ContextRanks, slice_sizes
 
 _NUM_DIMS = 3  # heads, positions, features
+_GROUPS = "num_key_value_groups"  # of transformers' attention modules
 # Of F.scaled_dot_product_attention.
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -115,7 +116,7 @@ class SlicedAttention:
             whole[1:] = [heads.repeated(x, rank) for x in whole[1:]]
         self._is_inside = True
         try:
-            made, more = compute(*whole, heads)
+            made, more = compute(whole[0], whole[1], whole[2], heads)
         finally:
             self._is_inside = False
         return to_slices(made, heads.queries, sizes, self.ranks), more
@@ -203,16 +204,16 @@ def _of_heads(module: nn.Module, num_heads: int, heads: Heads, rank: int) -> Ite
     """Have an attention module hold what belongs to a rank's heads: sinks, groups of queries."""
     first, end = heads.queries[rank]
     held = dict(module._parameters)
-    groups = getattr(module, "num_key_value_groups", None)
+    groups = getattr(module, _GROUPS, None)
     for name, parameter in held.items():
         if parameter is not None and parameter.shape == (num_heads,):
             part: Any = parameter[first:end]
             module._parameters[name] = part
     if groups is not None and not heads.is_aligned(rank):
-        module.num_key_value_groups = 1
+        setattr(module, _GROUPS, 1)
     try:
         yield
     finally:
         module._parameters.update(held)
         if groups is not None:
-            module.num_key_value_groups = groups
+            setattr(module, _GROUPS, groups)
