@@ -14,7 +14,7 @@ TP, SEQUENCE = "tensor_parallel.size", "tensor_parallel.sequence"
 PP, PARTS = "pipeline_parallel.size", "pipeline_parallel.microbatches"
 SCHEDULE, VIRTUAL = "pipeline_parallel.schedule", "pipeline_parallel.virtual_stages"
 
-EP = "expert_parallel.size"
+EP, CP = "expert_parallel.size", "context_parallel.size"
 
 Constraints = Mapping[str, Any]
 

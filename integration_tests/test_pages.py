@@ -237,7 +237,7 @@ def test_constraints_that_a_page_mentions_exist(page: Path) -> None:
 # --- What is refused.
 
 supported = importlib.import_module("vescale_parallel._plan.supported")
-_REFUSED = {"context_parallel.size": 2, "compile": True}
+_REFUSED = {"compile": True}
 KEYS_PAGE = ROOT / "docs" / "guide" / "plans.md"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from vescale_dtensor import announced_failures, package_logger
 from ._auto_sharding.policies import propose_sharding
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
+from ._cross_replica.context.blocks import SlicedBlocks
+from ._cross_replica.context.guard import ContextGuard
+from ._cross_replica.context.slices import ContextProcesses
 from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
@@ -34,6 +37,7 @@ from ._mesh.mesh import (
     axis_size,
     batch_mesh,
     build_mesh,
+    context_group,
     data_groups,
     second_group,
     state_mesh,
@@ -69,7 +73,7 @@ from ._runtime.module import give_engine
 from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
 from ._runtime.outside import refuse_parts
 from ._runtime.planned_engine import planned_engine
-from ._runtime.recompute import keep_no_caches, recompute
+from ._runtime.recompute import Around, keep_no_caches, recompute
 from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
@@ -200,6 +204,7 @@ def _change(
     # What is decided on the whole model, before any of it is changed.
     experts = _experts(plan, model)
     sharding, proofs, left_whole = _shard(plan, model, batch)
+    sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
     mesh = build_mesh(plan)
@@ -228,6 +233,7 @@ def _change(
         dispatch(model, experts, second_group(mesh, "ep"))
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
+    sliced, context = _slice_blocks(plan, model, mesh, sequence)
     lengths: dict[str, int] = {} if boundary is None else boundary.lengths
     rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
     if forms is not None:
@@ -236,15 +242,13 @@ def _change(
         param.refuse_calls_outside()
     rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.recompute == "full":
-        keep_no_caches(model)
-        rows.prepare(model, run_here)
-        for fqn in run_here:
-            recompute(model.get_submodule(fqn), rng.as_now, fqn)
+        as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
+        _recompute(model, run_here, rows, as_now)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
-    parts = (parameters, proofs, rows, rng, lift, stages, staging, draws)
+    parts = (parameters, sequence or proofs, rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
-    if plan.data_parallel.size > 1 or stages is not None:
+    if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
@@ -259,6 +263,33 @@ def _change(
 def _experts(plan: ParallelPlan, model: nn.Module) -> list[Experts]:
     size = plan.expert_parallel.size
     return [] if size == 1 else find_experts(model, size)
+
+
+def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:
+    size = plan.context_parallel.size
+    return None if size == 1 else ContextGuard(model, size, batch)
+
+
+def _slice_blocks(
+    plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, sequence: ContextGuard | None
+) -> tuple[SlicedBlocks | None, dist.ProcessGroup | None]:
+    """Have blocks compute on slices; return them, and the ranks that share a sequence."""
+    group = context_group(mesh, plan.context_parallel.size)
+    if sequence is None or group is None:
+        return None, None
+    return sequence.install(model, ContextProcesses(group)), group
+
+
+def _recompute(
+    model: nn.Module,
+    blocks: Sequence[str],
+    rows: BatchRows,
+    as_now: Callable[[], Around],
+) -> None:
+    keep_no_caches(model)
+    rows.prepare(model, blocks)
+    for fqn in blocks:
+        recompute(model.get_submodule(fqn), as_now, fqn)
 
 
 def _train_parts(
@@ -349,20 +380,22 @@ def _batch_rows(
 ) -> BatchRows:
     axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
-    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
+    context = plan.context_parallel.size
+    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == context == 1:
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
         regions = RowRegions(
             mesh[axes], tp_mesh, None if tp_mesh is None else batch_mesh(plan), lift
         )
     num_parts = plan.data_parallel.size * plan.num_microbatches
-    return BatchRows(guard, regions, data_groups(mesh), num_parts)
+    return BatchRows(guard, regions, data_groups(mesh), num_parts, context=context)
 
 
 def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:
-    ranks, pipelined = DataRanks(mesh), plan.pipeline_parallel.size > 1
+    pipelined = plan.pipeline_parallel.size > 1
+    ranks = DataRanks(mesh, plan.context_parallel.size)
     return Place(
-        num_parts_of_batch=1 if pipelined else ranks.size,
-        part_of_batch=0 if pipelined else ranks.rank,
+        num_parts_of_batch=1 if pipelined else ranks.num_parts,
+        part_of_batch=0 if pipelined else ranks.part,
         tp_size=axis_size(mesh, "tp"),
         tp_rank=axis_rank(mesh, "tp"),
     )

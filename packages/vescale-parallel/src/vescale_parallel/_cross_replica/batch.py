@@ -24,8 +24,8 @@ from .regions import RowRegions
 class BatchRows:
     """What a parallelized model knows of the rows of its batches.
 
-    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline, where
-    rows that depend on each other are refused.
+    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline, nor where
+    ``context`` ranks share sequences; rows that depend on each other are refused there.
 
     Attributes:
         coupling: Of the call that runs.
@@ -37,9 +37,11 @@ class BatchRows:
         regions: RowRegions | None,
         groups: Sequence[dist.ProcessGroup],
         num_parts: int,
+        *,
+        context: int = 1,
     ) -> None:
         self._guard, self._regions = guard, regions
-        self._groups, self._num_parts = groups, num_parts
+        self._groups, self._num_parts, self._context = groups, num_parts, context
         self.coupling, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
@@ -74,6 +76,8 @@ class BatchRows:
             if not self.coupling.regions:
                 yield
                 return
+            if self._context > 1:
+                raise ValueError(_refused_context(self.coupling, self._context))
             if in_parts_by and self._regions is None and not torch.is_grad_enabled():
                 # A pipeline without others runs the whole batch at once.
                 yield
@@ -134,11 +138,22 @@ def _refused_writes(coupling: RowCoupling, in_parts_by: str) -> str:
     )
 
 
-def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:
-    found = "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in coupling.regions.items())
+def _refused_context(coupling: RowCoupling, size: int) -> str:
     return (
-        f"rows of the batch depend on each other ({found}), but {in_parts_by} runs it in "
-        f"{num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
+        f"rows of the batch depend on each other ({_listed(coupling)}), of which data-parallel "
+        f"ranks with context_parallel.size {size} have parts. Use data_parallel.size 1 or "
+        "context_parallel.size 1, or a loss that is a mean over rows"
+    )
+
+
+def _listed(coupling: RowCoupling) -> str:
+    return "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in coupling.regions.items())
+
+
+def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:
+    return (
+        f"rows of the batch depend on each other ({_listed(coupling)}), but {in_parts_by} runs it "
+        f"in {num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
         "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
         "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
         "targets of all micro-batches)"

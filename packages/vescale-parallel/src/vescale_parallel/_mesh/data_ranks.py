@@ -11,11 +11,21 @@ from .mesh import data_groups, data_rank, data_size
 
 
 class DataRanks:
-    """The data-parallel ranks of a mesh, over all of ``DATA_AXES``."""
+    """The data-parallel ranks of a mesh, over all of ``DATA_AXES``.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        mesh: The plan's mesh.
+        context: How many of them, next to each other, share every sequence.
+
+    Attributes:
+        num_parts: Of the global batch; ranks that share sequences have the same.
+        part: This rank's.
+    """
+
+    def __init__(self, mesh: DeviceMesh, context: int = 1) -> None:
         self._groups = data_groups(mesh)
         self.size, self.rank = data_size(mesh), data_rank(mesh)
+        self.num_parts, self.part = self.size // context, self.rank // context
 
     def total(self, value: Tensor) -> Tensor:
         """Sum over ranks, in rank order. Every rank must call this."""

@@ -25,9 +25,13 @@ def build_mesh(plan: ParallelPlan) -> DeviceMesh:
 
     Ranks are counted with the axes in the order of the plan, the last one fastest. In the mesh
     ``dp_shard`` is last: placements of one dim nest in its order, and what data-parallel ranks
-    shard is a tensor-parallel rank's part.
+    shard is a tensor-parallel rank's part. Ranks that share a sequence are ranks of the innermost
+    data axis here, next to each other: parameters and gradients are theirs as of any data ranks.
     """
-    axes = {name: size for name, size in plan.axes.items() if size > 1} or {"dp_shard": 1}
+    sizes = plan.axes
+    context, stage = sizes.pop("cp"), plan.data_parallel.zero_stage
+    sizes["dp_shard" if stage else "dp_replicate"] *= context
+    axes = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
     return _mesh_of(axes, sorted(axes, key="dp_shard".__eq__))
 
 
@@ -123,10 +127,22 @@ def gradient_groups(
     return shards, copies[0] if copies else None
 
 
+def context_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup | None:
+    """Return the ranks that share a sequence, None if it is one. Every rank must call this."""
+    if size == 1:
+        return None
+    axis = next(name for name in reversed(DATA_AXES) if axis_size(mesh, name) > 1)
+    index = (mesh.mesh_dim_names or ()).index(axis)
+    return _subgroup(mesh.mesh.movedim(index, -1).reshape(-1, size).tolist(), "cp")
+
+
 def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Return another group of the ranks along an axis. Every rank of the mesh must call this."""
     index = (mesh.mesh_dim_names or ()).index(axis)
-    groups = mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist()
+    return _subgroup(mesh.mesh.movedim(index, -1).reshape(-1, mesh.size(index)).tolist(), axis)
+
+
+def _subgroup(groups: list[list[int]], axis: str) -> dist.ProcessGroup:
     barrier()
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
     assert isinstance(own, dist.ProcessGroup)

@@ -284,7 +284,11 @@ class DataParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Ranks that share one sequence."""
+    """Ranks that share every sequence, each with a slice of it in blocks.
+
+    Attributes:
+        size: How many. They are besides those of ``data_parallel.size``, and get the same rows.
+    """
 
     size: int = 1
 

@@ -233,6 +233,7 @@ class ParallelPlan:
             self.pipeline_parallel,
             self.data_parallel,
             self.expert_parallel,
+            self.context_parallel,
             self.recompute,
         ):
             lines += filled(sentence, "  ", "    ")

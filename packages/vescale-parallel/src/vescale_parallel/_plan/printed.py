@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .config import DataParallel, ExpertParallel, PipelineParallel, TensorParallel
+from .config import ContextParallel, DataParallel, ExpertParallel, PipelineParallel, TensorParallel
 
 WIDTH = 100
 _ZERO = {
@@ -29,6 +29,7 @@ def in_words(
     pipeline: PipelineParallel,
     data: DataParallel,
     experts: ExpertParallel,
+    context: ContextParallel,
     recompute: str,
 ) -> list[str]:
     """Return one sentence for every kind of parallelism that a plan uses."""
@@ -36,7 +37,7 @@ def in_words(
     if data.size > 1:
         said.append(f"the batch is split over {data.size} data-parallel replicas")
         copies = max(data.replicate_size, experts.size)
-        said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies))
+        said.append(_ZERO[data.zero_stage].format(ranks=data.size // copies * context.size))
         if data.zero_stage and copies > 1:
             said.append(f"there are {copies} copies of that (hybrid sharding)")
         if data.replicate_zero_stage:
@@ -48,6 +49,10 @@ def in_words(
         said.append(_OFFLOAD[data.offload])
     if experts.size > 1:
         said.append(f"of experts each of {experts.size} data-parallel ranks has its own ones")
+    if context.size > 1:
+        said.append(f"each sequence is sliced over {context.size} context-parallel ranks")
+        if data.size == 1 and data.zero_stage:
+            said.append(_ZERO[data.zero_stage].format(ranks=context.size))
     if tensor.size > 1:
         said.append(f"each layer is sharded over {tensor.size} tensor-parallel ranks")
     if pipeline.size > 1:

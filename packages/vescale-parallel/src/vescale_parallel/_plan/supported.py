@@ -10,12 +10,12 @@ from .plan import ParallelPlan
 def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
     asked = {
-        "context_parallel.size > 1": plan.context_parallel.size > 1,
         "compile": plan.compile,
     }
     for name, wanted in asked.items():
         if wanted:
             raise ValueError(f"{name} is not available in this version; leave it out of the plan")
+    _check_context(plan)
     if plan.expert_parallel.size > 1 and plan.tensor_parallel.size > 1:
         raise ValueError(
             f"expected tensor_parallel.size 1 with expert_parallel.size "
@@ -43,3 +43,19 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
             f"{synced[0]!r} is a SyncBatchNorm, which exchanges statistics with all ranks itself; "
             "use nn.BatchNorm1d, 2d or 3d: they normalize over the global batch under every plan"
         )
+
+
+def _check_context(plan: ParallelPlan) -> None:
+    size = plan.context_parallel.size
+    others = {
+        "tensor_parallel.size": plan.tensor_parallel.size,
+        "pipeline_parallel.size": plan.pipeline_parallel.size,
+        "expert_parallel.size": plan.expert_parallel.size,
+    }
+    for name, other in others.items():
+        if size > 1 and other > 1:
+            raise ValueError(
+                f"expected {name} 1 with context_parallel.size {size}, got {other}: ranks that "
+                "share sequences go with data parallelism alone in this version; use "
+                "data_parallel.size for the other ranks"
+            )

@@ -172,7 +172,7 @@ class Engine:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         ranks = self.data_ranks
-        if ranks.size == 1:
+        if ranks.num_parts == 1:  # every rank has the whole batch, and its loss
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
         with means:

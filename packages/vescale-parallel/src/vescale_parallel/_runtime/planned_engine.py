@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,13 +42,14 @@ def planned_engine(
     stages: StageMap | None,
     staging: Staging,
     draws: StageDraws | None,
+    context: dist.ProcessGroup | None,
 ) -> Engine:
     """Return what runs the calls of a model that was changed as a plan says."""
-    ranks = DataRanks(mesh)
+    ranks = DataRanks(mesh, plan.context_parallel.size)
     logits = DistributedLogits(
         None if lift is None else mesh["tp"], lift, plan.tensor_parallel.communication
     )
-    inputs = SameInputs(model, mesh, is_delayed=mesh.device_type == "cuda")
+    inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
     parameters.after_backward = inputs.after_backward
     step = None

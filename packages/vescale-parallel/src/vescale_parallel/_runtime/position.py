@@ -10,8 +10,8 @@ from .module import ParallelModule
 def data_parallel_rank(model: nn.Module) -> int:
     """Return which part of the global batch this rank gets: 0 to ``data_parallel.size`` - 1.
 
-    It is what a sampler of your own has to go by: tensor- and pipeline-parallel ranks of one
-    part get the same rows, so the rank of the process would be wrong.
+    It is what a sampler of your own has to go by: tensor-, pipeline- and context-parallel
+    ranks of one part get the same rows, so the rank of the process would be wrong.
 
     Args:
         model: A parallelized model.
@@ -28,4 +28,4 @@ def data_parallel_rank(model: nn.Module) -> int:
         raise TypeError(
             f"expected the model that parallelize returned, got {type(model).__name__}"
         )
-    return model._vescale_engine.data_ranks.rank
+    return model._vescale_engine.data_ranks.part

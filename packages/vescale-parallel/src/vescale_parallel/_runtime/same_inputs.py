@@ -37,15 +37,24 @@ class SameInputs:
     Args:
         model: Whose arguments they are.
         mesh: The plan's mesh. Ranks along its ``tp`` and ``pp`` axes share rows, those along the
-            data-parallel axes do not.
+            data-parallel axes do not, but for those of a context.
+        context: Ranks that share sequences, and so rows; None if this one shares none.
         is_delayed: Whether a call looks at what the call before it sent.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, is_delayed: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        context: dist.ProcessGroup | None = None,
+        *,
+        is_delayed: bool,
+    ) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._device, self._is_delayed = torch.device(mesh.device_type), is_delayed
-        self._same = _groups(mesh, "tp", "pp")
+        self._same = _groups(mesh, "tp", "pp") + ([] if context is None else [context])
+        self._copies = 1 if context is None else context.size()
         self._other = _groups(mesh, *reversed(DATA_AXES))
         self._num_calls = 0
         self._sent: tuple[int, Digest, _Arriving] | None = None
@@ -104,17 +113,18 @@ class SameInputs:
         if told := difference(dict(sorted(found))):
             raise ValueError(
                 f"ranks that work on the same rows were given different ones: {told}, in call "
-                f"number {call} of the model. Tensor- and pipeline-parallel ranks share their "
-                f"rows; sample by data-parallel rank: {_HOW}"
+                f"number {call} of the model. Tensor-, pipeline- and context-parallel "
+                f"ranks share their rows; sample by data-parallel rank: {_HOW}"
             )
 
     def _warn_of_same_rows(self) -> None:
         if self._all_rows is None:
             return
         rows, self._all_rows = self._all_rows.wait(), None
-        if len(set(rows)) < len(rows):
+        num_parts = len(rows) // self._copies
+        if len(set(rows)) < num_parts:
             warn_at_user_line(
-                f"{len(rows)} data-parallel ranks were called with {len(set(rows))} different "
+                f"{num_parts} data-parallel ranks were called with {len(set(rows))} different "
                 "batches: rows count more than once, and an epoch goes through the data as many "
                 f"times. Sample by data-parallel rank: {_HOW}"
             )

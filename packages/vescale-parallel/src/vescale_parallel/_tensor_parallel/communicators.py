@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 import threading
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 from vescale_dtensor import all_gather, all_reduce, reduce_scatter
 
 from .chunks import part_sizes
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -143,9 +145,9 @@ class ThreadExchange:
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size, self.turns = size, turns
         self._barrier = threading.Barrier(size, timeout=self._TIMEOUT_SECONDS)
-        self._given: list[Tensor | None] = [None] * size
+        self._given: list[Any] = [None] * size
 
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+    def exchange(self, rank: int, x: T) -> list[T]:
         """Return what all ranks gave, in rank order."""
         self._given[rank] = x
         with contextlib.nullcontext() if self.turns is None else self.turns.passed_on(rank):

@@ -98,12 +98,12 @@ def _compare_once(
     return region
 
 
-def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]:
+def _run_whole(region: Region, base: nn.Module) -> tuple[Results, list[Tensor]]:
     whole = sharing_copy(base)
     region.prepare(whole)
     inputs, before = list(region.inputs), states_of_generators()
     try:
-        first = _run(whole, _Given(inputs, region.spec, []))
+        first = run_once(whole, Given(inputs, region.spec, []))
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise DryRunError(region.fqn, error) from error
@@ -116,24 +116,24 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[_Results, list[Tensor]]
     # Made anew, should a module keep something between calls.
     whole = sharing_copy(base)
     region.prepare(whole)
-    return _run(whole, _Given(inputs, region.spec, cotangents)), cotangents
+    return run_once(whole, Given(inputs, region.spec, cotangents)), cotangents
 
 
 def _run_ranks(
     region: Region,
     base: nn.Module,
     sharding: TensorSharding,
-    expected: _Results,
+    expected: Results,
     cotangents: Sequence[Tensor],
     how: How,
     *,
     draw_alike: bool,
-) -> list[_Results]:
+) -> list[Results]:
     size, fqn = sharding.size, region.fqn
     lengths = _sequence_lengths(region.inputs, how)
     kept = _of_floats(how, expected)
 
-    def on_rank(rank: int, threads: ThreadExchange) -> _Results:
+    def on_rank(rank: int, threads: ThreadExchange) -> Results:
         local = sharing_copy(base)
         cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
@@ -142,17 +142,17 @@ def _run_ranks(
         install(local, sharding, boundary, prefix=fqn)
         mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
         parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
-        return _run(local, _Given(mine, region.spec, parts))
+        return run_once(local, Given(mine, region.spec, parts))
 
     return run_in_threads(size, on_rank, draw_alike=draw_alike)
 
 
-def _completed(how: How, expected: _Results) -> How:
+def _completed(how: How, expected: Results) -> How:
     whole = tuple(Replicate() if x is not None else None for x in expected.tensors)
     return How(how.inputs, whole if how.output is None else how.output)
 
 
-def _of_floats(how: How, expected: _Results) -> list[Placement | None]:
+def _of_floats(how: How, expected: Results) -> list[Placement | None]:
     assert how.output is not None
     return [p for p, is_float in zip(how.output, expected.floats, strict=True) if is_float]
 
@@ -166,14 +166,14 @@ def _sequence_lengths(leaves: Sequence[Any], how: How) -> int:
 
 
 @dataclass(frozen=True)
-class _Given:
+class Given:
     inputs: list[Any]
     spec: Any
     cotangents: list[Tensor]
 
 
 @dataclass(frozen=True)
-class _Results:
+class Results:
     """One forward and backward: outputs and gradients.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Results:
     grads: dict[str, Tensor | None]
 
 
-def _run(module: nn.Module, given: _Given) -> _Results:
+def run_once(module: nn.Module, given: Given) -> Results:
     inputs = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in given.inputs
@@ -207,7 +207,7 @@ def _run(module: nn.Module, given: _Given) -> _Results:
     if given.cotangents:
         with InDouble():
             torch.autograd.backward(outputs, given.cotangents)
-    return _Results(
+    return Results(
         [x.detach() for x in outputs],
         [x.detach() if isinstance(x, Tensor) else None for x in leaves],
         floats,
@@ -222,7 +222,7 @@ def _chance_of(module: nn.Module) -> contextlib.AbstractContextManager[object]:
 
 
 def _compare_results(
-    fqn: str, expected: _Results, runs: Sequence[_Results], how: How, size: int
+    fqn: str, expected: Results, runs: Sequence[Results], how: How, size: int
 ) -> None:
     assert how.output is not None
     for rank, run in enumerate(runs):
@@ -233,7 +233,7 @@ def _compare_results(
                 raise Contradiction(fqn, "a rank's part returns something else")
             if out is None or whole is None:
                 continue
-            if not _close(out, _part(whole, placement, size, rank), whole):
+            if not close(out, _part(whole, placement, size, rank), whole):
                 raise Contradiction(fqn, "what it returns differs")
         for grad, whole, placement in zip(
             run.input_grads, expected.input_grads, how.inputs, strict=True
@@ -244,8 +244,8 @@ def _compare_results(
 
 def _compare_gradients(
     fqn: str,
-    expected: _Results,
-    runs: Sequence[_Results],
+    expected: Results,
+    runs: Sequence[Results],
     placements: Mapping[str, Placement],
     found: Findings,
 ) -> None:
@@ -265,10 +265,10 @@ def _compare_gradients(
         ]
         if bool(whole.any()):
             found.reached.add(full)
-        if all(_close(grad, part, whole) for grad, part in zip(given, parts, strict=True)):
+        if all(close(grad, part, whole) for grad, part in zip(given, parts, strict=True)):
             if is_whole and bool(whole.any()):
                 _note(found.whole, found.partial, full, fqn)
-        elif is_whole and _close(torch.stack(given).sum(0), whole, whole):
+        elif is_whole and close(torch.stack(given).sum(0), whole, whole):
             _note(found.partial, found.whole, full, fqn)
         else:
             raise Contradiction(fqn, f"the gradient of {full!r} differs")
@@ -289,10 +289,10 @@ def _same_gradient(
     if whole is None:
         return grad is None or not grad.any()
     part = _part(whole, placement, size, rank)
-    return _close(torch.zeros_like(part) if grad is None else grad, part, whole)
+    return close(torch.zeros_like(part) if grad is None else grad, part, whole)
 
 
-def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
     if found.shape != expected.shape or found.is_complex() != expected.is_complex():
         return False
     if not found.is_complex():

@@ -30,8 +30,8 @@ class ParallelLoader:
     The global order and the global batches are those of one device: of the plan's ``batch``
     section, or of a ready ``DataLoader``, whose batch size is that of the global batch.
     Data-parallel rank r of R gets the r-th of R equal consecutive parts of each batch;
-    tensor- and pipeline-parallel ranks of one part get the same rows. Tensors are put on the
-    rank's device. :meth:`state_dict` counts samples of the global order, so it continues
+    tensor-, pipeline- and context-parallel ranks of one part get the same rows. Tensors are put
+    on the rank's device. :meth:`state_dict` counts samples of the global order, so it continues
     under any number of ranks, and with any number of workers.
 
     Args:
@@ -56,11 +56,11 @@ class ParallelLoader:
     """
 
     def __init__(self, plan: ParallelPlan, dataset: Any, mesh: DeviceMesh) -> None:
-        ranks = DataRanks(mesh)
+        ranks = DataRanks(mesh, plan.context_parallel.size)
         pipelined = plan.pipeline_parallel.size > 1
         self._share = Share(
-            part=ranks.rank,
-            num_parts=ranks.size,
+            part=ranks.part,
+            num_parts=ranks.num_parts,
             num_microbatches=plan.num_microbatches,
             is_cut_always=pipelined,
         )

@@ -1,0 +1,169 @@
+"""Blocks that compute on slices of a sequence, between code that computes on all of it.
+
+[Note: where a sequence is sliced] What comes before a stack of blocks (embeddings, positions,
+rotary tables, masks) and behind it (norm, head, loss) runs on whole sequences on every rank, as on
+one device. The first block of a stack takes this rank's slice of its activation, the last one
+gathers what it returns. Of what else a block is given, tensors along the sequence are sliced
+(rotary tables, positions), and masks stay whole, since attention is of whole sequences. A guess
+that is wrong is refused when the model is compared with one device, see :mod:`.proof`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from vescale_parallel._torch_private import pytree
+
+from .attention import AttentionMode, SlicedAttention
+from .conversions import gather_slices, keep_slice
+from .interface import interface_of
+from .slices import ContextRanks, slice_sizes
+
+Around = Callable[[], AbstractContextManager[None]]
+_ROWS = 3  # dims of activations (batch, sequence, features)
+_FEWEST = 2  # positions of a slice: some code takes one position for a step of generation
+
+
+class SlicedBlocks:
+    """The stacks of blocks of a model whose sequences ranks share.
+
+    Attributes:
+        stacks: Those that compute on slices; others run as they are.
+    """
+
+    def __init__(self, ranks: ContextRanks) -> None:
+        self._ranks, self._attention = ranks, SlicedAttention(ranks)
+        self.stacks: frozenset[str] = frozenset()
+        self._open: str | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the slices of the sequence that runs, or ran last."""
+        return self._attention.sizes
+
+    def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+        """Have the blocks of all stacks compute on slices while their stack is among those."""
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, prepend=True)
+        for stack in stacks:
+            for fqn in stack:
+                block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
+                block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
+
+    def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
+        """Return what makes the context of blocks that run again in backward, with others'."""
+
+        def now() -> Around:
+            sizes, around = self.sizes, others()
+
+            @contextlib.contextmanager
+            def again() -> Iterator[None]:
+                latest, self._attention.sizes = self.sizes, sizes
+                try:
+                    with around():
+                        yield
+                finally:
+                    self._attention.sizes = latest
+
+            return again
+
+        return now
+
+    def _begin(self, _: nn.Module, args: Any) -> None:
+        self._open = None
+
+    def _end(self, _: nn.Module, args: Any, output: Any) -> None:
+        stack, self._open = self._open, None
+        if stack is not None:
+            raise ValueError(
+                f"context_parallel: the last block of {stack!r}, which gathers the slices of the "
+                "sequence, was not called; it needs all blocks of a stack in every call"
+            )
+
+    def _wrapped(
+        self, forward: Callable[..., Any], stack: str, fqn: str, is_first: bool, is_last: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if stack not in self.stacks:
+                return forward(*args, **kwargs)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            index = _activation(leaves)
+            if index is None or leaves[index].dim() < _ROWS:
+                raise ValueError(
+                    f"context_parallel: expected {fqn!r} to be called with activations (batch, "
+                    "sequence, features)"
+                )
+            if is_first:
+                self._open_stack(stack, leaves[index])
+            length, own = sum(self.sizes), self.sizes[self._ranks.rank]
+            if not is_first and leaves[index].shape[1] != own:
+                raise ValueError(
+                    f"context_parallel: {fqn!r} got {leaves[index].shape[1]} positions, not this "
+                    f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
+                )
+            for at, leaf in enumerate(leaves):
+                dim = 1 if at == index else _sequence_dim(leaf, length)
+                if dim is not None and (is_first or at != index):
+                    leaves[at] = keep_slice(leaf, dim, self.sizes, self._ranks)
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            with interface_of(self._attention), AttentionMode(self._attention):
+                output = forward(*args, **kwargs)
+            return self._gathered(output) if is_last else output
+
+        return run
+
+    def _open_stack(self, stack: str, x: Tensor) -> None:
+        length, size = x.shape[1], self._ranks.size
+        if length < _FEWEST * size:
+            raise ValueError(
+                f"context_parallel.size {size} needs sequences of {_FEWEST * size} positions or "
+                f"more, got activations of shape {tuple(x.shape)}"
+            )
+        self._attention.sizes = slice_sizes(length, size)
+        self._open = stack
+
+    def _gathered(self, output: Any) -> Any:
+        """Return what a block returns with the whole sequence of its activation."""
+        self._open = None
+        leaves, spec = pytree.tree_flatten(output)
+        index = _activation(leaves)
+        if index is not None:
+            leaves[index] = gather_slices(leaves[index], 1, self.sizes, self._ranks)
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def name_of(stack: Sequence[str]) -> str:
+    """Return the name of a stack of blocks."""
+    return stack[0].rpartition(".")[0]
+
+
+def _activation(leaves: Sequence[Any]) -> int | None:
+    found = (i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(found, None)
+
+
+def _sequence_dim(x: Any, length: int) -> int | None:
+    """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
+    if not isinstance(x, Tensor) or str(x.dtype) == "torch.bool" or length not in x.shape:
+        return None
+    is_integer = not x.is_floating_point() and not x.is_complex()
+    match x.dim():
+        case 1:
+            return 0 if is_integer else None
+        case 2 if is_integer:  # positions (B, S)
+            return 1 if x.shape[1] == length else None
+        case 2:  # rotary tables (S, D)
+            return 0 if x.shape[1] != length else None
+        case 3:
+            return 1 if x.shape[1] == length else None
+        case 4 if x.shape[2] != x.shape[3]:
+            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
+        case _:
+            return None

@@ -1,0 +1,127 @@
+"""Conversions of activations between slices of a sequence and other layouts, known to autograd.
+
+[Note: whole and sliced] Outside of blocks every rank computes on whole sequences, and has the
+whole gradient; inside it computes on its slice, and gradients of parameters are sums over ranks.
+Gradients are averaged over the ranks of a sequence as over those of a batch, so what goes from
+slices to whole sequences multiplies gradients by the number of ranks: the average of parts is then
+their sum, and the average of whole gradients stays what it is.
+
+Attention is all-to-all over heads (DeepSpeed-Ulysses): ranks exchange slices of all heads for
+whole sequences of some heads. Of grouped queries a rank gets the key-value heads that its queries
+read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .slices import ContextRanks
+
+Range = tuple[int, int]  # first and behind the last
+
+
+def keep_slice(x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks) -> Tensor:
+    """Return this rank's slice of a tensor that all ranks have whole."""
+    return x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]).contiguous()
+
+
+def gather_slices(x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks) -> Tensor:
+    """Return the whole of what every rank has a slice of. Every rank must call this."""
+    return _Gather.apply(x, dim, sizes, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+def to_heads(
+    x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
+) -> Tensor:
+    """Return whole sequences of this rank's heads (.., heads, S, D) of slices of all heads.
+
+    ``heads`` are those of each rank, which may overlap. Every rank must call this.
+    """
+    return _ToHeads.apply(x, heads, sizes, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+def to_slices(
+    x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
+) -> Tensor:
+    """Return this rank's slice of all heads; the opposite of :func:`to_heads`."""
+    return _ToSlices.apply(x, heads, sizes, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks
+    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.given = dim, sizes, ranks
+        return ranks.all_gather(x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, _, ranks = ctx.given
+        # See [Note: whole and sliced].
+        return keep_slice(grad, *ctx.given) * ranks.size, None, None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
+    ) -> Tensor:
+        ctx.given = heads, sizes, ranks, x.shape[-3]
+        return _send_heads(x, heads, sizes, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _send_slices(grad, *ctx.given), None, None, None
+
+
+class _ToSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
+    ) -> Tensor:
+        ctx.given = heads, sizes, ranks
+        return _send_slices(x, heads, sizes, ranks, heads[-1][1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _send_heads(grad, *ctx.given), None, None, None
+
+
+def _send_heads(
+    x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
+) -> Tensor:
+    lead, features = x.shape[:-3], x.shape[-1]
+    sent = [x[..., first:end, :, :].reshape(-1) for first, end in heads]
+    first, end = heads[ranks.rank]
+    shapes = [(*lead, end - first, size, features) for size in sizes]
+    return torch.cat(_exchanged(sent, shapes, ranks), -2)
+
+
+def _send_slices(
+    x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks, num_heads: int
+) -> Tensor:
+    lead, features, own = x.shape[:-3], x.shape[-1], sizes[ranks.rank]
+    sent = [part.reshape(-1) for part in x.split([*sizes], -2)]
+    shapes = [(*lead, end - first, own, features) for first, end in heads]
+    arrived = _exchanged(sent, shapes, ranks)
+    if all(end == first for (_, end), (first, _) in itertools.pairwise(heads)):
+        return torch.cat(arrived, -3)
+    total = x.new_zeros(*lead, num_heads, own, features)
+    for part, (first, end) in zip(arrived, heads, strict=True):
+        total[..., first:end, :, :] += part
+    return total
+
+
+def _exchanged(
+    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: ContextRanks
+) -> list[Tensor]:
+    """Send each rank its part; return what came from each rank, in these shapes."""
+    received = [torch.Size(shape).numel() for shape in shapes]
+    arrived = ranks.all_to_all(torch.cat([*parts]), [part.numel() for part in parts], received)
+    return [x.view(*shape) for x, shape in zip(arrived.split(received), shapes, strict=True)]

@@ -1,0 +1,125 @@
+"""Calls of a model on slices of its sequence: every form of call is compared with one device."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from vescale_parallel._cross_replica.small_batches import within
+from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.copies import copied_without_values, plain
+from vescale_parallel._model.inputs import bind, opened, small_example
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._verify.call_signature import CallForms
+from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
+from vescale_parallel._verify.threads import in_fresh_thread
+
+from .blocks import SlicedBlocks
+from .proof import NotSlicedError, proven_stacks
+from .slices import ContextRanks
+
+_LEFT_OUT = "leave context_parallel out of the plan"
+
+
+class ContextGuard:
+    """Runs calls of a model on slices once they are known to give one device's numbers.
+
+    Args:
+        model: Still whole; what a check needs of it is copied.
+        size: How many ranks share a sequence.
+        batch: An example, whose form of call is compared now; None to wait for a call.
+
+    Raises:
+        ValueError: If a model on slices of the example is another function.
+    """
+
+    def __init__(self, model: nn.Module, size: int, batch: Any) -> None:
+        self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
+        self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
+        self._known: dict[tuple[str, bool], frozenset[str]] = {}
+        self._blocks: SlicedBlocks | None = None
+        if batch is not None:
+            args, kwargs = bind(model, opened(batch))
+            args, kwargs = self._without_cache(args, kwargs)
+            self._stacks(args, kwargs, training=model.training)
+
+    def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
+        """Have the blocks of a model compute on slices, in place; return them."""
+        self._blocks = SlicedBlocks(ranks)
+        self._blocks.install(model, block_stacks(model))
+        if self._cache_place is not None:
+            # Of keys and values it would have slices.
+            hook = self._without_cache
+            model.register_forward_pre_hook(lambda _, a, k: hook(a, k), with_kwargs=True)
+        self._model = model
+        return self._blocks
+
+    @contextlib.contextmanager
+    def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Compare a call of a new form with one device, and run the call inside.
+
+        Raises:
+            ValueError: If the model on slices is another function.
+        """
+        assert self._blocks is not None
+        args, kwargs = self._without_cache(tuple(args), dict(kwargs))
+        self._blocks.stacks = self._stacks(args, kwargs, training=self._model.training)
+        yield
+
+    def _stacks(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
+    ) -> frozenset[str]:
+        form = self._forms.form(args, kwargs), training
+        if form not in self._known:
+            named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
+            small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
+            try:
+                self._known[form] = in_fresh_thread(lambda: self._prove(small, training=training))
+            except NotSlicedError as error:
+                raise ValueError(
+                    f"context_parallel.size {self._size}: {self._class} is not one device's on "
+                    f"slices of its sequence, in calls with ({form[0]}): {error}. Blocks may mix "
+                    "positions by F.scaled_dot_product_attention (batch, heads, positions, "
+                    "features) or transformers' attention interface alone, and get positions, "
+                    f"rotary tables and masks from outside; or {_LEFT_OUT}"
+                ) from error
+        return self._known[form]
+
+    def _prove(self, named: Mapping[str, Any], *, training: bool) -> frozenset[str]:
+        subject = self._whole
+        if subject is None:
+            raise NotSlicedError("it cannot be copied, and so not compared with one device")
+        if is_large(subject):
+            subject = scaled_down(subject, 1)
+            if subject is None:
+                raise NotSlicedError(
+                    "it is too large to be compared with one device, and has no configuration of "
+                    "transformers to make a smaller one of"
+                )
+        smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
+        return proven_stacks(subject, smaller, self._size, training=training)
+
+    def _without_cache(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._cache_place is None:
+            return args, kwargs
+        named = self._forms.named(args, kwargs)
+        if named.get("use_cache") or named.get("past_key_values") is not None:
+            raise ValueError(
+                f"context_parallel.size {self._size} keeps no cache of keys and values, of which "
+                "a rank has slices; call the model with use_cache=False"
+            )
+        if "use_cache" in kwargs or len(args) > self._cache_place:
+            return args, kwargs
+        return args, {**kwargs, "use_cache": False}
+
+
+def _cache_place(model: nn.Module) -> int | None:
+    """Return which argument of a model says whether it keeps a cache, None if none does."""
+    names = [*inspect.signature(model.forward).parameters]
+    return names.index("use_cache") if "use_cache" in names else None

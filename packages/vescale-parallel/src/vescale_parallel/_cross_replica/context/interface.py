@@ -1,0 +1,68 @@
+"""Transformers' attention interface, of which blocks get attention of slices while they run.
+
+A model looks up its attention function by ``AttentionInterface.get_interface`` in every call, be
+it eager, ``sdpa`` or registered by somebody. While a block of a sliced sequence runs that name
+stands for one that wraps what it finds, on this thread; so functions see whole sequences of some
+heads, and decide by them (``sdpa`` takes a query of one position for a step of generation).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .attention import Attends
+
+_MODULE = "transformers.modeling_utils"
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[Attends] = []
+
+
+_here = _OfThread()
+_lock = threading.Lock()
+_plain: list[Callable[..., Any]] = []
+_num_running = 0
+
+
+@contextlib.contextmanager
+def interface_of(attention: Attends) -> Iterator[None]:
+    """Have functions of the attention interface that are looked up here be those of slices."""
+    global _num_running
+    interface = getattr(sys.modules.get(_MODULE), "AttentionInterface", None)
+    if interface is None:  # nobody imported transformers
+        yield
+        return
+    _here.running.append(attention)
+    with _lock:
+        _num_running += 1
+        if _num_running == 1:
+            _plain[:] = [interface.get_interface]
+            interface.get_interface = _get_interface
+    try:
+        yield
+    finally:
+        _here.running.pop()
+        with _lock:
+            _num_running -= 1
+            if _num_running == 0:
+                interface.get_interface = _plain.pop()
+
+
+def _get_interface(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    name = args[0] if args else kwargs.get("attn_implementation")
+    found = _plain[0](interface, *args, **kwargs)
+    if not _here.running or not _here.running[-1].wants():
+        return found
+    if "flash" in str(name):
+        raise ValueError(
+            f"context_parallel: attention {name!r} reads packed documents from positions, of "
+            "which a rank has a slice; use attn_implementation='sdpa'"
+        )
+    return functools.partial(_here.running[-1].of_interface, found)

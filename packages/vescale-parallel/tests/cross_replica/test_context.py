@@ -1,0 +1,222 @@
+"""What ranks on slices of a sequence compute, and which models they are refused for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel._cross_replica.context.attention import Heads
+from vescale_parallel._cross_replica.context.guard import ContextGuard
+from vescale_parallel._cross_replica.context.proof import proven_stacks
+from vescale_parallel._cross_replica.context.slices import slice_sizes
+from vescale_parallel._plan.supported import check_supported
+
+FEATURES, HEADS, LENGTH = 8, 4, 10
+
+
+def test_slices_differ_by_one_position_at_most() -> None:
+    assert slice_sizes(9, 4) == [3, 2, 2, 2]
+    assert slice_sizes(8, 4) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("queries", "keys", "size"), [(8, 2, 4), (8, 8, 4), (6, 3, 4), (5, 1, 3)])
+def test_ranks_have_the_keys_that_their_queries_read(queries: int, keys: int, size: int) -> None:
+    heads = Heads.over(queries, keys, size)
+    whole = torch.arange(keys)[:, None, None]
+    expected = whole.repeat_interleave(queries // keys, 0)
+    for rank, ((first, end), (low, high)) in enumerate(
+        zip(heads.queries, heads.keys, strict=True)
+    ):
+        assert torch.equal(heads.repeated(whole[low:high], rank), expected[first:end])
+    assert (heads.queries[0][0], heads.queries[-1][1]) == (0, queries)
+
+
+Mix = Callable[[Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Attention, and something else beside it."""
+
+    def __init__(self, beside: nn.Module, *, is_causal: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.beside, self.is_causal, self.drop = beside, is_causal, nn.Dropout(dropout)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+        ]
+        x = x + self.drop(self.out(self.attend(*heads).transpose(1, 2).flatten(2)))
+        return x + self.beside(x)
+
+
+class Model(nn.Module):
+    def __init__(self, make: Callable[[], Block]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, FEATURES), nn.Linear(FEATURES, 16)
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.cumsum(1))  # outside of blocks sequences are whole
+
+
+class Convolution(nn.Conv1d):
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES, 3, padding=1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.transpose(1, 2)).transpose(1, 2)
+
+
+class Cumulative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True).expand_as(x)
+
+
+class Placed(nn.Module):
+    """Positions that a block makes itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+
+
+class Mixer(nn.Module):
+    """A product over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(FEATURES, FEATURES, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]
+
+
+class BatchNorm(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(FEATURES)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.transpose(1, 2)).transpose(1, 2)
+
+
+def ids() -> Tensor:
+    return torch.arange(2 * LENGTH).view(2, LENGTH) % 16
+
+
+def model_with(beside: type[nn.Module], *, is_causal: bool = True) -> Model:
+    return Model(lambda: Block(beside(), is_causal=is_causal))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_blocks_that_mix_positions_by_attention_alone_are_proven(
+    size: int, is_causal: bool
+) -> None:
+    model = model_with(nn.Identity, is_causal=is_causal)
+    found = proven_stacks(model, {"ids": ids()}, size, training=True)
+    assert found == {"blocks"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "name"),
+    [
+        (Convolution, "'blocks.0.beside' returns something else"),
+        (Cumulative, "'blocks.0.beside' returns something else"),
+        (Pooled, "'blocks.0.beside' returns something else"),
+        (Placed, "'blocks.0.beside' returns something else"),
+        (Recurrent, "'blocks.0.beside.*' returns something else|GRU"),
+        (BatchNorm, "'blocks.0.beside' returns something else"),
+        (Mixer, "on slices it raises RuntimeError"),
+    ],
+)
+def test_what_mixes_positions_otherwise_is_refused_by_name(
+    beside: type[nn.Module], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        ContextGuard(model_with(beside), 2, ids())
+
+
+class ByHand(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class OwnMask(Block):
+    """A mask that a block makes of the length that it sees."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+class OneHead(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(2)[:, None] for x in (q, k, v))
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return made[:, 0].unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: ByHand(nn.Identity()), "found no list of two or more blocks"),
+        (lambda: OwnMask(nn.Identity()), "on slices it raises RuntimeError"),
+        (lambda: OneHead(nn.Identity()), "there are 1; use a size of at most 1"),
+        (
+            lambda: Block(nn.Identity(), dropout=0.1),
+            "'blocks.0.drop' draws random numbers.*set dropout to 0",
+        ),
+    ],
+)
+def test_attention_that_is_not_understood_is_refused(make: Callable[[], Block], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        ContextGuard(Model(make), 2, ids())
+
+
+def test_dropout_does_not_matter_in_evaluation() -> None:
+    model = Model(lambda: Block(nn.Identity(), dropout=0.1)).eval()
+    assert proven_stacks(model, {"ids": ids()}, 2, training=False) == {"blocks"}
+
+
+def test_sequences_of_one_position_a_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs sequences of 12 positions or more"):
+        ContextGuard(model_with(nn.Identity), 6, ids())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"tensor_parallel.size": 2},
+        {"pipeline_parallel.size": 2},
+        {"expert_parallel.size": 2, "data_parallel.size": 2},
+    ],
+)
+def test_sequences_are_shared_with_data_parallelism_alone(others: dict[str, int]) -> None:
+    plan = with_constraints(ParallelPlan(), {"context_parallel.size": 2, **others})
+    with pytest.raises(ValueError, match=r"_parallel.size 1 with context_parallel.size 2, got 2"):
+        check_supported(plan, nn.Linear(2, 2))
