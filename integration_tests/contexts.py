@@ -101,14 +101,16 @@ def build(family: str, attention: str = "sdpa", **more: Any) -> nn.Module:
     else:
         config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **more})
         kind = getattr(transformers, _HEADS.get(family, "AutoModelForCausalLM"))
-        model = kind.from_config(config, attn_implementation=attention).double()
+        model = kind.from_config(
+            config, attn_implementation=attention, experts_implementation="eager"
+        ).double()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # as drawn, attention would be nearly even
             nn.init.normal_(parameter, std=0.3)
     return model
 
 
-def batch_of(step: int, length: int, kind: str, rows: int = ROWS) -> dict[str, Tensor]:
+def batch_of(step: int, length: int, kind: str, rows: int = ROWS) -> dict[str, Any]:
     """Return the batch of a step; rows count different numbers of targets."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
@@ -123,7 +125,7 @@ def batch_of(step: int, length: int, kind: str, rows: int = ROWS) -> dict[str, T
     if kind == "packed":
         cut = length // 2 - 1
         places = torch.cat([torch.arange(cut), torch.arange(length - cut)])
-        batch["position_ids"] = places.expand(rows, length)
+        batch |= {"position_ids": places.expand(rows, length), "use_cache": False}
     if kind == "classes":
         batch["labels"] = ids[:, 0] % 2
     return batch
@@ -163,10 +165,13 @@ def train(
     return Trained(losses=losses, grads=grads, norms=norms, parameters=final)
 
 
-def rows_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def rows_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's rows of a batch; all of them on one device."""
     engine = getattr(model, "_vescale_engine", None)
     if engine is None:
         return batch
     parts, part = engine.data_ranks.num_parts, vescale.data_parallel_rank(model)
-    return {name: each.chunk(parts)[part] for name, each in batch.items()}
+    return {
+        name: each.chunk(parts)[part] if isinstance(each, Tensor) else each
+        for name, each in batch.items()
+    }

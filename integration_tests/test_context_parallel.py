@@ -32,7 +32,7 @@ def on_one_device(family: str, more: tuple[tuple[str, Any], ...]) -> Trained:
 def check(world: World, plan: Constraints, family: str, **more: Any) -> None:
     """Train under a plan and compare every rank with one device."""
     expected = on_one_device(family, tuple(more.items()))
-    given = {"length": 12, "kind": "", "attention": "sdpa", "rows": ROWS, "steps": 3} | more
+    given: dict[str, Any] = {"length": 12, "kind": "", "attention": "sdpa", "rows": ROWS, "steps": 3} | more
     compare(world.run(train, family, plan, *given.values()), expected)
 
 
@@ -95,3 +95,94 @@ def test_checkpoints_are_of_no_number_of_slices(world4: World, tmp_path: Path) -
         for name, parameter in before.items():
             # AdamW divides by gradients that may be nothing but rounding.
             torch.testing.assert_close(after[name], parameter, rtol=0, atol=1e-10, msg=name)
+
+
+# Each with what makes it unlike the models above.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": ("llama", {"attention": "eager"}),
+    "sinks": ("gpt_oss", {"attention": "eager"}),
+    "three-heads": (
+        "llama",
+        {"more": (("num_attention_heads", 3), ("num_key_value_heads", 3), ("hidden_size", 24))},
+    ),
+    "six-heads-of-three": (
+        "llama",
+        {"more": (("num_attention_heads", 6), ("num_key_value_heads", 3), ("hidden_size", 48))},
+    ),
+    "padded": ("llama", {"kind": "padded"}),
+    "padded-eager": ("llama", {"kind": "padded", "attention": "eager"}),
+    "packed": ("llama", {"kind": "packed"}),
+    "bidirectional-padded": ("bert", {"kind": "padded"}),
+    "pooled": ("roberta", {"kind": "classes"}),
+    "experts": ("qwen3_moe", {}),
+    "as-long-as-a-head": ("llama", {"length": 8}),
+    "as-long-as-heads": ("gpt2", {"length": 4}),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_of_other_kinds(world2: World, name: str) -> None:
+    family, more = OTHERS[name]
+    check(world2, {CP: 2}, family, **more)
+
+
+@pytest.mark.nightly
+# Of three heads, or of four positions, four ranks cannot have parts.
+@pytest.mark.parametrize("name", sorted({*OTHERS} - {"three-heads", "as-long-as-heads"}))
+def test_attention_of_other_kinds_on_four_ranks(world4: World, name: str) -> None:
+    family, more = OTHERS[name]
+    check(world4, {CP: 4}, family, **more)
+
+
+def on_rank_with_loader(plan: Constraints) -> list[float]:
+    """Train on what the loader hands out; ranks of one sequence have the same rows."""
+    dataset = [{name: x[row] for name, x in batch_of(0, 9, "", 8).items()} for row in range(8)]
+    plan = {"batch.global_size": 4, **plan}
+    model, optimizer, loader = vescale.parallelize(
+        make_plan(plan), build("by_hand"), adamw, None, dataset
+    )
+    losses: list[float] = []
+    for batch in loader:
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(model(**rows_of(model, batch_of(3, 7, ""))).item())
+    return losses
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sequence_are_handed_the_same_rows(world1: World, world4: World) -> None:
+    [expected] = world1.run(on_rank_with_loader, {})
+    for losses in world4.run(on_rank_with_loader, {CP: 2, DP: 2, ZERO: 3}):
+        assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def on_rank_refused(family: str) -> str:
+    with pytest.raises(ValueError, match="context_parallel") as error:
+        vescale.parallelize(make_plan({CP: 2}), build(family, "eager"), adamw)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_models_without_known_attention_are_refused(world2: World, family: str) -> None:
+    for said in world2.run(on_rank_refused, family):
+        assert "found no list of two or more blocks that all call" in said
+
+
+def on_rank_packed() -> str:
+    model, _ = vescale.parallelize(make_plan({CP: 2}), build("llama"), adamw)
+    batch = batch_of(0, 12, "packed")
+    with pytest.raises(ValueError, match="position_ids say where documents begin") as error:
+        model(**{name: each for name, each in batch.items() if name != "use_cache"})
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_positions_that_one_device_reads_otherwise_are_refused(world2: World) -> None:
+    for said in world2.run(on_rank_packed):
+        assert "use_cache=False" in said

@@ -52,7 +52,12 @@ def compare(trained: list[Trained], expected: Trained) -> None:
         for name, grad in expected.grads.items():
             scale = float(grad.abs().max())
             torch.testing.assert_close(
-                made.grads[name], grad, rtol=0, atol=RELATIVE * scale, msg=name
+                # Where the true gradient is zero, as that of the bias of keys, rounding is left.
+                made.grads[name],
+                grad,
+                rtol=0,
+                atol=RELATIVE * (scale + 1e-3),
+                msg=name,
             )
         for name, parameter in expected.parameters.items():
             torch.testing.assert_close(

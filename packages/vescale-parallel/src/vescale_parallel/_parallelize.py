@@ -281,10 +281,7 @@ def _slice_blocks(
 
 
 def _recompute(
-    model: nn.Module,
-    blocks: Sequence[str],
-    rows: BatchRows,
-    as_now: Callable[[], Around],
+    model: nn.Module, blocks: Sequence[str], rows: BatchRows, as_now: Callable[[], Around]
 ) -> None:
     keep_no_caches(model)
     rows.prepare(model, blocks)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._cross_replica.context.attention import Heads
+from vescale_parallel._cross_replica.context.blocks import Slicing
 from vescale_parallel._cross_replica.context.guard import ContextGuard
-from vescale_parallel._cross_replica.context.proof import proven_stacks
+from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.slices import slice_sizes
 from vescale_parallel._plan.supported import check_supported
 
@@ -138,8 +139,8 @@ def test_blocks_that_mix_positions_by_attention_alone_are_proven(
     size: int, is_causal: bool
 ) -> None:
     model = model_with(nn.Identity, is_causal=is_causal)
-    found = proven_stacks(model, {"ids": ids()}, size, training=True)
-    assert found == {"blocks"}
+    found = proven_slicing(model, {"ids": ids()}, size, training=True)
+    assert found.stacks == {"blocks"}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,18 @@ def test_attention_that_is_not_understood_is_refused(make: Callable[[], Block], 
 
 def test_dropout_does_not_matter_in_evaluation() -> None:
     model = Model(lambda: Block(nn.Identity(), dropout=0.1)).eval()
-    assert proven_stacks(model, {"ids": ids()}, 2, training=False) == {"blocks"}
+    found = proven_slicing(model, {"ids": ids()}, 2, training=False)
+    assert found.stacks == {"blocks"}
+
+
+def test_later_calls_slice_the_dims_of_the_call_that_was_compared() -> None:
+    slicing = Slicing()
+    assert slicing.dim("blocks.0", 1, torch.zeros(2, 9, 4), 9) == 1
+    assert slicing.dim("blocks.0", 2, torch.zeros(2, 5, 4), 9) is None
+    # Memory that is as long as the sequence by chance.
+    assert slicing.dim("blocks.0", 2, torch.zeros(2, 5, 4), 5) is None
+    with pytest.raises(ValueError, match=r"a tensor of 7 positions in dim 1, .* \(2, 9, 4\)"):
+        slicing.dim("blocks.0", 1, torch.zeros(2, 9, 4), 7)
 
 
 def test_sequences_of_one_position_a_rank_are_refused() -> None:

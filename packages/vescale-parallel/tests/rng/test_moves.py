@@ -56,8 +56,13 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {
         *(x[None, None],) * 3, dropout_p=0.2
     ),
     "rrelu that is not training": lambda x: F.rrelu(x),
-    "generator of its own": lambda x: torch.rand(5, generator=torch.Generator()),
 }  # fmt: skip
+
+
+def test_a_generator_of_its_own_is_refused() -> None:
+    model = Does(lambda x: torch.rand(5, generator=torch.Generator()))
+    with pytest.raises(ValueError, match=r"aten.rand.generator in '' draws from a generator of"):
+        draws_of_forward(model, ((torch.zeros(2, 2),), {}), ())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

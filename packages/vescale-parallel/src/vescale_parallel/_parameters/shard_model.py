@@ -56,14 +56,13 @@ def shard_parameters(
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
     of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
     """
-    names, tensors = dict[int, list[str]](), dict[int, nn.Parameter]()
+    names, tensors = dict[int, list[str]](), {id(p): p for p in model.parameters()}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
-        tensors[id(parameter)] = parameter
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
-    places, on_host = dict[int, FlatPlace](), _is_on_host(plan)
-    if axis_size(mesh, "dp_shard") > 1 or on_host:
+    places = dict[int, FlatPlace]()
+    if axis_size(mesh, "dp_shard") > 1 or _is_on_host(plan):
         group_of = groups_of(model, blocks)
         places = place_in_buffers(
             {
@@ -82,7 +81,7 @@ def shard_parameters(
             replicas=plan.data_parallel.state_replicas,
             compute_dtype=functools.partial(_compute_dtype, plan),
             device=this_device(),
-            on_host=on_host,
+            on_host=_is_on_host(plan),
         )
     params: list[ShardedParameter] = []
     for key, fqns in names.items():

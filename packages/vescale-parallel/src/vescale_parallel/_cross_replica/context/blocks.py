@@ -5,7 +5,8 @@ rotary tables, masks) and behind it (norm, head, loss) runs on whole sequences o
 one device. The first block of a stack takes this rank's slice of its activation, the last one
 gathers what it returns. Of what else a block is given, tensors along the sequence are sliced
 (rotary tables, positions), and masks stay whole, since attention is of whole sequences. A guess
-that is wrong is refused when the model is compared with one device, see :mod:`.proof`.
+that is wrong is refused when the model is compared with one device, see :mod:`.proof`; later calls
+of that form slice the same dims, also where another one happens to be as long as the sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,16 +32,49 @@ _ROWS = 3  # dims of activations (batch, sequence, features)
 _FEWEST = 2  # positions of a slice: some code takes one position for a step of generation
 
 
+@dataclass(frozen=True)
+class Slicing:
+    """What calls of one form slice.
+
+    Attributes:
+        stacks: Those whose blocks compute on slices; others run as they are.
+        dims: Of the tensors that blocks are given, by block, place among its arguments and number
+            of dims: the one along the sequence, None of what stays whole.
+    """
+
+    stacks: frozenset[str] = frozenset()
+    dims: dict[tuple[str, int, int], int | None] = field(
+        default_factory=dict[tuple[str, int, int], "int | None"]
+    )
+
+    def dim(self, fqn: str, place: int, x: Any, length: int) -> int | None:
+        """Return the dim that a block slices of what it is given.
+
+        Raises:
+            ValueError: If that dim is not as long as the sequence, as it was.
+        """
+        if not isinstance(x, Tensor):
+            return None
+        found = self.dims.setdefault((fqn, place, x.dim()), _sequence_dim(x, length))
+        if found is not None and x.shape[found] != length:
+            raise ValueError(
+                f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "
+                f"positions in dim {found}, as it was when the model was compared with one "
+                f"device, got shape {tuple(x.shape)}"
+            )
+        return found
+
+
 class SlicedBlocks:
     """The stacks of blocks of a model whose sequences ranks share.
 
     Attributes:
-        stacks: Those that compute on slices; others run as they are.
+        slicing: What the call that runs slices.
     """
 
     def __init__(self, ranks: ContextRanks) -> None:
         self._ranks, self._attention = ranks, SlicedAttention(ranks)
-        self.stacks: frozenset[str] = frozenset()
+        self.slicing = Slicing()
         self._open: str | None = None
 
     @property
@@ -48,7 +83,7 @@ class SlicedBlocks:
         return self._attention.sizes
 
     def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-        """Have the blocks of all stacks compute on slices while their stack is among those."""
+        """Have the blocks of all stacks compute on slices, as :attr:`slicing` says."""
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
         for stack in stacks:
@@ -60,16 +95,17 @@ class SlicedBlocks:
         """Return what makes the context of blocks that run again in backward, with others'."""
 
         def now() -> Around:
-            sizes, around = self.sizes, others()
+            slicing, sizes, around = self.slicing, self.sizes, others()
 
             @contextlib.contextmanager
             def again() -> Iterator[None]:
-                latest, self._attention.sizes = self.sizes, sizes
+                latest = self.slicing, self.sizes
+                self.slicing, self._attention.sizes = slicing, sizes
                 try:
                     with around():
                         yield
                 finally:
-                    self._attention.sizes = latest
+                    self.slicing, self._attention.sizes = latest
 
             return again
 
@@ -91,7 +127,7 @@ class SlicedBlocks:
     ) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if stack not in self.stacks:
+            if stack not in self.slicing.stacks:
                 return forward(*args, **kwargs)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             index = _activation(leaves)
@@ -109,7 +145,7 @@ class SlicedBlocks:
                     f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
                 )
             for at, leaf in enumerate(leaves):
-                dim = 1 if at == index else _sequence_dim(leaf, length)
+                dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length)
                 if dim is not None and (is_first or at != index):
                     leaves[at] = keep_slice(leaf, dim, self.sizes, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -149,9 +185,9 @@ def _activation(leaves: Sequence[Any]) -> int | None:
     return next(found, None)
 
 
-def _sequence_dim(x: Any, length: int) -> int | None:
+def _sequence_dim(x: Tensor, length: int) -> int | None:
     """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
-    if not isinstance(x, Tensor) or str(x.dtype) == "torch.bool" or length not in x.shape:
+    if str(x.dtype) == "torch.bool" or length not in x.shape:
         return None
     is_integer = not x.is_floating_point() and not x.is_complex()
     match x.dim():

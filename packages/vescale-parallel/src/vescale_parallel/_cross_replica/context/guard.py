@@ -18,8 +18,8 @@ from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .blocks import SlicedBlocks
-from .proof import NotSlicedError, proven_stacks
+from .blocks import SlicedBlocks, Slicing
+from .proof import NotSlicedError, proven_slicing
 from .slices import ContextRanks
 
 _LEFT_OUT = "leave context_parallel out of the plan"
@@ -40,12 +40,13 @@ class ContextGuard:
     def __init__(self, model: nn.Module, size: int, batch: Any) -> None:
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
-        self._known: dict[tuple[str, bool], frozenset[str]] = {}
+        self._caches = getattr(getattr(model, "config", None), "use_cache", False)
+        self._known: dict[tuple[str, bool], Slicing] = {}
         self._blocks: SlicedBlocks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
             args, kwargs = self._without_cache(args, kwargs)
-            self._stacks(args, kwargs, training=model.training)
+            self._slicing(args, kwargs, training=model.training)
 
     def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them."""
@@ -67,12 +68,12 @@ class ContextGuard:
         """
         assert self._blocks is not None
         args, kwargs = self._without_cache(tuple(args), dict(kwargs))
-        self._blocks.stacks = self._stacks(args, kwargs, training=self._model.training)
+        self._blocks.slicing = self._slicing(args, kwargs, training=self._model.training)
         yield
 
-    def _stacks(
+    def _slicing(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
-    ) -> frozenset[str]:
+    ) -> Slicing:
         form = self._forms.form(args, kwargs), training
         if form not in self._known:
             named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
@@ -89,7 +90,7 @@ class ContextGuard:
                 ) from error
         return self._known[form]
 
-    def _prove(self, named: Mapping[str, Any], *, training: bool) -> frozenset[str]:
+    def _prove(self, named: Mapping[str, Any], *, training: bool) -> Slicing:
         subject = self._whole
         if subject is None:
             raise NotSlicedError("it cannot be copied, and so not compared with one device")
@@ -101,7 +102,7 @@ class ContextGuard:
                     "transformers to make a smaller one of"
                 )
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
-        return proven_stacks(subject, smaller, self._size, training=training)
+        return proven_slicing(subject, smaller, self._size, training=training)
 
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,6 +117,13 @@ class ContextGuard:
             )
         if "use_cache" in kwargs or len(args) > self._cache_place:
             return args, kwargs
+        if self._caches and "position_ids" in named and "attention_mask" not in named:
+            # Without a cache transformers reads from positions where packed documents begin.
+            raise ValueError(
+                f"context_parallel.size {self._size} keeps no cache of keys and values, and "
+                "without one position_ids say where documents begin, with one they do not; call "
+                "the model with use_cache=False for documents, or with an attention_mask"
+            )
         return args, {**kwargs, "use_cache": False}
 
 

@@ -24,7 +24,7 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
-from .blocks import SlicedBlocks, name_of
+from .blocks import SlicedBlocks, Slicing, name_of
 from .slices import ContextThreads
 from .watch import ForwardWatch, noted_outputs
 
@@ -35,10 +35,10 @@ class NotSlicedError(ValueError):
     """A model computes something else on slices, or cannot be compared."""
 
 
-def proven_stacks(
+def proven_slicing(
     model: nn.Module, named: Mapping[str, Any], size: int, *, training: bool
-) -> frozenset[str]:
-    """Return the stacks of blocks that give one device's numbers on slices of a sequence.
+) -> Slicing:
+    """Return which blocks give one device's numbers on slices of a sequence, and of what.
 
     Args:
         model: Whole, perhaps without values.
@@ -60,9 +60,10 @@ def proven_stacks(
         cotangents = [torch.randn_like(x) for x in outputs]
         seen.clear()
         expected = run_once(whole, Given([*region.inputs], region.spec, cotangents))
-        runs, notes, sizes = _on_ranks(region, base, size, stacks, cotangents)
+        slicing = Slicing(stacks)
+        runs, notes, sizes = _on_ranks(region, base, size, slicing, cotangents)
     _compare(expected, runs, _first_difference(seen, notes, sizes, stacks))
-    return stacks
+    return slicing
 
 
 def _attending_stacks(region: Region, base: nn.Module) -> frozenset[str]:
@@ -100,7 +101,7 @@ def _on_ranks(
     region: Region,
     base: nn.Module,
     size: int,
-    stacks: frozenset[str],
+    slicing: Slicing,
     cotangents: list[Tensor],
 ) -> tuple[list[Results], list[Notes], list[int]]:
     """Run a model on all ranks; return also what its modules returned, and sizes of slices."""
@@ -110,7 +111,7 @@ def _on_ranks(
         local = sharing_copy(base)
         blocks = SlicedBlocks(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
-        blocks.stacks = stacks
+        blocks.slicing = slicing
         notes = noted_outputs(local)
         result = run_once(local, Given([*region.inputs], region.spec, cotangents))
         sizes[:] = blocks.sizes
