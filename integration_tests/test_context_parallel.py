@@ -32,7 +32,13 @@ def on_one_device(family: str, more: tuple[tuple[str, Any], ...]) -> Trained:
 def check(world: World, plan: Constraints, family: str, **more: Any) -> None:
     """Train under a plan and compare every rank with one device."""
     expected = on_one_device(family, tuple(more.items()))
-    given: dict[str, Any] = {"length": 12, "kind": "", "attention": "sdpa", "rows": ROWS, "steps": 3} | more
+    given: dict[str, Any] = {
+        "length": 12,
+        "kind": "",
+        "attention": "sdpa",
+        "rows": ROWS,
+        "steps": 3,
+    } | more
     compare(world.run(train, family, plan, *given.values()), expected)
 
 
