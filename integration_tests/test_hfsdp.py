@@ -13,7 +13,7 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_testing import World
 
 from .beside_one_device import ROWS, adamw, batch_of, build, loss_of, train_beside
-from .training import whole
+from .training import Recipe, train, whole
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +84,26 @@ def test_half_precision_and_clipping_have_the_bits_of_copies_with_their_own_stat
     world4.run(_train_as_with_own_state, "conv", changes, 3)
 
 
+OTHER_AXES = {
+    "tp": {"tensor_parallel.size": 2},
+    "tp-sequence": {"tensor_parallel.size": 2, "tensor_parallel.sequence": True},
+    "pp": {"pipeline_parallel.size": 2},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("axes", OTHER_AXES)
+def test_eight_ranks_with_other_axes_have_one_device_s_parameters(axes: str, model: str) -> None:
+    recipe = Recipe(model=model, steps=4)
+    expected = train(recipe)
+    [found, *_] = vescale.emulate(train, 8, args=(recipe, {**HFSDP, **OTHER_AXES[axes]}), rank=0)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
+    for name, parameter in expected.parameters.items():
+        # AdamW's first steps divide by gradients that may be nothing but rounding.
+        torch.testing.assert_close(found.parameters[name], parameter, rtol=0, atol=1e-10, msg=name)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -97,6 +117,7 @@ def test_half_precision_and_clipping_have_the_bits_of_copies_with_their_own_stat
             {"expert_parallel.size": 2},
             "replicate_zero_stage 0 with expert_parallel.size 2, got 1",
         ),
+        ({"data_parallel.offload": "optimizer"}, "data_parallel.offload 'none', got 'optimizer'"),
         ({"data_parallel.replicate_zero_stage": 2}, r"replicate_zero_stage to be one of \[0, 1\]"),
     ],
 )

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[int, Constraints]] = {
     "pp-of-3": (3, {PP: 3, PARTS: 4}),
     "pp-tp": (4, FOUR["pp-tp"]),
     "zero3-of-4": (4, FOUR["zero3"]),
+    "hfsdp": (4, {**FOUR["hybrid3"], "data_parallel.replicate_zero_stage": 1}),
     "zero3-on-host": (2, {**TWO["zero3"], "data_parallel.offload": "parameters"}),
 }
 # Every kind saves once and loads once.

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -358,3 +359,15 @@ def test_polling_lets_the_other_ranks_run() -> None:
         return x.item()
 
     assert run_ranks(poll, 2) == [1.0, 0.0]
+
+
+def test_the_store_is_whole_behind_a_prefix() -> None:
+    def use() -> tuple[bool, bool, int]:
+        _join()
+        store = distributed_c10d.PrefixStore("mine", distributed_c10d._get_default_store())
+        before = store.num_keys()
+        store.set(str(dist.get_rank()), "here")
+        found = store.delete_key(str(dist.get_rank())), store.delete_key("elsewhere")
+        return *found, store.num_keys() - before
+
+    assert run_ranks(use, 2) == [(True, False, 0)] * 2

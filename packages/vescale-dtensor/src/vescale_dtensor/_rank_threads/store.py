@@ -76,6 +76,9 @@ class ThreadStore(StoreBase):
         """Return how many values there are."""
         return len(self._values)
 
+    # The names by which C++, a prefix store for example, asks for these two.
+    deleteKey, getNumKeys = delete_key, num_keys
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return values, when they are there."""
         return [self.get(key) for key in keys]
