@@ -10,6 +10,7 @@ def test_public_names_are_these() -> None:
         "ParallelPlan",
         "PeerError",
         "Progress",
+        "VerifyReport",
         "data_parallel_rank",
         "declare_matrices",
         "declare_optimizer",
@@ -21,6 +22,7 @@ def test_public_names_are_these() -> None:
         "load_pretrained",
         "parallelize",
         "save",
+        "verify",
     ]
     for name in vescale.__all__:
         assert hasattr(vescale, name)

@@ -29,7 +29,10 @@ from ._auto_sharding.policies import (
 )
 from ._data_parallel.data.loader import ParallelLoader as ParallelLoader
 from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
-from ._model.signature import model_signature as model_signature
+from ._model.signature import (
+    check_signature as check_signature,
+    model_signature as model_signature,
+)
 from ._parallelize import parallelize as parallelize
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.cuts.stage_costs import (

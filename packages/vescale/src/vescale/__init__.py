@@ -16,6 +16,7 @@ from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
+from ._verify import VerifyReport as VerifyReport, verify as verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ParallelPlan",
     "PeerError",
     "Progress",
+    "VerifyReport",
     "data_parallel_rank",
     "declare_matrices",
     "declare_optimizer",
@@ -35,4 +37,5 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "save",
+    "verify",
 ]

@@ -12,7 +12,7 @@ import torch
 import vescale_ckpt.cli
 from vescale import __version__
 
-from . import completion, doctor, emulate, plan
+from . import completion, doctor, emulate, plan, verify
 from .command import Command, CommandError
 
 # A further subcommand is a further entry.
@@ -20,6 +20,7 @@ COMMANDS = (
     plan.COMMAND,
     doctor.COMMAND,
     emulate.COMMAND,
+    verify.COMMAND,
     Command(
         name="ckpt",
         help="look at checkpoints, check, compare, copy and delete them",

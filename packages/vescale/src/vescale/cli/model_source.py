@@ -30,7 +30,7 @@ def deferred_model(source: str) -> nn.Module:
     Raises:
         CommandError: If there is no such thing, or its constructor raised.
     """
-    factory = function_of(source) if is_function(source) else _huggingface_factory(source)
+    factory = model_factory(source)
     try:
         return deferred_init(factory)
     except Exception as error:
@@ -38,6 +38,15 @@ def deferred_model(source: str) -> nn.Module:
             f"constructing {source!r} raised {type(error).__name__}: {error}; expected a function "
             "or class that takes no arguments and returns a module (--debug says where it raised)"
         ) from error
+
+
+def model_factory(source: str) -> Callable[[], Any]:
+    """Return what constructs a model; see :func:`deferred_model`.
+
+    Raises:
+        CommandError: If there is no such thing.
+    """
+    return function_of(source) if is_function(source) else _huggingface_factory(source)
 
 
 def is_function(source: str) -> bool:
@@ -145,4 +154,13 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
 def token_batch(rows: int, sequence_length: int) -> Mapping[str, torch.Tensor]:
     """Return a batch of a HuggingFace language model; its values do not matter."""
     ids = torch.zeros(rows, sequence_length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def random_token_batch(
+    rows: int, sequence_length: int, vocab_size: int
+) -> dict[str, torch.Tensor]:
+    """Return a batch of a HuggingFace language model, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (rows, sequence_length), generator=generator)
     return {"input_ids": ids, "labels": ids}

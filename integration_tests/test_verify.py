@@ -1,0 +1,216 @@
+"""``vescale.verify``: passes for plans that are right, and finds bugs that are planted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vescale
+from vescale.cli.main import main
+
+from .families import CONFIGS, hugging_face
+from .plans import (
+    COPIES,
+    CP,
+    DP,
+    EP,
+    PARTS,
+    PP,
+    SCHEDULE,
+    SEQUENCE,
+    TP,
+    VIRTUAL,
+    ZERO,
+    Constraints,
+    make_plan,
+)
+from .planted_bugs import BUGS, MODELS, found
+
+RIGHT: dict[str, tuple[str, Constraints]] = {
+    "tp": ("tied", {TP: 2}),
+    "zero2": ("blocks", {DP: 4, ZERO: 2}),
+    "rows that meet": ("batch norm", {DP: 2, ZERO: 3}),
+    "pp": ("dropout", {PP: 2, PARTS: 4}),
+    "ep": ("mixtral", {DP: 2, EP: 2, ZERO: 3}),
+    "accumulation": ("blocks", {DP: 2, "batch.gradient_accumulation": 2}),
+}
+RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
+    "tp-sequence-zero3": ("llama", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
+    "dp": ("dropout", {DP: 4}),
+    "pp-tp": ("blocks", {PP: 2, PARTS: 2, TP: 2}),
+    "zbv-dp": ("tied", {PP: 2, PARTS: 4, SCHEDULE: "zbv", VIRTUAL: 2, DP: 2, ZERO: 1}),
+    "cp": ("llama", {CP: 2, DP: 2}),
+    "pp-tp-dp": ("blocks", {PP: 2, PARTS: 2, TP: 2, DP: 2}),
+    "hybrid": ("blocks", {DP: 4, ZERO: 3, COPIES: 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [*RIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in RIGHT_AT_NIGHT)]
+)
+def test_a_plan_that_is_right_passes(name: str) -> None:
+    model, constraints = (RIGHT | RIGHT_AT_NIGHT)[name]
+    build, batch = MODELS[model]
+    report = vescale.verify(make_plan(constraints), build, batch(), steps=2, max_grad_norm=0.5)
+    assert report.passed, report
+    assert report.num_compared > 4
+    # What is inside of experts sees tokens in another order, and other ranks' tokens.
+    assert all("experts" in module for module in report.not_compared), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found_where_it_is(name: str) -> None:
+    bug = BUGS[name]
+    report = found(bug)
+    assert bug.level in {result.level for result in report.levels if result.status == "failed"}
+    divergence = report.divergence
+    assert divergence is not None
+    assert divergence.step == 1  # not before it was there
+    assert (divergence.what, divergence.partial) == (bug.what, bug.partial), report
+    assert bug.name in divergence.name, report
+
+
+def test_bits_are_promised_where_arithmetic_allows() -> None:
+    build, batch = MODELS["blocks"]
+    by_plan: dict[str, list[str]] = {}
+    for name, constraints in {"zero": {DP: 2, ZERO: 3}, "tp": {TP: 2}}.items():
+        report = vescale.verify(make_plan(constraints), build, batch(), steps=1)
+        by_plan[name] = [result.status for result in report.levels]
+    assert by_plan["zero"] == ["passed"] * 5
+    assert by_plan["tp"] == ["passed", "passed", "passed", "does not apply", "passed"]
+
+
+def test_low_precision_is_judged_by_what_rounding_does() -> None:
+    build, batch = MODELS["blocks"]
+    report = vescale.verify(make_plan({TP: 2}), build, batch(), steps=2, dtype=torch.bfloat16)
+    assert report.passed, report
+
+
+class Bilinear(nn.Module):
+    """Takes positional arguments, returns a mapping, computes with batches of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        return {"loss": F.mse_loss(self.layer(x), y), "name": "bilinear"}
+
+
+def test_batches_and_losses_of_many_forms() -> None:
+    plan = make_plan({DP: 2})
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    assert vescale.verify(plan, Bilinear, (x, y), steps=1).passed
+    assert vescale.verify(plan, Bilinear, {"x": x, "y": y}, steps=1).passed
+    assert vescale.verify(plan, Bilinear, [(x, y), (y, x)]).passed
+    double = vescale.verify(
+        plan, Bilinear, (x, y), steps=1, loss_of=lambda model, batch: 2 * model(*batch)["loss"]
+    )
+    assert double.passed
+    deferred = vescale.verify(plan, lambda: vescale.deferred_init(Bilinear), (x, y), steps=1)
+    assert deferred.passed
+
+
+def test_a_plan_that_was_found_is_verified_in_another_dtype() -> None:
+    build, batch = MODELS["blocks"]
+    plan = vescale.generate_plan(build(), {DP: 2, ZERO: 1}, world_size=2)
+    assert plan.model is not None
+    assert vescale.verify(plan, build, batch(), steps=1).passed
+    with pytest.raises(ValueError, match="the plan was made for Blocks"):
+        vescale.verify(plan, MODELS["batch norm"][0], MODELS["batch norm"][1](), steps=1)
+
+
+def test_what_cannot_be_verified_is_said() -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(ValueError, match="a multiple of 8 rows, one for each data-parallel"):
+        vescale.verify(make_plan({DP: 8}), Bilinear, (x, x))
+    with pytest.raises(ValueError, match="rows along the first dim, as many in each"):
+        vescale.verify(make_plan({DP: 2}), Bilinear, (x, x[:2]))
+    with pytest.raises(TypeError, match="expected the model to return its loss"):
+        vescale.verify(make_plan({DP: 2}), lambda: nn.Linear(4, 4), x)
+
+
+def test_nothing_of_the_caller_changes() -> None:
+    build, batch = MODELS["dropout"]
+    torch.manual_seed(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    vescale.verify(make_plan({DP: 2}), build, batch(), steps=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+FILE = """
+import torch, vescale
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).pow(2).mean()
+
+def batch():
+    return {"x": torch.randn(8, 4)}
+
+if __name__ == "__main__":
+    plan = vescale.ParallelPlan.from_json(open("plan.json").read())
+    print(vescale.verify(plan, Net, batch()))
+"""
+
+
+@pytest.mark.slow
+def test_the_command_verifies_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(FILE)
+    (tmp_path / "plan.json").write_text(make_plan({TP: 2}).to_json())
+    arguments = ["verify", "net.py:Net", "--plan", "plan.json", "--batch", "net.py:batch"]
+    assert main(arguments) == 0
+    assert "N4  passed" in capsys.readouterr().out
+    assert main([*arguments, "--json", "--steps", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+    assert main([*arguments[:-1], "net.py:bath"]) == 2
+    assert "has no 'bath'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_compared_too(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    (tmp_path / "plan.json").write_text(make_plan({TP: 2}).to_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "net.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "emulated twice, emulated and in processes" in done.stdout
+    assert "failed" not in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", ["tp", "zero3", "pp", "tp-sequence"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "vit"])
+def test_families(name: str, plan: str) -> None:
+    constraints = {
+        "tp": {TP: 2},
+        "zero3": {DP: 2, ZERO: 3},
+        "pp": {PP: 2, PARTS: 2},
+        "tp-sequence": {TP: 2, SEQUENCE: True},
+    }[plan]
+    batch = MODELS["llama"][1]()
+    report = vescale.verify(
+        make_plan(constraints), lambda: hugging_face(name, "sdpa", **CONFIGS[name]), batch, steps=2
+    )
+    assert report.passed, report

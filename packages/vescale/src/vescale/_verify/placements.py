@@ -1,0 +1,191 @@
+"""How the ranks' local tensors make up one device's: sharded, replicated, or partial sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Place = tuple[int, int]  # on the axes of ranks that share a batch: cp, tp
+
+
+@dataclass(frozen=True)
+class Match:
+    """The way of putting local tensors together that comes closest to one device's tensor.
+
+    Attributes:
+        error: Largest absolute difference.
+        placements: How they were put together, as text.
+        place: Of the rank that differs most.
+        index: Of the element that differs most, in the tensors compared.
+        found: What is there.
+        expected: What one device has there.
+    """
+
+    error: float
+    placements: str
+    place: Place
+    index: tuple[int, ...]
+    found: float
+    expected: float
+
+
+def best_match(whole: Tensor, locals_: Mapping[Place, Tensor], bound: float) -> Match | None:
+    """Compare one device's tensor with those of the ranks that share its rows.
+
+    A rank may hold all of it, a part of it along one dim for each axis, or a term of a sum.
+    Which of these, is found from the shapes, and among equal shapes from the values.
+
+    Args:
+        whole: One device's tensor.
+        locals_: The ranks' tensors.
+        bound: A difference that needs no better match.
+
+    Returns:
+        The first match within the bound, else the closest; None if the shapes fit in no way.
+    """
+    best: Match | None = None
+    for placements, pairs in _candidates(whole, locals_):
+        match = _furthest(placements, pairs)
+        if best is None or match.error < best.error:
+            best = match
+        if match.error <= bound:
+            return match
+    return best
+
+
+Pairs = Sequence[tuple[Place, Tensor, Tensor]]  # found on ranks, expected there
+
+
+def _candidates(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tuple[str, Pairs]]:
+    shapes = {x.shape for x in locals_.values()}
+    if shapes == {whole.shape}:
+        yield "replicated", [(place, x, whole) for place, x in locals_.items()]
+        if len(locals_) > 1:
+            first = min(locals_)
+            yield "partial", [(first, _sum([*locals_.values()]), whole)]
+            for axis, name in enumerate(("cp", "tp")):
+                yield (
+                    f"partial over {name}",
+                    [
+                        (min(group), _sum([locals_[p] for p in group]), whole)
+                        for group in _along(axis, locals_)
+                    ],
+                )
+        return
+    if len(locals_) == 1 or len({len(shape) for shape in shapes} | {whole.dim()}) > 1:
+        return
+    dims = [d for d in range(whole.dim()) if {shape[d] for shape in shapes} != {whole.shape[d]}]
+    for axis, name in enumerate(("cp", "tp")):
+        groups = _along(axis, locals_)
+        if len(dims) == 1 and len(groups[0]) > 1:
+            for order, joined in _joined(groups, locals_, dims[0], whole.shape[dims[0]]):
+                yield (
+                    f"sharded over {name} along dim {dims[0]}{order}",
+                    [(min(group), x, whole) for group, x in zip(groups, joined, strict=True)],
+                )
+    if len(dims) == 2:
+        yield from _two_dims(whole, locals_, dims)
+    if len(dims) == 1:
+        yield from _slices(whole, locals_, dims[0])
+
+
+def _two_dims(
+    whole: Tensor, locals_: Mapping[Place, Tensor], dims: Sequence[int]
+) -> Iterator[tuple[str, Pairs]]:
+    for along_tp, along_cp in itertools.permutations(dims):
+        rows = _along(1, locals_)
+        for order, parts in _joined(rows, locals_, along_tp, whole.shape[along_tp]):
+            by_cp = {(min(group)[0], 0): x for group, x in zip(rows, parts, strict=True)}
+            for other, (joined,) in _joined([[*by_cp]], by_cp, along_cp, whole.shape[along_cp]):
+                text = f"sharded over tp along dim {along_tp}{order}"
+                text += f", over cp along dim {along_cp}{other}"
+                yield text, [((0, 0), joined, whole)]
+
+
+def _along(axis: int, places: Mapping[Place, Tensor]) -> list[list[Place]]:
+    """Return the groups of ranks that differ in one coordinate only, in its order."""
+    groups: dict[int, list[Place]] = {}
+    for place in sorted(places):
+        groups.setdefault(place[1 - axis], []).append(place)
+    return [*groups.values()]
+
+
+def _joined(
+    groups: Sequence[Sequence[Place]], locals_: Mapping[Place, Tensor], dim: int, size: int
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield ways of putting shards next to each other, for all groups alike."""
+    parts = [[locals_[place] for place in group] for group in groups]
+    if any(sum(x.shape[dim] for x in row) != size for row in parts):
+        return
+    yield "", [torch.cat(row, dim) for row in parts]
+    # Queries, keys and values in one matrix; gate and up projections.
+    for blocks in (2, 3):
+        if all(x.shape[dim] % blocks == 0 for row in parts for x in row):
+            yield f" of each of {blocks} blocks", [_interleaved(row, dim, blocks) for row in parts]
+    # Balanced causal attention: a rank has one chunk from the front and one from the back.
+    if all(x.shape[dim] % 2 == 0 for row in parts for x in row):
+        yield " from both ends", [_from_both_ends(row, dim) for row in parts]
+
+
+def _interleaved(shards: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
+    chunks = [shard.chunk(blocks, dim) for shard in shards]
+    return torch.cat([row[i] for i in range(blocks) for row in chunks], dim)
+
+
+def _from_both_ends(shards: Sequence[Tensor], dim: int) -> Tensor:
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([row[0] for row in halves] + [row[1] for row in reversed(halves)], dim)
+
+
+def _slices(
+    whole: Tensor, locals_: Mapping[Place, Tensor], dim: int
+) -> Iterator[tuple[str, Pairs]]:
+    """Yield each rank's slice, for heads that several ranks hold; all of it must be held."""
+    pairs: list[tuple[Place, Tensor, Tensor]] = []
+    held = torch.zeros(whole.shape[dim], dtype=torch.bool)
+    for place, x in locals_.items():
+        length = x.shape[dim]
+        if length > whole.shape[dim]:
+            return
+        starts = range(whole.shape[dim] - length + 1)
+        at = min(starts, key=lambda at: _distance(whole.narrow(dim, at, length), x))
+        held[at : at + length] = True
+        pairs.append((place, x, whole.narrow(dim, at, length)))
+    if bool(held.all()):
+        yield f"slices along dim {dim}", pairs
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max()) if one.numel() else 0.0
+
+
+def _furthest(placements: str, pairs: Pairs) -> Match:
+    def furthest_of(pair: tuple[Place, Tensor, Tensor]) -> Match:
+        place, found, expected = pair
+        if not found.numel():
+            return Match(0.0, placements, place, (), 0.0, 0.0)
+        found, expected = found.double(), expected.double()
+        off = (found - expected).abs()
+        # Equal infinities, and NaN on both sides, are no difference; NaN on one side is.
+        off = off.where(~((found == expected) | (found.isnan() & expected.isnan())), 0.0)
+        off = off.nan_to_num(nan=torch.inf)
+        at = int(off.argmax())
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), off.shape))
+        return Match(
+            float(off.flatten()[at]),
+            placements,
+            place,
+            index,
+            float(found.flatten()[at]),
+            float(expected.flatten()[at]),
+        )
+
+    return max(map(furthest_of, pairs), key=lambda match: match.error)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*tensors]).sum(0)

@@ -1,0 +1,314 @@
+"""The training program that is verified, on one device and as a rank."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+import vescale_deferred
+from vescale._parallelize import parallelize
+from vescale._torch_private import pytree
+from vescale_parallel import ParallelPlan, with_constraints
+
+from .record import Record, full, full_state, recorded_activations
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+Change = Callable[[nn.Module], object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What to train; the same on one device and on every rank.
+
+    Attributes:
+        model_fn: Makes the model.
+        batches: The global batch of each step.
+        optimizer_fn: Makes the optimizer.
+        loss_of: What the loop does from a batch to the loss.
+        max_grad_norm: To what norm gradients are clipped; None for not at all.
+        dtype: Of parameters, buffers and batches with decimals; None as they are.
+        seed: Of all random generators, before the construction and before the first step.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    batches: Sequence[Any]
+    optimizer_fn: Callable[[nn.Module], Optimizer]
+    loss_of: LossOf
+    max_grad_norm: float | None
+    dtype: torch.dtype | None
+    seed: int
+
+    def build(self) -> nn.Module:
+        """Construct the model, real or deferred, as every run does."""
+        torch.manual_seed(self.seed)
+        model = self.model_fn()
+        return model if self.dtype is None else model.to(self.dtype)
+
+    def cast(self, batch: Any) -> Any:
+        """Give the decimals of a batch the dtype of the model."""
+        return pytree.tree_map(self._cast, batch)
+
+    def _cast(self, leaf: Any) -> Any:
+        if self.dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.to(self.dtype)
+
+
+def on_one_device(program: Program, change: Change = None) -> Record:
+    """Train on one device with whole batches.
+
+    Args:
+        program: What to train.
+        change: What to do to the model first.
+    """
+    model, record = _plain_model(program), Record()
+    if change is not None:
+        change(model)
+    record.initial = full_state(_state(model))
+    optimizer = program.optimizer_fn(model)
+    _seed(program, record)
+    with recorded_activations(model, record):
+        for batch in program.batches:
+            loss = program.loss_of(model, program.cast(batch))
+            loss.backward()
+            _end_of_step(program, model, optimizer, loss, record)
+    return record
+
+
+def shard_after_shard(program: Program, plan: ParallelPlan, change: Change = None) -> Record:
+    """Train on one device that runs every rank's micro-batches on their own.
+
+    Gradients of a rank are accumulated in the order of its micro-batches, those of ranks summed
+    in the order of ranks: over the shards of a copy first, over copies then.
+    """
+    model, record = _plain_model(program), Record()
+    if change is not None:
+        change(model)
+    record.initial = full_state(_state(model))
+    optimizer = program.optimizer_fn(model)
+    copies = num_data_ranks(plan)
+    if plan.data_parallel.zero_stage:
+        copies //= plan.axes["dp_shard"]
+    _seed(program, record)
+    for whole_batch in program.batches:
+        batch = program.cast(whole_batch)
+        means = _counted_means(program, plan, model, batch)
+        with recorded_activations(model, record):
+            loss, of_ranks = _gradients_of_ranks(program, plan, model, batch, means)
+        for parameter, *grads in zip(model.parameters(), *of_ranks, strict=True):
+            parameter.grad = _mean_in_order(grads, copies)
+        _end_of_step(program, model, optimizer, loss, record)
+    return record
+
+
+def _gradients_of_ranks(
+    program: Program, plan: ParallelPlan, model: nn.Module, batch: Any, means: _GlobalMeans
+) -> tuple[Tensor, list[list[Tensor | None]]]:
+    """Return the loss, and every rank's gradients."""
+    ranks, parts = num_data_ranks(plan), num_parts(plan)
+    losses, found = list[Tensor](), list[list[Tensor | None]]()
+    for rank in range(ranks):
+        model.zero_grad()
+        for part in range(parts):
+            with means:
+                own = shard_of(batch, rank * parts + part, ranks * parts)
+                loss = program.loss_of(model, own)
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        found.append([p.grad for p in model.parameters()])
+    return torch.stack(losses).double().mean().to(losses[0].dtype), found
+
+
+def _counted_means(
+    program: Program, plan: ParallelPlan, model: nn.Module, batch: Any
+) -> _GlobalMeans:
+    means = _GlobalMeans(num_data_ranks(plan) * num_parts(plan))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with means, torch.no_grad(), torch.random.fork_rng():
+        program.loss_of(model, batch)
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    means.is_counting = False
+    return means
+
+
+def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
+    """Train under a plan, as one of its ranks."""
+    record, rows = Record(), num_rows(program.batches[0])
+    plan = with_constraints(plan, {"batch.global_size": rows})
+    examples = [_row(program.cast(b), i) for b in program.batches for i in range(rows)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says what comes out otherwise
+        model, optimizer, loader = parallelize(
+            plan, program.build(), program.optimizer_fn, None, examples
+        )
+        record.initial = full_state(_state(model))
+        batches = [*loader]
+        _seed(program, record)
+        with recorded_activations(model, record):
+            for batch in batches:
+                loss = program.loss_of(model, batch)
+                loss.backward()
+                _end_of_step(program, model, optimizer, loss, record)
+    return record
+
+
+def _plain_model(program: Program) -> nn.Module:
+    model = program.build()
+    if vescale_deferred.is_deferred(model):
+        vescale_deferred.materialize(model)
+    return model
+
+
+def _end_of_step(
+    program: Program, model: nn.Module, optimizer: Any, loss: Tensor, record: Record
+) -> None:
+    record.gradients.append(
+        {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    )
+    if program.max_grad_norm is not None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), program.max_grad_norm)
+        record.norms.append(full(norm))
+    optimizer.step()
+    optimizer.zero_grad()
+    record.parameters.append(full_state(model.named_parameters()))
+    record.buffers.append(full_state(model.named_buffers()))
+    record.generators.append(torch.get_rng_state())
+    record.losses.append(full(loss))
+
+
+def _seed(program: Program, record: Record) -> None:
+    torch.manual_seed(program.seed)
+    record.generators.append(torch.get_rng_state())
+
+
+def _state(model: nn.Module) -> Any:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+# Batches.
+
+
+def default_loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Call the model on a batch and return its loss.
+
+    A mapping becomes keyword arguments if the model's forward has arguments of these names.
+
+    Raises:
+        TypeError: If what comes out is no loss.
+    """
+    output: Any = call(model, batch)
+    if isinstance(output, Mapping):
+        output = output.get("loss", output)
+    loss = getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise TypeError(
+            "expected the model to return its loss, a tensor of no dims or something with .loss, "
+            f"got {type(output).__name__}; give loss_of=lambda model, batch: ..."
+        )
+    return loss
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Give a model a batch as its forward takes it."""
+    if isinstance(batch, Mapping):
+        return model(**batch) if _takes(model, batch) else model(batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _takes(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in parameters}
+    return any(p.kind is p.VAR_KEYWORD for p in parameters) or names >= {*batch}
+
+
+def num_rows(batch: Any) -> int:
+    """Return the size of the first dim of all tensors of a batch.
+
+    Raises:
+        ValueError: If they have none, or not the same.
+    """
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    sizes = {x.shape[0] if x.dim() else 0 for x in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            "expected batches whose tensors have their rows along the first dim, as many in each, "
+            f"got shapes {[tuple(x.shape) for x in tensors]}"
+        )
+    return sizes.pop()
+
+
+def num_data_ranks(plan: ParallelPlan) -> int:
+    """Return how many ranks have rows of their own."""
+    axes = plan.axes
+    return axes["dp_replicate"] * axes["ep"] * axes["dp_shard"]
+
+
+def num_parts(plan: ParallelPlan) -> int:
+    """Return into how many micro-batches a rank divides its rows."""
+    return plan.pipeline_parallel.microbatches * plan.batch.gradient_accumulation
+
+
+def shard_of(batch: Any, index: int, num_shards: int) -> Any:
+    """Return one of the equal parts of a batch."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.chunk(num_shards)[index] if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def _row(batch: Any, index: int) -> Any:
+    return pytree.tree_map(lambda x: x[index] if isinstance(x, Tensor) else x, batch)
+
+
+# Reference arithmetic.
+
+
+class _GlobalMeans(TorchFunctionMode):
+    """Has shards divide by the targets that count in all of them, once they are counted."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.is_counting = True
+        self._num_parts, self._count = num_parts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
+        if func not in (F.cross_entropy, F.nll_loss) or not is_mean or len(args) < 2:
+            return func(*args, **kwargs)
+        if args[1].is_floating_point():  # probabilities of classes
+            return func(*args, **kwargs)
+        if self.is_counting:
+            self._count += int((args[1] != kwargs.get("ignore_index", -100)).sum())
+        summed = func(*args, **{**kwargs, "reduction": "sum"})
+        return summed * self._num_parts / torch.tensor(self._count, dtype=summed.dtype)
+
+
+def _mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:
+    """Return the mean of ranks' gradients, summed over the shards of a copy, then over copies."""
+    found = [torch.zeros(()) if grad is None else grad for grad in grads]
+    if all(grad is None for grad in grads):
+        return None
+    shards = len(found) // copies
+    sums = [_sum(found[at : at + shards]) for at in range(0, len(found), shards)]
+    return _sum(sums) / len(found)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total

@@ -1,0 +1,294 @@
+"""Verify a plan: train on one device and under the plan, and compare everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+
+from vescale._emulate import emulate
+from vescale._torch_private import pytree
+from vescale_parallel import ParallelPlan, check_signature
+
+from .bits import same_again, same_draws, same_initial, same_micro_batches
+from .compare import Expected, within_rounding
+from .record import Record
+from .report import LevelResult, VerifyReport
+from .training import (
+    LossOf,
+    Program,
+    default_loss_of,
+    num_data_ranks,
+    num_parts,
+    num_rows,
+    on_a_rank,
+    on_one_device,
+    shard_after_shard,
+)
+
+_PERTURBATIONS = 2
+
+
+def verify(
+    plan: ParallelPlan,
+    model_fn: Callable[[], nn.Module],
+    batch: Any,
+    *,
+    steps: int = 3,
+    optimizer_fn: Callable[[nn.Module], Optimizer] | None = None,
+    loss_of: LossOf | None = None,
+    max_grad_norm: float | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compare a plan with one device, and find the first place where they differ.
+
+    The model is trained on one device, and by all ranks of the plan in this process
+    (:func:`vescale.emulate`), twice. Under torchrun with as many ranks as the plan has, it is
+    also trained by these. Compared are initial values, what every module returns, losses, every
+    gradient, parameters and buffers after every step, and the state of the random generator.
+
+    What rounding explains is measured, as TTrace does: one device trains from parameters that are
+    off by one machine epsilon, too, and a tensor may be off by 16 times what it was then, or 32
+    epsilons of its largest element. The epsilon is that of the coarsest dtype in which the model
+    computes.
+
+    Args:
+        plan: What to verify.
+        model_fn: Makes the model; called once for every run and rank. Under a pipeline the model
+            returns its loss.
+        batch: A global batch, or a list of one for every step: tensors with their rows along the
+            first dim, in a tuple or a mapping.
+        steps: How many steps of training to compare, if one batch is given.
+        optimizer_fn: Called on the model; by default AdamW with a learning rate of 1e-3.
+        loss_of: What the loop does from a batch to the loss, given model and batch. By default a
+            mapping becomes keyword arguments where forward has such, a tuple positional ones,
+            and what is returned is a loss or has one as ``.loss``.
+        max_grad_norm: To what norm to clip gradients before the optimizer's step; None for not at
+            all.
+        dtype: What model and batch are cast to; None leaves them. In float64 rounding hides
+            nothing.
+        seed: Of the random generators.
+
+    Returns:
+        What came out at each level of the numeric contract.
+
+    Raises:
+        ValueError: If the rows of a batch do not divide by the ranks and micro-batches that share
+            them, batches have no rows, or the plan was made for another model.
+        TypeError: If no loss is found.
+        Exception: What the plan raises on any of its ranks.
+
+    Source: the perturbed runs follow TTrace, https://arxiv.org/abs/2506.09280.
+
+    Example:
+        >>> import torch, vescale
+        >>> plan = vescale.ParallelPlan()
+        >>> class Net(torch.nn.Linear):
+        ...     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ...         return super().forward(x).pow(2).mean()
+        >>> report = vescale.verify(plan, lambda: Net(4, 2), torch.ones(8, 4), steps=1)
+        >>> report.passed
+        True
+    """
+    program = Program(
+        model_fn=model_fn,
+        batches=batch if isinstance(batch, list) else [batch] * steps,
+        optimizer_fn=optimizer_fn or _adamw,
+        loss_of=loss_of or default_loss_of,
+        max_grad_norm=max_grad_norm,
+        dtype=dtype,
+        seed=seed,
+    )
+    _check_rows(program, plan)
+    with _as_a_rank():
+        check_signature(plan, model_fn())
+        plan = replace(plan, model=None)  # which says of what dtypes parameters were
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return _under_torchrun(program, plan)
+        return _report(plan, _runs(program, plan), None)
+
+
+@contextmanager
+def _as_a_rank() -> Iterator[None]:
+    """Compute with one thread, as a rank does, and leave no trace in generators."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+
+
+def _check_rows(program: Program, plan: ParallelPlan) -> None:
+    shards = num_data_ranks(plan) * num_parts(plan)
+    for batch in program.batches:
+        rows = num_rows(batch)
+        if rows % shards:
+            raise ValueError(
+                f"expected a batch of a multiple of {shards} rows, one for each data-parallel "
+                f"rank and micro-batch, got {rows}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """What is run in this process."""
+
+    expected: Expected
+    ranks: Sequence[Record]
+    again: Sequence[Record]
+    micro_batches: LevelResult
+
+
+def _runs(program: Program, plan: ParallelPlan) -> _Runs:
+    expected = _expected(program, plan)
+    ranks = emulate(on_a_rank, plan, args=(program, plan))
+    return _Runs(
+        expected=expected,
+        ranks=ranks,
+        again=emulate(on_a_rank, plan, args=(program, plan)),
+        micro_batches=_micro_batches(program, plan, expected, ranks),
+    )
+
+
+def _report(plan: ParallelPlan, runs: _Runs, processes: Sequence[Record] | None) -> VerifyReport:
+    record, ranks = runs.expected.record, runs.ranks
+    repeated = [("emulated twice", ranks, runs.again)]
+    if processes is not None:
+        repeated.append(("emulated and in processes", ranks, processes))
+    rounding = within_rounding(runs.expected, ranks, plan)
+    fourth = LevelResult(
+        level="N4",
+        status="failed" if rounding.divergence else "passed",
+        divergence=rounding.divergence,
+    )
+    return VerifyReport(
+        levels=(
+            same_initial(record, ranks),
+            same_draws(record, ranks),
+            same_again(repeated),
+            runs.micro_batches,
+            fourth,
+        ),
+        num_compared=rounding.num_compared,
+        not_compared=tuple(rounding.not_compared),
+    )
+
+
+def _expected(program: Program, plan: ParallelPlan) -> Expected:
+    dtypes = _Dtypes()
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        with dtypes:
+            return program.loss_of(model, batch)
+
+    record = on_one_device(replace(program, loss_of=loss_of))
+    epsilon = max((torch.finfo(dtype).eps for dtype in dtypes.found), default=0.0)
+
+    # Micro-batches draw one after the other, so their numbers are not those of a whole batch.
+    in_shards = record.draws and num_parts(plan) > 1
+    run = partial(shard_after_shard, plan=plan) if in_shards else on_one_device
+    changes = [partial(_perturb, epsilon=epsilon, seed=i) for i in range(_PERTURBATIONS)]
+    return Expected(
+        record=run(program) if in_shards else record,
+        perturbed=[run(program, change=change) for change in changes],
+        epsilon=epsilon,
+        num_shards=num_data_ranks(plan) * num_parts(plan) if in_shards else 1,
+    )
+
+
+class _Dtypes(TorchFunctionMode):
+    """Collects the floating-point dtypes of what torch's functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.found.add(leaf.dtype)
+        return result
+
+
+def _perturb(model: nn.Module, epsilon: float, seed: int) -> None:
+    """Move every parameter by one epsilon, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                up = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter)
+                parameter.mul_(1 + epsilon * (2 * up - 1))
+
+
+def _micro_batches(
+    program: Program, plan: ParallelPlan, expected: Expected, ranks: Sequence[Record]
+) -> LevelResult:
+    """N3, where the plan promises bits."""
+    axes = plan.axes
+    cut = [name for name in ("tp", "cp", "ep") if axes[name] > 1]
+    reason = ""
+    if cut:
+        reason = f"{' and '.join(cut)} sum in another order than one device"
+    elif plan.data_parallel.reduction != "ordered":
+        reason = "data_parallel.reduction is the library's"
+    elif plan.precision.param or plan.precision.reduce:
+        reason = "other dtypes than the model's"
+    elif expected.record.draws and num_parts(plan) == 1:
+        reason = "random numbers are drawn for whole batches"
+    if reason:
+        return LevelResult(level="N3", status="does not apply", text=reason)
+    reference = shard_after_shard(program, plan)
+    one = expected.record.losses[0]
+    bound = expected.bound(one, [r.losses[0] for r in expected.perturbed])
+    if abs(float(one - reference.losses[0])) > bound:
+        return LevelResult(
+            level="N3",
+            status="does not apply",
+            text="the loss is no mean over shards of the batch: what rows share is computed whole",
+        )
+    tied = _tied(program) if axes["pp"] > 1 else ()
+    text = f"tied over stages, within rounding: {', '.join(tied)}" if tied else ""
+    return same_micro_batches(reference, ranks, tied, text)
+
+
+def _tied(program: Program) -> tuple[str, ...]:
+    model = program.build()
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(found[0] for found in names.values() if len(found) > 1)
+
+
+def _under_torchrun(program: Program, plan: ParallelPlan) -> VerifyReport:
+    """Have the ranks of torchrun train, too; the first of them emulates before they meet."""
+    plan.check_world_size(int(os.environ["WORLD_SIZE"]))
+    if dist.is_initialized():
+        raise ValueError("expected verify to be called before torch.distributed is initialized")
+    runs = _runs(program, plan) if os.environ["RANK"] == "0" else None
+    dist.init_process_group()
+    batches = [program.batches]
+    dist.broadcast_object_list(batches)  # a script may draw its batch
+    own = on_a_rank(replace(program, batches=batches[0]), plan)
+    records: list[Any] | None = None if runs is None else [None] * plan.world_size
+    dist.gather_object(own, records)
+    report = [None if runs is None else _report(plan, runs, records)]
+    dist.broadcast_object_list(report)
+    assert report[0] is not None
+    return report[0]
