@@ -84,7 +84,8 @@ def verify(
 
     Raises:
         ValueError: If the rows of a batch do not divide by the ranks and micro-batches that share
-            them, batches have no rows, or the plan was made for another model.
+            them, batches have no rows, the plan was made for another model, or the model does not
+            run in ``dtype``.
         TypeError: If no loss is found.
         Exception: What the plan raises on any of its ranks.
 
@@ -197,7 +198,17 @@ def _expected(program: Program, plan: ParallelPlan) -> Expected:
         with dtypes:
             return program.loss_of(model, batch)
 
-    record = on_one_device(replace(program, loss_of=loss_of))
+    try:
+        record = on_one_device(replace(program, loss_of=loss_of))
+    except RuntimeError as error:
+        if program.dtype is None:
+            raise
+        name = str(program.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the model does not run in {name} on one device ({error}); give dtype=None to verify "
+            "it as it is, or have it compute otherwise (of transformers' experts, "
+            'config._experts_implementation = "eager")'
+        ) from error
     epsilon = max((torch.finfo(dtype).eps for dtype in dtypes.found), default=0.0)
 
     # Micro-batches draw one after the other, so their numbers are not those of a whole batch.

@@ -42,7 +42,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="float64",
-        choices=("float64", "float32", "bfloat16"),
+        choices=("float64", "float32", "bfloat16", "as-is"),
         help="of model and batch (default: float64, in which rounding hides nothing)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
             rows * plan.batch.gradient_accumulation, 16, model_fn().config.vocab_size
         )
     report = vescale.verify(
-        plan, model_fn, batch, steps=options.steps, dtype=getattr(torch, options.dtype)
+        plan, model_fn, batch, steps=options.steps, dtype=getattr(torch, options.dtype, None)
     )
     if os.environ.get("RANK", "0") != "0":
         pass  # every rank has the same report
