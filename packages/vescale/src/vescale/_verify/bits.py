@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .compare import largest
 from .placements import best_match
 from .record import Record
 from .report import Divergence, Level, LevelResult
+from .rounding import largest
 
 
 def same_initial(expected: Record, ranks: Sequence[Record]) -> LevelResult:

@@ -20,9 +20,10 @@ from vescale._torch_private import pytree
 from vescale_parallel import ParallelPlan, check_signature
 
 from .bits import same_again, same_draws, same_initial, same_micro_batches
-from .compare import Expected, within_rounding
+from .compare import within_rounding
 from .record import Record
 from .report import LevelResult, VerifyReport
+from .rounding import Expected
 from .training import (
     LossOf,
     Program,
@@ -187,7 +188,7 @@ def _report(plan: ParallelPlan, runs: _Runs, processes: Sequence[Record] | None)
             fourth,
         ),
         num_compared=rounding.num_compared,
-        not_compared=tuple(rounding.not_compared),
+        not_compared=rounding.not_compared,
     )
 
 

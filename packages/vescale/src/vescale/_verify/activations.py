@@ -1,0 +1,157 @@
+"""Compare what modules returned on ranks with what they returned on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from vescale_parallel import ParallelPlan
+
+from .placements import Match, Place, best_match
+from .record import ModuleOutput, Record
+from .report import Divergence
+from .rounding import Expected
+from .training import num_data_ranks, num_parts
+
+Shards = Mapping[int, Mapping[Place, Tensor]]  # by the index of their rows in the batch
+
+
+@dataclass
+class Activations:
+    """The activations of all ranks, beside those of one device.
+
+    Attributes:
+        num_compared: How many were compared so far.
+        not_compared: Modules whose outputs have shapes that nothing explains.
+    """
+
+    expected: Expected
+    ranks: Sequence[Record]
+    plan: ParallelPlan
+    num_compared: int = 0
+    not_compared: list[str] = field(default_factory=list[str])
+    # The last module whose output ranks hold as terms of a sum.
+    _partial: str = ""
+
+    def first_divergence(self, step: int) -> Divergence | None:
+        """Compare what modules returned in a step, in the order in which they were called."""
+        for key, wholes in self.expected.record.activations.items():
+            if key.step != step or not key.module:
+                continue
+            for at, whole in enumerate(wholes):
+                divergence = self._compared(key, at, whole, len(wholes))
+                if divergence is not None:
+                    return divergence
+        return None
+
+    def _compared(
+        self, key: ModuleOutput, at: int, whole: Tensor, num_outputs: int
+    ) -> Divergence | None:
+        """Compare one tensor that a module returned on one device."""
+        expected, num_calls = self.expected, num_outputs // self.expected.num_shards
+        bound = expected.bound(whole, [r.activations[key][at] for r in expected.perturbed])
+        shard, call = divmod(at, num_calls)
+        found: tuple[int, int, Match] | None = None  # stage, shard
+        # A module around stages runs on several, on nothing where it is not its turn.
+        for stage, by_shard in self._by_stage(key, call, num_calls):
+            own = by_shard if expected.num_shards == 1 else {shard: by_shard[shard]}
+            match = _match(whole, own, bound)
+            if match is not None and (found is None or match[1].error < found[2].error):
+                found = stage, *match
+        if found is None:
+            if key.module not in self.not_compared:
+                self.not_compared.append(key.module)
+            return None
+        self.num_compared += 1
+        if found[2].error > bound:
+            return self._divergence(key, whole, *found, bound)
+        if found[2].placements.startswith("partial"):
+            self._partial = key.module
+        return None
+
+    def _by_stage(
+        self, key: ModuleOutput, call: int, num_calls: int
+    ) -> Iterator[tuple[int, Shards]]:
+        """Yield the local tensors of one of a module's calls, for each rank of the pipeline."""
+        parts, stages = num_parts(self.plan), dict[int, dict[int, dict[Place, Tensor]]]()
+        for rank, record in enumerate(self.ranks):
+            tensors = record.activations.get(key, [])
+            if len(tensors) < parts * num_calls:
+                continue
+            stage, data_rank, place = place_of(rank, self.plan)
+            # Calls before were those in which a pipeline learned shapes.
+            tensors = tensors[len(tensors) - parts * num_calls :]
+            for part in range(parts):
+                shards = stages.setdefault(stage, {}).setdefault(data_rank * parts + part, {})
+                shards[place] = tensors[part * num_calls + call]
+        num_shards = num_data_ranks(self.plan) * parts
+        yield from ((at, shards) for at, shards in stages.items() if len(shards) == num_shards)
+
+    def _divergence(
+        self,
+        key: ModuleOutput,
+        whole: Tensor,
+        stage: int,
+        shard: int,
+        match: Match,
+        bound: float,
+    ) -> Divergence:
+        where = (stage, shard // num_parts(self.plan), match.place)
+        rank = next(r for r in range(len(self.ranks)) if place_of(r, self.plan) == where)
+        unit = self.expected.unit(whole)
+        return Divergence(
+            step=key.step,
+            what="activation",
+            name=key.module,
+            rank=rank,
+            index=match.index,
+            found=match.found,
+            expected=match.expected,
+            error=match.error / unit,
+            threshold=bound / unit,
+            placements=match.placements,
+            fed_by=self.ranks[rank].fed_by.get(key, ""),
+            partial=self._partial,
+        )
+
+
+def place_of(rank: int, plan: ParallelPlan) -> tuple[int, int, Place]:
+    """Return a rank's place in the pipeline, which rows it has, and where it shares them."""
+    axes, at = plan.axes, dict[str, int]()
+    for name in reversed(axes):
+        rank, at[name] = divmod(rank, axes[name])
+    data = (at["dp_replicate"] * axes["ep"] + at["ep"]) * axes["dp_shard"] + at["dp_shard"]
+    return at["pp"], data, (at["cp"], at["tp"])
+
+
+def _match(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Match] | None:
+    """Return the shard of the batch that is furthest off under the best of placements."""
+    best: tuple[int, Match] | None = None
+    for dim in (None, *range(whole.dim())):
+        matches = _under(whole, by_shard, dim, bound)
+        if matches is None:
+            continue
+        worst = max(matches.items(), key=lambda item: item[1].error)
+        if best is None or worst[1].error < best[1].error:
+            best = worst
+        if worst[1].error <= bound:
+            break
+    return best
+
+
+def _under(
+    whole: Tensor, by_shard: Shards, dim: int | None, bound: float
+) -> dict[int, Match] | None:
+    """Return how shards match if the rows are along a dim; None if the shapes do not."""
+    num_shards, matches = len(by_shard), dict[int, Match]()
+    if dim is not None and (num_shards == 1 or whole.shape[dim] % num_shards):
+        return None
+    for shard, locals_ in sorted(by_shard.items()):
+        part = whole if dim is None else whole.chunk(num_shards, dim)[shard]
+        match = best_match(part, locals_, bound)
+        if match is None:
+            return None
+        matches[shard] = match
+    return matches
