@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
 from .host_memory import empty_on_host
+from .memory_layout import Stride, dense_stride, stride_of_part
 from .replaced import mark_replaced
 from .sharded_parameter import ShardedParameter, placements_of
 
@@ -162,7 +163,11 @@ def _shard_parameter(
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
     is_owner = owner == axis_rank(mesh, "pp")
     own_place, on_host = place if is_owner else None, _is_on_host(plan)
-    local = _read_local(parameter, mesh, placements, read, own_place, part, on_host=on_host)
+    stride = dense_stride(parameter)
+    part_stride = stride_of_part(part, shape, stride)
+    local = _read_local(
+        parameter, mesh, placements, read, own_place, part, stride, on_host=on_host
+    )
     sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
@@ -178,18 +183,29 @@ def _shard_parameter(
     if axis_rank(mesh, "pp") in users:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
-        shares = is_owner and place is None and dtype == local.dtype and not on_host
+        is_its_own = dtype == local.dtype and local.stride() == part_stride
+        shares = is_owner and place is None and is_its_own and not on_host
         data = local
         if is_owner and place is not None:
-            data = place.shards.whole_of(place.index, part)
+            data = place.shards.whole_of(place.index, part, part_stride)
         elif not shares:
-            data = torch.empty(part, dtype=dtype, device=this_device())
+            options: Any = {"dtype": dtype, "device": this_device()}
+            data = torch.empty_strided(part, part_stride, **options)
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if is_owner and not shares and place is None:
             # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages, is_expert
+        fqns,
+        sites,
+        sharded,
+        unsharded,
+        shares,
+        place,
+        partial_over_tp,
+        stages,
+        is_expert,
+        stride,
     )
 
 
@@ -200,6 +216,7 @@ def _read_local(
     read: Read,
     place: FlatPlace | None,
     part: torch.Size,
+    stride: Stride,
     *,
     on_host: bool,
 ) -> Tensor:
@@ -210,14 +227,19 @@ def _read_local(
     is_whole = all(placement == Replicate() for placement in placements)
     if read is read_real and is_whole and not on_host:
         own = parameter.detach()
-        if own.device == this_device() and own.is_contiguous() and _has_own_memory(own):
+        if own.device == this_device() and own.stride() == stride and _has_own_memory(own):
             return own  # not held twice, and in its place
     sizes = torch.Size(local_shape(shape, mesh.shape, coordinate, placements))
     if place is not None:
         local = place.shards.shard_of(place.index, part.numel(), sizes)
     else:
-        empty = empty_on_host if on_host else torch.empty
-        local = empty(sizes, dtype=parameter.dtype, device=this_device())
+        options: Any = {"dtype": parameter.dtype, "device": this_device()}
+        held = stride_of_part(sizes, shape, stride)
+        local = (
+            empty_on_host(sizes, **options)
+            if on_host
+            else torch.empty_strided(sizes, held, **options)
+        )
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
         held.of(local).copy_(read(parameter, held.box))
     return local

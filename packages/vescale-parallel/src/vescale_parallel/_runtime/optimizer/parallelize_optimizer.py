@@ -82,9 +82,17 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
     if updates == "parameters" and names:
         mesh = cast(DTensor, next(iter(names))).device_mesh
         if mesh.size() > 1 or matrices:
-            whole = _owned(optimizer, WholeParameters(mesh, matrices), matrices)
+            whole = WholeParameters(mesh, matrices, _strides_of(model))
+            whole = _owned(optimizer, whole, matrices)
             return _with(optimizer, model, names, whole)
     return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls)))
+
+
+def _strides_of(model: nn.Module) -> dict[Any, tuple[int, ...]]:
+    """Return the strides that parameters have on one device."""
+    assert isinstance(model, ParallelModule)
+    params = model._vescale_engine.parameters.params
+    return {param.sharded: param.stride for param in params if param.stride is not None}
 
 
 def _owned(
