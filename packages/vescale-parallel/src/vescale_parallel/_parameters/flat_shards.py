@@ -19,6 +19,8 @@ from .memory_layout import Stride, dense_stride, is_in_index_order, strided
 
 # An axis that cuts what ranks compute with: its size, this rank on it, and how.
 Cut = tuple[int, int, Placement]
+# What travels with a parameter, the parameter, and what cuts what ranks compute with.
+Placed = tuple[Hashable, nn.Parameter, Sequence[Cut]]
 
 
 @dataclass(eq=False)
@@ -162,7 +164,7 @@ class FlatPlace:
 
 
 def place_in_buffers(
-    parameters: Mapping[int, tuple[Hashable, nn.Parameter, Sequence[Cut]]],
+    parameters: Mapping[int, Placed],
     *,
     ranks: int,
     rank: int,
@@ -171,12 +173,12 @@ def place_in_buffers(
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
     on_host: bool,
+    block: int = 1,
 ) -> dict[int, FlatPlace]:
     """Return where each parameter is.
 
     Args:
-        parameters: By key: what travels with it, the parameter, the axes that cut what ranks
-            compute with.
+        parameters: By key.
         ranks: Those that hold ranges.
         rank: This one.
         copies: Of each range, on as many ranks, which share out the sum of its gradients.
@@ -184,6 +186,7 @@ def place_in_buffers(
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
         on_host: Whether the ranges are on the host.
+        block: Elements that are on one rank, see :class:`.FlatShape`.
     """
     # Those that train apart from those that do not, whose gradients have no room then; and those
     # that are no views of what is gathered.
@@ -195,7 +198,7 @@ def place_in_buffers(
     places: dict[int, FlatPlace] = {}
     for (_, is_viewed, *_), keys in together.items():
         _, like, _ = parameters[keys[0]]
-        shapes = tuple(_flat_shape(*parameters[key][1:]) for key in keys)
+        shapes = tuple(_flat_shape(*parameters[key][1:], block) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
         own = rank, like.dtype, dtype, device, replicas, on_host, is_viewed
@@ -204,7 +207,7 @@ def place_in_buffers(
     return places
 
 
-def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut]) -> FlatShape:
+def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut], block: int) -> FlatShape:
     """Return the largest part of a parameter that a rank computes with."""
     sizes, _, how = zip(*cuts, strict=True)
     parts = {
@@ -213,7 +216,7 @@ def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut]) -> FlatShape:
     }
     dims = [each.dim for each in how if isinstance(each, Shard | InterleavedShard)]
     # Where rows differ in length, only elements are in the same range on all ranks.
-    return FlatShape(max(parts), is_flattened=len(parts) > 1 and any(dims))
+    return FlatShape(max(parts), is_flattened=len(parts) > 1 and any(dims), block=block)
 
 
 def groups_of(model: nn.Module, blocks: Sequence[str]) -> Callable[[Sequence[str]], int | None]:

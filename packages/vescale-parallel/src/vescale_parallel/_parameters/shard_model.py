@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
-from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
+from .flat_shards import Cut, FlatPlace, Placed, groups_of, place_in_buffers
 from .host_memory import empty_on_host
 from .memory_layout import Stride, dense_stride, stride_of_part
 from .replaced import mark_replaced
@@ -49,6 +49,8 @@ def shard_parameters(
     placeholder: Placeholder,
     read: Read,
     experts: Collection[str] = (),
+    *,
+    block: int = 1,
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
@@ -56,34 +58,25 @@ def shard_parameters(
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
     of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
+    Shards begin at multiples of ``block`` elements of a parameter.
     """
     names, tensors = dict[int, list[str]](), {id(p): p for p in model.parameters()}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
-    places = dict[int, FlatPlace]()
-    if axis_size(mesh, "dp_shard") > 1 or _is_on_host(plan):
-        group_of = groups_of(model, blocks)
-        places = place_in_buffers(
-            {
-                key: (
-                    (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
-                    tensors[key],
-                    _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
-                )
-                for key, fqns in names.items()
-                # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
-                if tensors[key].ndim
-            },
-            ranks=axis_size(mesh, "dp_shard"),
-            rank=axis_rank(mesh, "dp_shard"),
-            copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
-            replicas=plan.data_parallel.state_replicas,
-            compute_dtype=functools.partial(_compute_dtype, plan),
-            device=this_device(),
-            on_host=_is_on_host(plan),
+    group_of = groups_of(model, blocks)
+    placed = {
+        key: (
+            (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
+            tensors[key],
+            _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
         )
+        for key, fqns in names.items()
+        # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
+        if tensors[key].ndim
+    }
+    places = _places(plan, mesh, placed, block)
     params: list[ShardedParameter] = []
     for key, fqns in names.items():
         param = _shard_parameter(
@@ -106,6 +99,25 @@ def shard_parameters(
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
     return params
+
+
+def _places(
+    plan: ParallelPlan, mesh: DeviceMesh, placed: Mapping[int, Placed], block: int
+) -> dict[int, FlatPlace]:
+    """Return where parameters are in flat buffers, nothing where ranks have copies of all."""
+    if axis_size(mesh, "dp_shard") == 1 and not _is_on_host(plan):
+        return {}
+    return place_in_buffers(
+        placed,
+        ranks=axis_size(mesh, "dp_shard"),
+        rank=axis_rank(mesh, "dp_shard"),
+        copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
+        replicas=plan.data_parallel.state_replicas,
+        compute_dtype=functools.partial(_compute_dtype, plan),
+        device=this_device(),
+        on_host=_is_on_host(plan),
+        block=block,
+    )
 
 
 def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
@@ -189,23 +201,15 @@ def _shard_parameter(
         if is_owner and place is not None:
             data = place.shards.whole_of(place.index, part, part_stride)
         elif not shares:
-            options: Any = {"dtype": dtype, "device": this_device()}
-            data = torch.empty_strided(part, part_stride, **options)
+            data = _empty(part, part_stride, dtype)
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if is_owner and not shares and place is None:
             # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns,
-        sites,
-        sharded,
-        unsharded,
-        shares,
-        place,
-        partial_over_tp,
-        stages,
-        is_expert,
-        stride,
+        *(fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages),
+        is_expert=is_expert,
+        stride=stride,
     )
 
 
@@ -233,16 +237,18 @@ def _read_local(
     if place is not None:
         local = place.shards.shard_of(place.index, part.numel(), sizes)
     else:
-        options: Any = {"dtype": parameter.dtype, "device": this_device()}
-        held = stride_of_part(sizes, shape, stride)
         local = (
-            empty_on_host(sizes, **options)
+            empty_on_host(sizes, dtype=parameter.dtype, device=this_device())
             if on_host
-            else torch.empty_strided(sizes, held, **options)
+            else _empty(sizes, stride_of_part(sizes, shape, stride), parameter.dtype)
         )
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
         held.of(local).copy_(read(parameter, held.box))
     return local
+
+
+def _empty(shape: torch.Size, stride: Stride, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=this_device())
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
