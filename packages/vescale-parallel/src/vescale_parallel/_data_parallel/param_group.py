@@ -166,9 +166,9 @@ class ParamGroup:
         """Wait for what :meth:`start_gather` started, and give its memory back."""
         self._gathering.drop()
 
-    def _begin_gather(self, group: dist.ProcessGroup) -> None:
+    def _begin_gather(self, group: dist.ProcessGroup, again: bool) -> None:
         if self.exchanges.with_gathers:
-            self.exchanges.begin(gather_of(self.number), group)
+            self.exchanges.begin(gather_of(self.number, again=again), group)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
