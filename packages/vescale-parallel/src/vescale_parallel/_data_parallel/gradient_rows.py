@@ -3,7 +3,9 @@
 [Note: buffers of gradients] A gradient is copied once, as soon as autograd has it or when its
 group of parameters is reduced. What it is copied to is sent as it is, a row to each rank. The
 mean of copies comes back into the same buffer, and ``.grad`` is a view of it; of shards a rank
-keeps the mean of its own row. A buffer is used again once nobody but its owner holds a view of
+keeps the mean of its own row. What arrives to be added in rank order is as large as what is sent,
+for a row of each rank comes: all gradients of a group, however many ranks, and groups follow each
+other in one such buffer. A buffer is used again once nobody but its owner holds a view of
 it: a gradient that a loop keeps, or that another backward pass is added to, stays what it is.
 """
 
