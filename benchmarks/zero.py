@@ -8,6 +8,9 @@ medians over repeats, of the mean over ranks. CPU time is user and system time o
 the peak of resident memory, and how far that is above what imports took. Prints JSON; ``ratio``
 is to the best peer of the same kind (``PEERS``). ``loss`` tells that all train alike. Operators
 and collectives are those that one more step dispatches.
+
+Most of a run is starting its ranks: four of FSDP2 that take one step need 80 seconds of CPU time,
+6 of them for steps. Nine runs, of three contenders, are six minutes of two idle processors.
 """
 
 from __future__ import annotations

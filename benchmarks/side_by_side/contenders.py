@@ -64,18 +64,30 @@ def random_ids(generator: torch.Generator, rows: int, length: int) -> Tensor:
 
 
 def chosen(names: Sequence[str], only: Sequence[str] | None) -> list[str]:
-    """Return the names with one of some parts in them; all without any."""
-    return [name for name in names if not only or any(part in name for part in only)]
+    """Return the names with one of some parts in them; all without any.
+
+    What is a name chooses nothing else: ``torch FSDP2`` is in ``torch FSDP2, gathered once``.
+    """
+    if not only:
+        return list(names)
+    parts = [part for part in only if part not in names]
+    return [name for name in names if name in only or any(part in name for part in parts)]
 
 
 def alternated(
     script: str, names: Sequence[str], ranks: int, repeats: int, arguments: Sequence[str]
 ) -> dict[str, Figures]:
-    """Run every contender ``repeats`` times, in turn; return the medians of its figures."""
+    """Run every contender ``repeats`` times, in turn; return the medians of its figures.
+
+    Says on stderr what has run, and how long it took, starting included.
+    """
     runs: dict[str, list[Figures]] = {name: [] for name in names}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for name in names:
+            began = time.monotonic()
             runs[name].append(_started(script, name, ranks, arguments))
+            seconds = time.monotonic() - began
+            print(f"{name}, {repeat + 1} of {repeats}: {seconds:.0f} s", file=sys.stderr)
     return {
         name: {key: round(statistics.median(run[key] for run in each), 4) for key in each[0]}
         for name, each in runs.items()

@@ -70,6 +70,7 @@ from ._runtime.checks import (
 )
 from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
+from ._runtime.optimizer.kinds import declared_block
 from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
 from ._runtime.outside import refuse_parts
 from ._runtime.planned_engine import planned_engine
@@ -177,12 +178,13 @@ def _carry_out(
         points = str(decided.pipeline_parallel.split_points)
         check_agreement(stages={"pipeline_parallel.split_points": points})
         plan = decided
+    block = declared_block()  # of copies, too, whatever is declared by then
 
     def change(copied: nn.Module, read: Read) -> None:
-        _change(plan, copied, batch, None, read)
+        _change(plan, copied, batch, None, read, block)
 
     copies = ModelCopies(model, change)
-    loader = _change(plan, model, batch, dataset, read)
+    loader = _change(plan, model, batch, dataset, read, block)
     object.__setattr__(model, "_vescale_copies", copies)
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
@@ -198,9 +200,9 @@ def _with_split_points(
 
 
 def _change(
-    plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None, read: Read
+    plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None, read: Read, block: int
 ) -> ParallelLoader | None:
-    """Change a model in place; return the loader of its data set."""
+    """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = _experts(plan, model)
     sharding, proofs, left_whole = _shard(plan, model, batch)
@@ -227,7 +229,7 @@ def _change(
     run_here = stages.blocks if stages is not None else blocks
     own, on = expert_parameters(model, experts), state_mesh(plan, mesh)
     params = shard_parameters(
-        plan, model, on, sharding, run_here, stages_of, placeholder, read, own
+        plan, model, on, sharding, run_here, stages_of, placeholder, read, own, block=block
     )
     if experts:
         dispatch(model, experts, second_group(mesh, "ep"))

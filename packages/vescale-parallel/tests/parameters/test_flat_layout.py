@@ -15,8 +15,10 @@ SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=3)
 SHAPES = st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=6)
 
 
-def _layout(shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int) -> FlatLayout:
-    flat = tuple(FlatShape(tuple(sizes), flattened) for sizes, flattened in shapes)
+def _layout(
+    shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int, block: int = 1
+) -> FlatLayout:
+    flat = tuple(FlatShape(tuple(sizes), flattened, block) for sizes, flattened in shapes)
     return flat_layout(flat, ranks, itemsize)
 
 
@@ -53,11 +55,27 @@ def test_ranges_hold_whole_units_and_together_every_element_once(
 
 
 @settings(deadline=None)
-@given(SHAPES, st.integers(2, 9))
-def test_the_placement_gives_a_rank_what_its_range_has(
-    shapes: list[tuple[list[int], bool]], ranks: int
+@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 4]), st.sampled_from([2, 6, 7, 64]))
+def test_ranges_begin_between_blocks(
+    shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int, block: int
 ) -> None:
-    layout = _layout(shapes, ranks, 4)
+    layout = _layout(shapes, ranks, itemsize, block)
+    for index, (start, shape) in enumerate(zip(layout.starts, layout.shapes, strict=True)):
+        held: list[int] = []
+        for rank in range(ranks):
+            where = layout.in_shard(index, rank, shape.numel)
+            first = where.start + rank * layout.shard - start
+            assert where.start == where.stop or first % block == 0
+            held += range(first, first + where.stop - where.start)
+        assert held == [*range(shape.numel)]
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(2, 9), st.sampled_from([1, 6, 64]))
+def test_the_placement_gives_a_rank_what_its_range_has(
+    shapes: list[tuple[list[int], bool]], ranks: int, block: int
+) -> None:
+    layout = _layout(shapes, ranks, 4, block)
     for index, shape in enumerate(layout.shapes):
         placement = layout.placement(index)
         for rank in range(ranks):
@@ -120,15 +138,16 @@ GPT_OSS = [*HEADS, (64,), *ROUTED, (2880,), (2880,)]
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32, 48, 64, 100, 128, 256, 512, 1024])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("itemsize", "block"), [(2, 1), (4, 1), (4, 256), (2, 2048)])
 @pytest.mark.parametrize(
     "sizes",
     [LLAMA_70B, OUTSIDE, MLA + EXPERTS + SHARED, GPT_OSS],
     ids=["Llama 70B", "outside of its blocks", "DeepSeek-V3", "gpt-oss"],
 )
 def test_padding_of_large_models_is_under_one_percent(
-    sizes: list[tuple[int, ...]], itemsize: int, ranks: int
+    sizes: list[tuple[int, ...]], itemsize: int, block: int, ranks: int
 ) -> None:
-    layout = flat_layout(tuple(map(FlatShape, sizes)), ranks, itemsize)
+    shapes = tuple(FlatShape(shape, block=block) for shape in sizes)
+    layout = flat_layout(shapes, ranks, itemsize)
     numel = sum(map(math.prod, sizes))
     assert numel <= layout.numel < 1.01 * numel

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._parameters.flat_shards import FlatPlace, release
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import version_of
 
@@ -81,17 +82,21 @@ class ForwardWrites:
             memory.copy_(written)
             plain.data = memory
         if param.place is not None:
-            param.place.shards.send_gathered(param.place.index, memory.numel())
-        if param.shares_storage or not param.local.numel():
-            return
-        with torch.no_grad():
-            if param.place is None:
+            self._keep_in_buffer(param, param.place, memory)
+        elif not param.shares_storage:
+            with torch.no_grad():
                 param.local.copy_(memory)
-            else:
-                shards, index = param.place.shards, param.place.index
-                param.local.copy_(
-                    shards.gathered_shard_of(index, memory.numel(), param.local.shape)
-                )
+
+    def _keep_in_buffer(self, param: ShardedParameter, place: FlatPlace, memory: Tensor) -> None:
+        shards, index, numel = place.shards, place.index, memory.numel()
+        if not shards.is_viewed:
+            shards.take_back(index, memory)
+        shards.send_gathered(index, numel)
+        if param.local.numel():
+            with torch.no_grad():
+                param.local.copy_(shards.gathered_shard_of(index, numel, param.local.shape))
+        if not shards.is_viewed:
+            release(shards.whole)
 
     def _refusal(self, param: ShardedParameter) -> str | None:
         assert param.unsharded is not None

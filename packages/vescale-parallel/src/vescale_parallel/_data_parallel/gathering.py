@@ -24,7 +24,8 @@ class Gathering:
         sources: What programs write to who change this rank's shards.
         group: The ranks that have the others; None if this rank has all.
         stream: Where a GPU casts them and sends them from.
-        begin: Is told of each gather before it begins, with the group.
+        begin: Is told of each gather before it begins, with the group, and whether it is one that
+            was under way when this rank's ranges were written.
         sent: What is sent of ranges on the host; None of those that the device has.
     """
 
@@ -34,7 +35,7 @@ class Gathering:
         sources: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         stream: SideStream,
-        begin: Callable[[dist.ProcessGroup], None],
+        begin: Callable[[dist.ProcessGroup, bool], None],
         sent: SentShards | None = None,
     ) -> None:
         self._flat, self._sources, self._sent = flat, sources, sent
@@ -51,9 +52,12 @@ class Gathering:
 
     def start(self) -> None:
         """Send this rank's ranges as they are now. Every rank must call this."""
+        self._start(again=False)
+
+    def _start(self, *, again: bool) -> None:
         group = self._group if self._flat else None
         if group is not None:
-            self._begin(group)
+            self._begin(group, again)
         self._versions, self._works = self._versions_now(), []
         if group is None and self._sent is None:
             return
@@ -71,10 +75,11 @@ class Gathering:
 
     def finish(self) -> None:
         """Fill the buffers, with ranges that are sent now if they were not, or changed."""
-        if self._works is not None and self._versions != self._versions_now():
+        again = self._works is not None and self._versions != self._versions_now()
+        if again:
             self._wait()
         if self._works is None:
-            self.start()
+            self._start(again=again)
         self._wait()
 
     def gather_sent(self, replicas: dist.ProcessGroup) -> None:

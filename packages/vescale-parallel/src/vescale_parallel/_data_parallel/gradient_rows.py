@@ -3,7 +3,9 @@
 [Note: buffers of gradients] A gradient is copied once, as soon as autograd has it or when its
 group of parameters is reduced. What it is copied to is sent as it is, a row to each rank. The
 mean of copies comes back into the same buffer, and ``.grad`` is a view of it; of shards a rank
-keeps the mean of its own row. A buffer is used again once nobody but its owner holds a view of
+keeps the mean of its own row. What arrives to be added in rank order is as large as what is sent,
+for a row of each rank comes: all gradients of a group, however many ranks, and groups follow each
+other in one such buffer. A buffer is used again once nobody but its owner holds a view of
 it: a gradient that a loop keeps, or that another backward pass is added to, stays what it is.
 """
 
@@ -28,6 +30,7 @@ from vescale_dtensor import (
 )
 from vescale_parallel._parameters.flat_layout import FlatLayout
 from vescale_parallel._parameters.host_memory import empty_on_host
+from vescale_parallel._parameters.memory_layout import Stride, strided
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import foreach_copy_, foreach_zero_, num_views
 
@@ -49,8 +52,8 @@ class RowBuffer:
     """
 
     rows: Tensor
-    pieces: dict[tuple[FlatLayout, int], Tensor] = field(
-        default_factory=dict[tuple[FlatLayout, int], Tensor]
+    pieces: dict[tuple[FlatLayout, int, Stride | None], Tensor] = field(
+        default_factory=dict[tuple[FlatLayout, int, Stride | None], Tensor]
     )
     is_busy: bool = False
     is_recent: bool = True
@@ -63,13 +66,16 @@ class RowBuffer:
         """Whether nobody reads it or writes to it."""
         return not self.is_busy and num_views(self.rows) == self._own_views
 
-    def piece(self, layout: FlatLayout, place: int, shape: torch.Size) -> Tensor:
+    def piece(
+        self, layout: FlatLayout, place: int, shape: torch.Size, stride: Stride | None
+    ) -> Tensor:
         """Return the view of a parameter, made once: to make one is an operator."""
-        if (layout, place) not in self.pieces:
+        key = layout, place, stride
+        if key not in self.pieces:
             where = layout.in_whole(place, shape.numel())
-            self.pieces[layout, place] = self.rows.view(-1)[where].view(shape)
+            self.pieces[key] = strided(self.rows.view(-1)[where], shape, stride)
             self._own_views += 1
-        return self.pieces[layout, place]
+        return self.pieces[key]
 
 
 @dataclass(eq=False)
@@ -278,8 +284,10 @@ class GradientRows:
     def unpack(self, row: Tensor) -> dict[ShardedParameter, Tensor]:
         """Return views of the shards in this rank's row."""
         return {
-            param: row[self._layout.in_shard(place, self._rank, _numel(param))].view(
-                param.local.shape
+            param: strided(
+                row[self._layout.in_shard(place, self._rank, _numel(param))],
+                param.local.shape,
+                _stride(param),
             )
             for param, place in self._places.items()
         }
@@ -354,8 +362,8 @@ class GradientRows:
         if self._buffer is None:
             self._buffer = self._buffers.rows(self._layout, param.unsharded, self.dtype)
         if param not in self._targets:
-            shape = param.unsharded.shape
-            self._targets[param] = self._buffer.piece(self._layout, self._places[param], shape)
+            how = param.unsharded.shape, _stride(param)
+            self._targets[param] = self._buffer.piece(self._layout, self._places[param], *how)
         return self._targets[param]
 
 
@@ -372,3 +380,9 @@ def _numel(param: ShardedParameter) -> int:
     """Return the elements that ranks share out: all of a tensor-parallel rank's."""
     assert param.unsharded is not None
     return param.unsharded.numel()
+
+
+def _stride(param: ShardedParameter) -> Stride | None:
+    """Return the strides of a gradient in the buffer: of copies those of what computes."""
+    assert param.unsharded is not None
+    return param.unsharded.stride() if param.place is None else None

@@ -36,14 +36,18 @@ _NBYTES = 8  # of a digest, and of a token
 MAX_ORDERS = 256
 
 
-def gather_of(group: int) -> int:
-    """Return the number of a gather of a group's parameters."""
-    return _NUM_OTHERS + 2 * group
+def gather_of(group: int, *, again: bool = False) -> int:
+    """Return the number of a gather of a group's parameters.
+
+    One that is done again, as parameters were written while it was under way, is another: on a
+    rank that alone wrote some it would pass for the next one of the same group.
+    """
+    return _NUM_OTHERS + 3 * group + (2 if again else 0)
 
 
 def reduction_of(group: int) -> int:
     """Return the number of a reduction of a group's gradients."""
-    return _NUM_OTHERS + 2 * group + 1
+    return _NUM_OTHERS + 3 * group + 1
 
 
 class Exchanges:
@@ -174,8 +178,8 @@ def _mixed_up(others: Sequence[int]) -> ValueError:
         f"data-parallel ranks ran different blocks of the model at the same time (rank "
         f"{dist.get_rank()} another one than {_ranks(others)}), so "
         "parameters got mixed up; with ZeRO stages 2 and 3 control flow must not "
-        "depend on this rank's data: every rank runs the same blocks, as often. Use "
-        "data_parallel.zero_stage 1"
+        "depend on this rank's data: every rank runs the same blocks, as often, and in forward "
+        "writes the same parameters. Use data_parallel.zero_stage 1"
     )
 
 

@@ -86,6 +86,7 @@ class ParamGroup:
         self._copied = [param for param in apart if param.place is None]
         placed = {param: param.place.shards for param in apart if param.place is not None}
         self._flat = [*dict.fromkeys(placed.values())]
+        self._filled = [param for param, shards in placed.items() if not shards.is_viewed]
         self._sent = None if self.offload is None else sent_from_host(self.offload, placed)
         self._gathering = Gathering(
             self._flat,
@@ -148,6 +149,12 @@ class ParamGroup:
             if param.local.numel():
                 _unsharded_data(param).copy_(param.local)
         self._gathering.finish()
+        for param in self._filled:
+            assert param.place is not None
+            param.place.shards.fill(param.place.index, _unsharded_data(param))
+        for shards in self._flat:
+            if not shards.is_viewed:
+                release(shards.whole)
 
     def gather_sent(self) -> None:
         """Bring what :meth:`gather` sends up to date. Every dp_replicate rank must call this."""
@@ -159,14 +166,14 @@ class ParamGroup:
         """Wait for what :meth:`start_gather` started, and give its memory back."""
         self._gathering.drop()
 
-    def _begin_gather(self, group: dist.ProcessGroup) -> None:
+    def _begin_gather(self, group: dist.ProcessGroup, again: bool) -> None:
         if self.exchanges.with_gathers:
-            self.exchanges.begin(gather_of(self.number), group)
+            self.exchanges.begin(gather_of(self.number, again=again), group)
 
     def free(self) -> None:
         """Give back the memory of gathered parameters."""
         self._gathering.free()
-        for param in self._copied:
+        for param in (*self._copied, *self._filled):
             release(_unsharded_data(param))
 
     def reduce(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor import DTensor
@@ -24,8 +25,10 @@ def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> N
     if scale is not None:
         grad = grad * scale.to(grad.device, grad.dtype)
     sharded: Any = param.sharded
+    if grad.stride() != param.local.stride():
+        grad = torch.empty_like(param.local, dtype=grad.dtype).copy_(grad)
     total: Any = DTensor.from_local(
-        grad.contiguous(), sharded.device_mesh, sharded.placements, shape=sharded.shape
+        grad, sharded.device_mesh, sharded.placements, shape=sharded.shape
     )
     for hook in (sharded._backward_hooks or {}).values():
         changed = hook(total)

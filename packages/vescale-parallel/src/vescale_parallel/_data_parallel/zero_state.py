@@ -10,6 +10,7 @@ were reduced.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -164,7 +165,8 @@ class ZeroState:
         self.writes.keep(*self._gathered_first)
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
-            self._end.compare_gathers()
+            if sys.exception() is None:  # where it raised, other ranks may come to no comparison
+                self._end.compare_gathers()
 
     def tell_changed(self, publics: Iterable[object]) -> None:
         """Say that public parameters were written, on all ranks alike."""

@@ -43,8 +43,10 @@ def copied_without_hooks(
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype that has no memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    """Return a tensor of the same shape, strides and dtype that has no memory."""
+    if tensor.layout is not torch.strided:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:

@@ -52,10 +52,13 @@ class FlatShape:
         sizes: Its shape, no scalar's; with tensor parallelism that of the largest part.
         is_flattened: Whether all dims are cut as one, in any case: parts of other ranks have
             shorter rows, and an element has to be on one rank in all of them.
+        block: Elements that follow each other and are on one rank, from the first on: those that
+            an optimizer quantises together.
     """
 
     sizes: tuple[int, ...]
     is_flattened: bool = False
+    block: int = 1
 
     @property
     def numel(self) -> int:
@@ -64,6 +67,15 @@ class FlatShape:
 
     def units(self) -> Iterator[Unit]:
         """Yield the units it may be cut into, the largest first."""
+        units = dict.fromkeys(map(self._of_blocks, self._units()))
+        yield from sorted(units, key=lambda unit: -unit.numel)
+
+    def _of_blocks(self, unit: Unit) -> Unit:
+        """Return so many units that no block is cut."""
+        times = self.block // math.gcd(unit.numel, self.block)
+        return Unit(unit.num_dims, times * unit.length, times * unit.numel)
+
+    def _units(self) -> Iterator[Unit]:
         sizes, ndim = self.sizes, len(self.sizes)
         for num_dims in range(1, ndim):
             numel = math.prod(sizes[num_dims:])
@@ -103,7 +115,7 @@ class FlatLayout:
         """Return how ranks hold a parameter."""
         unit, shape = self.units[index], self.shapes[index]
         counts = [
-            (high - low) // unit.numel
+            -(-(high - low) // unit.numel)  # the last one may be shorter
             for low, high in (self._range(index, rank, shape.numel) for rank in range(self.ranks))
         ]
         if not any(counts):  # of an empty parameter somebody has to have nothing
@@ -144,19 +156,23 @@ def flat_layout(
     align = math.lcm(max(_ALIGNMENT // itemsize, 1), multiple)
     least = max(-(-sum(_aligned(s.numel, itemsize) for s in shapes) // ranks), 1)
     least = _round_up(least, align)
-    for limit in _limits(shapes):
-        units = tuple(_coarsest(shape, limit) for shape in shapes)
-        most = math.floor(least * (1 + _MAX_PADDING))
-        found = _shortest(shapes, units, ranks, itemsize, range(least, most + 1, align))
-        if found is not None:
-            return found
-    raise AssertionError("elements fit into any range")
+    limits, padding = _limits(shapes), _MAX_PADDING
+    while True:
+        most = math.floor(least * (1 + padding))
+        for limit in limits:
+            units = tuple(_coarsest(shape, limit) for shape in shapes)
+            found = _shortest(shapes, units, ranks, itemsize, range(least, most + 1, align))
+            if found is not None:
+                return found
+        # Elements fit into any range; blocks of a small model into longer ones.
+        limits, padding = limits[-1:], 2 * padding
 
 
 def _limits(shapes: Sequence[FlatShape]) -> list[int]:
     """Return sizes that units may have at most, descending; elements come last."""
     sizes = {unit.numel for shape in shapes for unit in shape.units()}
-    return sorted({1, *sizes}, reverse=True)
+    finest = max(min(unit.numel for unit in shape.units()) for shape in shapes)
+    return sorted({size for size in sizes if size >= finest}, reverse=True)
 
 
 def _coarsest(shape: FlatShape, limit: int) -> Unit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,12 @@ from vescale_dtensor import InterleavedShard, local_shape
 
 from .flat_layout import FlatLayout, FlatShape, flat_layout
 from .host_memory import zeros_on_host
+from .memory_layout import Stride, dense_stride, is_in_index_order, strided
 
 # An axis that cuts what ranks compute with: its size, this rank on it, and how.
 Cut = tuple[int, int, Placement]
+# What travels with a parameter, the parameter, and what cuts what ranks compute with.
+Placed = tuple[Hashable, nn.Parameter, Sequence[Cut]]
 
 
 @dataclass(eq=False)
@@ -35,6 +39,8 @@ class FlatShards:
         replicas: Ranks whose ranges, which follow each other, each of them sends when the buffer
             is gathered: copies of a model that share out its optimizer state.
         on_host: Whether the range is there, of one replica; see [Note: memory of the host].
+        is_viewed: Whether parameters that compute are views of the buffer that is gathered, and
+            not filled from it; see [Note: memory layouts].
     """
 
     layout: FlatLayout
@@ -44,6 +50,7 @@ class FlatShards:
     device: torch.device
     replicas: int = 1
     on_host: bool = False
+    is_viewed: bool = True
     _own: Tensor | None = None
     _sent: Tensor | None = None
     _whole: Tensor | None = None
@@ -112,13 +119,30 @@ class FlatShards:
             if low < high:
                 self.sent[low - first : high - first].copy_(self.whole.view(-1)[low:high])
 
-    def whole_of(self, index: int, shape: torch.Size) -> Tensor:
-        """Return a whole parameter, in the buffer that is gathered; without memory, too."""
+    def whole_of(self, index: int, shape: torch.Size, stride: Stride) -> Tensor:
+        """Return a whole parameter, for what computes; without memory, too."""
+        if not self.is_viewed:
+            options: Any = {"dtype": self.compute_dtype, "device": self.device}
+            whole = torch.empty_strided(shape, stride, **options)
+            release(whole)
+            return whole
         allocate(self.whole)  # or torch makes no views of it
-        where = self.layout.in_whole(index, shape.numel())
-        whole = self.whole.view(-1)[where].view(shape).data
+        whole = strided(self._gathered(index, shape.numel()), shape, stride).data
         release(self.whole)
         return whole
+
+    def fill(self, index: int, whole: Tensor) -> None:
+        """Copy a parameter that is no view from the buffer, which must be gathered."""
+        allocate(whole)
+        whole.copy_(self._gathered(index, whole.numel()).view(whole.shape))
+
+    def take_back(self, index: int, whole: Tensor) -> None:
+        """Copy a parameter that is no view to its place in the buffer, which gets memory."""
+        allocate(self.whole)
+        self._gathered(index, whole.numel()).view(whole.shape).copy_(whole)
+
+    def _gathered(self, index: int, numel: int) -> Tensor:
+        return self.whole.view(-1)[self.layout.in_whole(index, numel)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +164,7 @@ class FlatPlace:
 
 
 def place_in_buffers(
-    parameters: Mapping[int, tuple[Hashable, nn.Parameter, Sequence[Cut]]],
+    parameters: Mapping[int, Placed],
     *,
     ranks: int,
     rank: int,
@@ -149,12 +173,12 @@ def place_in_buffers(
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
     on_host: bool,
+    block: int = 1,
 ) -> dict[int, FlatPlace]:
     """Return where each parameter is.
 
     Args:
-        parameters: By key: what travels with it, the parameter, the axes that cut what ranks
-            compute with.
+        parameters: By key.
         ranks: Those that hold ranges.
         rank: This one.
         copies: Of each range, on as many ranks, which share out the sum of its gradients.
@@ -162,24 +186,28 @@ def place_in_buffers(
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
         on_host: Whether the ranges are on the host.
+        block: Elements that are on one rank, see :class:`.FlatShape`.
     """
-    # Those that train apart from those that do not, whose gradients have no room then.
-    together: dict[Hashable, list[int]] = {}
+    # Those that train apart from those that do not, whose gradients have no room then; and those
+    # that are no views of what is gathered.
+    together: dict[tuple[Any, ...], list[int]] = {}
     for key, (group, parameter, _) in parameters.items():
         like = parameter.dtype, compute_dtype(parameter), parameter.requires_grad
-        together.setdefault((group, *like), []).append(key)
+        is_viewed = is_in_index_order(parameter.shape, dense_stride(parameter))
+        together.setdefault((group, is_viewed, *like), []).append(key)
     places: dict[int, FlatPlace] = {}
-    for keys in together.values():
+    for (_, is_viewed, *_), keys in together.items():
         _, like, _ = parameters[keys[0]]
-        shapes = tuple(_flat_shape(*parameters[key][1:]) for key in keys)
+        shapes = tuple(_flat_shape(*parameters[key][1:], block) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
-        shards = FlatShards(layout, rank, like.dtype, dtype, device, replicas, on_host)
+        own = rank, like.dtype, dtype, device, replicas, on_host, is_viewed
+        shards = FlatShards(layout, *own)
         places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
     return places
 
 
-def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut]) -> FlatShape:
+def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut], block: int) -> FlatShape:
     """Return the largest part of a parameter that a rank computes with."""
     sizes, _, how = zip(*cuts, strict=True)
     parts = {
@@ -188,7 +216,7 @@ def _flat_shape(whole: nn.Parameter, cuts: Sequence[Cut]) -> FlatShape:
     }
     dims = [each.dim for each in how if isinstance(each, Shard | InterleavedShard)]
     # Where rows differ in length, only elements are in the same range on all ranks.
-    return FlatShape(max(parts), is_flattened=len(parts) > 1 and any(dims))
+    return FlatShape(max(parts), is_flattened=len(parts) > 1 and any(dims), block=block)
 
 
 def groups_of(model: nn.Module, blocks: Sequence[str]) -> Callable[[Sequence[str]], int | None]:

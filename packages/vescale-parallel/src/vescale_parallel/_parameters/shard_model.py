@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -17,8 +17,9 @@ from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
-from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
+from .flat_shards import Cut, FlatPlace, Placed, groups_of, place_in_buffers
 from .host_memory import empty_on_host
+from .memory_layout import Stride, dense_stride, stride_of_part
 from .replaced import mark_replaced
 from .sharded_parameter import ShardedParameter, placements_of
 
@@ -48,6 +49,8 @@ def shard_parameters(
     placeholder: Placeholder,
     read: Read,
     experts: Collection[str] = (),
+    *,
+    block: int = 1,
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
@@ -55,34 +58,25 @@ def shard_parameters(
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
     ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
     of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
+    Shards begin at multiples of ``block`` elements of a parameter.
     """
     names, tensors = dict[int, list[str]](), {id(p): p for p in model.parameters()}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
-    places = dict[int, FlatPlace]()
-    if axis_size(mesh, "dp_shard") > 1 or _is_on_host(plan):
-        group_of = groups_of(model, blocks)
-        places = place_in_buffers(
-            {
-                key: (
-                    (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
-                    tensors[key],
-                    _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
-                )
-                for key, fqns in names.items()
-                # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
-                if tensors[key].ndim
-            },
-            ranks=axis_size(mesh, "dp_shard"),
-            rank=axis_rank(mesh, "dp_shard"),
-            copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
-            replicas=plan.data_parallel.state_replicas,
-            compute_dtype=functools.partial(_compute_dtype, plan),
-            device=this_device(),
-            on_host=_is_on_host(plan),
+    group_of = groups_of(model, blocks)
+    placed = {
+        key: (
+            (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
+            tensors[key],
+            _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
         )
+        for key, fqns in names.items()
+        # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
+        if tensors[key].ndim
+    }
+    places = _places(plan, mesh, placed, block)
     params: list[ShardedParameter] = []
     for key, fqns in names.items():
         param = _shard_parameter(
@@ -105,6 +99,25 @@ def shard_parameters(
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
     return params
+
+
+def _places(
+    plan: ParallelPlan, mesh: DeviceMesh, placed: Mapping[int, Placed], block: int
+) -> dict[int, FlatPlace]:
+    """Return where parameters are in flat buffers, nothing where ranks have copies of all."""
+    if axis_size(mesh, "dp_shard") == 1 and not _is_on_host(plan):
+        return {}
+    return place_in_buffers(
+        placed,
+        ranks=axis_size(mesh, "dp_shard"),
+        rank=axis_rank(mesh, "dp_shard"),
+        copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
+        replicas=plan.data_parallel.state_replicas,
+        compute_dtype=functools.partial(_compute_dtype, plan),
+        device=this_device(),
+        on_host=_is_on_host(plan),
+        block=block,
+    )
 
 
 def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
@@ -162,7 +175,11 @@ def _shard_parameter(
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
     is_owner = owner == axis_rank(mesh, "pp")
     own_place, on_host = place if is_owner else None, _is_on_host(plan)
-    local = _read_local(parameter, mesh, placements, read, own_place, part, on_host=on_host)
+    stride = dense_stride(parameter)
+    part_stride = stride_of_part(part, shape, stride)
+    local = _read_local(
+        parameter, mesh, placements, read, own_place, part, stride, on_host=on_host
+    )
     sharded = nn.Parameter(
         DTensor.from_local(local, mesh, placements, shape=shape), parameter.requires_grad
     )
@@ -178,18 +195,21 @@ def _shard_parameter(
     if axis_rank(mesh, "pp") in users:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
-        shares = is_owner and place is None and dtype == local.dtype and not on_host
+        is_its_own = dtype == local.dtype and local.stride() == part_stride
+        shares = is_owner and place is None and is_its_own and not on_host
         data = local
         if is_owner and place is not None:
-            data = place.shards.whole_of(place.index, part)
+            data = place.shards.whole_of(place.index, part, part_stride)
         elif not shares:
-            data = torch.empty(part, dtype=dtype, device=this_device())
+            data = _empty(part, part_stride, dtype)
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if is_owner and not shares and place is None:
             # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages, is_expert
+        *(fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages),
+        is_expert=is_expert,
+        stride=stride,
     )
 
 
@@ -200,6 +220,7 @@ def _read_local(
     read: Read,
     place: FlatPlace | None,
     part: torch.Size,
+    stride: Stride,
     *,
     on_host: bool,
 ) -> Tensor:
@@ -210,17 +231,24 @@ def _read_local(
     is_whole = all(placement == Replicate() for placement in placements)
     if read is read_real and is_whole and not on_host:
         own = parameter.detach()
-        if own.device == this_device() and own.is_contiguous() and _has_own_memory(own):
+        if own.device == this_device() and own.stride() == stride and _has_own_memory(own):
             return own  # not held twice, and in its place
     sizes = torch.Size(local_shape(shape, mesh.shape, coordinate, placements))
     if place is not None:
         local = place.shards.shard_of(place.index, part.numel(), sizes)
     else:
-        empty = empty_on_host if on_host else torch.empty
-        local = empty(sizes, dtype=parameter.dtype, device=this_device())
+        local = (
+            empty_on_host(sizes, dtype=parameter.dtype, device=this_device())
+            if on_host
+            else _empty(sizes, stride_of_part(sizes, shape, stride), parameter.dtype)
+        )
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
         held.of(local).copy_(read(parameter, held.box))
     return local
+
+
+def _empty(shape: torch.Size, stride: Stride, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=this_device())
 
 
 def _has_own_memory(tensor: Tensor) -> bool:

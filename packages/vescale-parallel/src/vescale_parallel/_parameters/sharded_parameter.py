@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import DTensor, RaggedShard
 
 from .flat_shards import FlatPlace
+from .memory_layout import Stride
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class ShardedParameter:
         stages: Pipeline stages that use it; the first one owns it, and
             sends it to the others for a step.
         is_expert: Whether it stacks experts, of which ranks of the ``ep`` axis have their own.
+        stride: Of the whole on one device, see [Note: memory layouts]; None if contiguous.
     """
 
     fqns: tuple[str, ...]
@@ -44,6 +46,7 @@ class ShardedParameter:
     partial_over_tp: bool
     stages: tuple[int, ...]
     is_expert: bool = False
+    stride: Stride | None = None
     placeholder: Tensor | None = None
 
     @property

@@ -101,4 +101,8 @@ def _move(tensor: Tensor, group: dist.ProcessGroup, source: int, target: int) ->
             tell_sent("send tied weights", tensor)
             dist.send(tensor.detach().contiguous(), group=group, group_dst=target)
         else:
-            dist.recv(tensor.detach(), group=group, group_src=source)
+            # What is not contiguous itself is a copy here.
+            arrived = tensor.detach().contiguous()
+            dist.recv(arrived, group=group, group_src=source)
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(arrived)

@@ -14,6 +14,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._plan.plan import ParallelPlan
 
 from .module import ParallelModule
+from .optimizer.kinds import declared_block
 
 # A function of the model, or the class of an optimizer.
 OptimizerFn = Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | type[Optimizer]
@@ -193,4 +194,5 @@ def _called(name: str, function: Callable[[Any], Any], argument: object, example
 def described_arguments(construction: object, **given: object) -> dict[str, str]:
     """Return which arguments of ``parallelize`` a rank was given, to compare with other ranks."""
     kind = "one with values" if construction is None else "deferred"
-    return {"model": kind} | {k: "None" if v is None else "given" for k, v in given.items()}
+    said = {"model": kind, "block_numel of declare_optimizer": str(declared_block())}
+    return said | {k: "None" if v is None else "given" for k, v in given.items()}

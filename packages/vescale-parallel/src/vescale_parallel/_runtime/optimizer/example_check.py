@@ -29,8 +29,8 @@ class _Differs(Exception):
     """Says what is not as declared."""
 
 
-def check_updates(optimizer: Optimizer, updates: Updates) -> None:
-    """Raise unless an optimizer updates as it is said to.
+def check_updates(optimizer: Optimizer, updates: Updates, block_numel: int = 1) -> frozenset[str]:
+    """Raise unless an optimizer updates as it is said to; return what state is that of blocks.
 
     Raises:
         ValueError: With what differs, or what the example raised.
@@ -40,9 +40,9 @@ def check_updates(optimizer: Optimizer, updates: Updates) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             if updates == "elements":
-                _check_elements(optimizer)
-            else:
-                _check_parameters(optimizer)
+                return _check_elements(optimizer, block_numel)
+            _check_parameters(optimizer)
+            return frozenset()
     except _Differs as differs:
         raise ValueError(
             f"{name} is declared to update {updates}, but on a small example {differs}; declare "
@@ -56,11 +56,15 @@ def check_updates(optimizer: Optimizer, updates: Updates) -> None:
         ) from error
 
 
-def _check_elements(optimizer: Optimizer) -> None:
-    whole = _Example(optimizer)
+def _check_elements(optimizer: Optimizer, block_numel: int) -> frozenset[str]:
+    whole = _Example(optimizer, block_numel=block_numel)
     whole.run(optimizer)
-    for dim in (0, 1):
-        ranks = [_Example(optimizer, cut=(dim, start)) for start in (0, 2)]
+    of_blocks: set[str] = set()
+    # Blocks are rows of the example, which are cut between them.
+    for dim in (0, 1) if block_numel == 1 else (0,):
+        ranks = [
+            _Example(optimizer, cut=(dim, start), block_numel=block_numel) for start in (0, 2)
+        ]
         for rank in ranks:
             rank.run(optimizer)
         for index, parameter in enumerate(whole.params):
@@ -71,7 +75,16 @@ def _check_elements(optimizer: Optimizer) -> None:
             _expect_equal(whole, torch.cat(parts, dim), parameter, f"{what} gets other values")
             for key, value in whole.state_of(index).items():
                 others = [rank.state_of(index).get(key) for rank in ranks]
-                _compare_state(whole, key, value, others, parameter, dim)
+                like = parameter
+                if block_numel > 1 and _is_by_block(value, parameter, block_numel):
+                    of_blocks.add(key)
+                    like = value
+                _compare_state(whole, key, value, others, like, dim)
+    return frozenset(of_blocks)
+
+
+def _is_by_block(value: Any, like: Tensor, numel: int) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == (-(-like.numel() // numel),)
 
 
 def _compare_state(
@@ -130,6 +143,7 @@ class _Example:
             where to begin).
         only: 0 or 1: keep every other parameter.
         without_gradient: Whether every fifth parameter has no gradient.
+        block_numel: Elements of a row; parameters of one dim are such rows behind each other.
     """
 
     def __init__(
@@ -139,6 +153,7 @@ class _Example:
         cut: tuple[int, int] | None = None,
         only: int | None = None,
         without_gradient: bool = False,
+        block_numel: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.params: list[nn.Parameter] = []
@@ -148,9 +163,11 @@ class _Example:
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for group in optimizer.param_groups:
             kept: list[nn.Parameter] = []
-            for like, shape in _examples_of(group["params"]):
+            for like, shape in _examples_of(group["params"], block_numel):
                 values, *grads = (
-                    _cut(torch.randn(shape, generator=generator), cut).to(like.device, like.dtype)
+                    _cut(torch.randn(shape, generator=generator), cut, block_numel).to(
+                        like.device, like.dtype
+                    )
                     for _ in range(_STEPS + 1)
                 )
                 index = len(self.params)
@@ -191,24 +208,37 @@ class _Example:
         return self._stepped.state.get(self.params[index], {})
 
 
-def _examples_of(params: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+def _examples_of(
+    params: Sequence[nn.Parameter], block_numel: int
+) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
     """Return a parameter of each number of dims twice, and shapes of small ones like it."""
     by_dims: dict[int, nn.Parameter] = {}
     for parameter in params:
         by_dims.setdefault(parameter.dim(), parameter)
     found = [
-        (like, (*shape, *((2,) * dims))[:dims])
+        (like, _of_blocks((*shape, *((2,) * dims))[:dims], block_numel))
         for dims, like in by_dims.items()
         for shape in (*_SHAPES, _SHAPES[0])
     ]
     return [*found, *found] if len(found) < 5 else found
 
 
-def _cut(whole: Tensor, cut: tuple[int, int] | None) -> Tensor:
+def _of_blocks(shape: tuple[int, ...], block_numel: int) -> tuple[int, ...]:
+    if block_numel == 1 or not shape:
+        return shape
+    if len(shape) == 1:  # the last block is shorter
+        return (shape[0] * block_numel - block_numel // 2,)
+    return (shape[0], block_numel, *(1 for _ in shape[2:]))
+
+
+def _cut(whole: Tensor, cut: tuple[int, int] | None, block_numel: int) -> Tensor:
     if cut is None or whole.dim() <= cut[0]:
         return whole
     dim, start = cut
-    length = whole.shape[dim] - 2 if start else 2
+    # Behind one block: behind two, those of twice the length would pass.
+    of_blocks = block_numel if whole.dim() == 1 else 1
+    first = 2 if block_numel == 1 else of_blocks
+    start, length = (first, whole.shape[dim] - first) if start else (0, first)
     return whole.narrow(dim, start, length).contiguous()
 
 

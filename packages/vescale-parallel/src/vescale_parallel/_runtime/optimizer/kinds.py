@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch.optim import Optimizer
@@ -29,10 +31,17 @@ _IMPOSSIBLE = {
     "use Adam, and Embedding(sparse=False)",
 }
 
-_declared: weakref.WeakKeyDictionary[type[Optimizer], Updates] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Declared:
+    updates: Updates
+    block_numel: int
 
 
-def declare_optimizer(cls: type[Optimizer], *, updates: Updates) -> None:
+_declared: weakref.WeakKeyDictionary[type[Optimizer], _Declared] = weakref.WeakKeyDictionary()
+
+
+def declare_optimizer(cls: type[Optimizer], *, updates: Updates, block_numel: int = 1) -> None:
     """Say of an optimizer of your own how it can be run on the shards of a parallelized model.
 
     ``parallelize`` compares what is declared with the optimizer's steps on a small example, and
@@ -42,12 +51,16 @@ def declare_optimizer(cls: type[Optimizer], *, updates: Updates) -> None:
         cls: A class of optimizers. Of subclasses it holds as long as ``step`` is the same.
         updates: ``"elements"`` if an element's update depends on that element of parameter,
             gradient and state alone (Lion): every rank updates its shards. ``"parameters"`` if it
-            depends on the rest of the parameter, but on no other parameter (Shampoo, Muon, 8-bit
-            Adam): every parameter is updated by one rank, as a whole.
+            depends on the rest of the parameter, but on no other parameter (Shampoo, Muon): every
+            parameter is updated by one rank, as a whole.
+        block_numel: With ``"elements"``: an element's update depends on so many elements that
+            follow each other, counted from the parameter's first one in the order of indices, and
+            state has a value for each element or for each such block (8-bit Adam). Models that
+            are parallelized from then on are cut between blocks only.
 
     Raises:
         TypeError: If it is no class of optimizers.
-        ValueError: If ``updates`` is something else.
+        ValueError: If ``updates`` is something else, or ``block_numel`` does not fit it.
 
     Example:
         >>> import torch
@@ -62,15 +75,37 @@ def declare_optimizer(cls: type[Optimizer], *, updates: Updates) -> None:
         raise TypeError(f"expected a class of torch.optim.Optimizer, got {cls!r}")
     if updates not in get_args(Updates):
         raise ValueError(f"expected updates to be one of {get_args(Updates)}, got {updates!r}")
-    _declared[cls] = updates
+    if block_numel < 1 or (block_numel > 1 and updates != "elements"):
+        raise ValueError(
+            "expected block_numel of at least 1, and above 1 with updates='elements' only, got "
+            f"{block_numel!r} with updates={updates!r}"
+        )
+    _declared[cls] = _Declared(updates, block_numel)
 
 
-def updates_of(cls: type[Optimizer]) -> Updates | None:
-    """Return what an optimizer's update of an element depends on, None if it is not known."""
+def declared_block() -> int:
+    """Return the elements that no shard may cut, for any of the optimizers that were declared."""
+    return math.lcm(*(declared.block_numel for declared in _declared.values()))
+
+
+def block_of(cls: type[Optimizer]) -> int:
+    """Return the elements that an optimizer updates together, 1 if it does not say so."""
+    found = _declaration(cls)
+    return 1 if found is None else found.block_numel
+
+
+def _declaration(cls: type[Optimizer]) -> _Declared | None:
     step = plain_step_of(cls)
     for base in cls.__mro__:
         if base in _declared and plain_step_of(base) is step:
             return _declared[base]
+    return None
+
+
+def updates_of(cls: type[Optimizer]) -> Updates | None:
+    """Return what an optimizer's update of an element depends on, None if it is not known."""
+    if (declared := _declaration(cls)) is not None:
+        return declared.updates
     name = _torch_name(cls)
     if name in _ELEMENTWISE:
         return "elements"

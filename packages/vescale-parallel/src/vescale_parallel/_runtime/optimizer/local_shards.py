@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, WatchedMemory, distribute_tensor
 
+from .block_state import BlockState
 from .plain import Saved, StateOf, are_same, local_gradient, take_assigned
 
 # A count of steps: whole on every rank even if a parameter is a scalar, too.
@@ -23,10 +24,12 @@ class LocalShards:
     Args:
         is_torchs: Whether steps are torch's, which write parameters in place; others may assign to
             ``parameter.data``, and what they assigned is copied.
+        blocks: What state has a value for each of several elements.
     """
 
-    def __init__(self, *, is_torchs: bool) -> None:
+    def __init__(self, *, is_torchs: bool, blocks: BlockState | None = None) -> None:
         self.version, self._is_torchs = 0, is_torchs
+        self._blocks = BlockState() if blocks is None else blocks
         self._groups: list[list[nn.Parameter]] = []
         self._shards: list[list[nn.Parameter]] = []
         # Parameter, its local tensor, and what stands for it.
@@ -73,24 +76,55 @@ class LocalShards:
     def shown(self, state: Mapping[str, StateOf]) -> dict[str, dict[str, Any]]:
         """Return state, as distributed tensors where it has the parameter's shape."""
         return {
-            fqn: {name: _globalized(name, value, public) for name, value in values.items()}
+            fqn: {name: self._globalized(name, value, public) for name, value in values.items()}
             for fqn, (public, values) in state.items()
             if values
         }
 
     def taken(self, public: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return this rank's shard of a parameter's state."""
-        return {name: _local_state(name, value, public) for name, value in values.items()}
+        return {name: self._local_state(name, value, public) for name, value in values.items()}
 
     def empty(self, public: nn.Parameter, saved: Mapping[str, Saved]) -> dict[str, Any]:
         """Return tensors for what a checkpoint has of a parameter's state."""
         return {
-            name: torch.zeros_like(public.detach(), dtype=tensor.dtype)
-            if torch.Size(tensor.shape) == public.shape and name != _COUNTER
-            else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            name: self._empty(name, tensor, public)
             for name, tensor in saved.items()
             if "." not in name
         }
+
+    def _empty(self, name: str, saved: Saved, public: nn.Parameter) -> Tensor:
+        if name in self._blocks.names:
+            whole = torch.zeros(saved.shape, dtype=saved.dtype)
+            return self._blocks.distributed(whole, public)
+        if torch.Size(saved.shape) == public.shape and name != _COUNTER:
+            return torch.zeros_like(public.detach(), dtype=saved.dtype)
+        return torch.zeros(saved.shape, dtype=saved.dtype)
+
+    def _globalized(self, name: str, value: Any, public: nn.Parameter) -> Any:
+        """Return a state tensor that is cut as the parameter is as a distributed tensor."""
+        sharded = cast(DTensor, public)
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == _COUNTER:
+            return value
+        if name in self._blocks.names:
+            return self._blocks.shown(value, public)
+        if value.shape != sharded._local_tensor.shape:
+            return value
+        how = sharded.device_mesh, sharded.placements
+        return DTensor.from_local(value, *how, shape=sharded.shape)
+
+    def _local_state(self, name: str, value: Any, public: nn.Parameter) -> Any:
+        """Return a loaded state value as the step wants it."""
+        sharded = cast(DTensor, public)
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, DTensor):
+            return value._local_tensor.clone()
+        if name in self._blocks.names:
+            return self._blocks.distributed(value, public)._local_tensor
+        if value.shape == sharded.shape and name != _COUNTER:
+            return distribute_tensor(value, sharded.device_mesh, sharded.placements)._local_tensor
+        return value.clone()
 
     def _is_replaced(self) -> bool:
         found = map(attrgetter("_local_tensor"), self._plain_of)
@@ -114,25 +148,3 @@ class LocalShards:
         self._held = list(zip(held, self._locals, held.values(), strict=True))
         self._plain_of = dict(held)
         self._public_of = {shard: public for public, shard in held.items()}
-
-
-def _globalized(name: str, value: Any, public: nn.Parameter) -> Any:
-    """Return a state tensor that has the parameter's local shape as a distributed tensor."""
-    sharded = cast(DTensor, public)
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or name == _COUNTER:
-        return value
-    if value.shape != sharded._local_tensor.shape:
-        return value
-    return DTensor.from_local(value, sharded.device_mesh, sharded.placements, shape=sharded.shape)
-
-
-def _local_state(name: str, value: Any, public: nn.Parameter) -> Any:
-    """Return a loaded state value as the step wants it."""
-    sharded = cast(DTensor, public)
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor):
-        return value._local_tensor.clone()
-    if value.shape == sharded.shape and name != _COUNTER:
-        return distribute_tensor(value, sharded.device_mesh, sharded.placements)._local_tensor
-    return value.clone()

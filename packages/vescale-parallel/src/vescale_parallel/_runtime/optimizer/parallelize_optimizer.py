@@ -14,8 +14,9 @@ from vescale_dtensor import DTensor
 from vescale_parallel._runtime.module import ParallelModule
 from vescale_parallel._torch_private import follow_step
 
+from .block_state import BlockState, refuse_cut_blocks
 from .example_check import check_updates
-from .kinds import advice, is_torchs, refusal, updates_of
+from .kinds import advice, block_of, is_torchs, refusal, updates_of
 from .local_shards import LocalShards
 from .matrices import Matrices, matrices_of
 from .parallel_optimizer import ParallelOptimizer, is_cut
@@ -71,8 +72,11 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
             f"its own, but ranks hold only shards of {len(cut)} parameters ({cut[0]!r}, ...); "
             f"{advice(cls)}"
         )
+    blocks = BlockState(block_of(cls))
+    if blocks.numel > 1:
+        refuse_cut_blocks(cls.__name__, blocks.numel, [(names[p], p) for p in held])
     if updates is not None and not is_torchs(cls) and any(map(is_cut, names)):
-        check_updates(optimizer, updates)
+        blocks = BlockState(blocks.numel, check_updates(optimizer, updates, blocks.numel))
     matrices = matrices_of(model, names)
     if updates is None and (several := [names[p] for p in held if p in matrices]):
         raise ValueError(
@@ -82,9 +86,17 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
     if updates == "parameters" and names:
         mesh = cast(DTensor, next(iter(names))).device_mesh
         if mesh.size() > 1 or matrices:
-            whole = _owned(optimizer, WholeParameters(mesh, matrices), matrices)
+            whole = WholeParameters(mesh, matrices, _strides_of(model))
+            whole = _owned(optimizer, whole, matrices)
             return _with(optimizer, model, names, whole)
-    return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls)))
+    return _with(optimizer, model, names, LocalShards(is_torchs=is_torchs(cls), blocks=blocks))
+
+
+def _strides_of(model: nn.Module) -> dict[Any, tuple[int, ...]]:
+    """Return the strides that parameters have on one device."""
+    assert isinstance(model, ParallelModule)
+    params = model._vescale_engine.parameters.params
+    return {param.sharded: param.stride for param in params if param.stride is not None}
 
 
 def _owned(

@@ -21,12 +21,22 @@ from .plain import Saved, StateOf, local_gradient, take_assigned
 class WholeParameters:
     """The parameters that this rank owns, whole while a step runs; see [Note: owners of ...].
 
-    Every rank of ``mesh`` must construct one. ``matrices`` are the parameters that consist of
-    several.
+    Every rank of ``mesh`` must construct one.
+
+    Args:
+        mesh: That of the parameters.
+        matrices: The parameters that consist of several.
+        strides: Those that parameters have on one device; contiguous where they are not given.
     """
 
-    def __init__(self, mesh: DeviceMesh, matrices: Mapping[Any, Matrices] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        matrices: Mapping[Any, Matrices] | None = None,
+        strides: Mapping[Any, Sequence[int]] | None = None,
+    ) -> None:
         self.version, self._matrices = 0, dict(matrices or {})
+        self._strides = dict(strides or {})
         # By distributed parameter; where they are in it by matrix.
         self._parts: dict[Any, tuple[nn.Parameter, ...]] = {}
         self._place_of: dict[Any, tuple[nn.Parameter, int]] = {}
@@ -176,7 +186,7 @@ class WholeParameters:
             if pieces.has_all(owner):
                 whole, whole_grad = local, local_grad
             else:
-                whole, whole_grad = plain.detach(), _whole_like(public.grad, local_grad)
+                whole, whole_grad = plain.detach(), self._whole_like(public, local_grad)
                 whole.untyped_storage().resize_(_nbytes(whole))
             plain.grad = whole_grad
             for part, grad in self._pairs(public, whole_grad):
@@ -193,7 +203,7 @@ class WholeParameters:
         local, own = distributed._local_tensor, self._plain_of.get(public)
         is_local = pieces.has_all(self._exchange.rank)
         if own is None or (is_local and own.data_ptr() != local.data_ptr()):
-            own = nn.Parameter(local if is_local else _whole_like(public, local))
+            own = nn.Parameter(local if is_local else self._whole_like(public, local))
             self.version += 1
             self._plain_of[public], self._public_of[own] = own, public
             if (matrices := self._matrices.get(public)) is not None:
@@ -206,6 +216,11 @@ class WholeParameters:
                 for each in (own, *self._parts.get(public, ())):
                     memory.own(each)  # what a step writes, it says
         return own
+
+    def _whole_like(self, public: nn.Parameter, local: Tensor) -> Tensor:
+        """Return memory for all of a parameter or its gradient, as on one device."""
+        stride = self._strides.get(public, public.stride())
+        return torch.empty_strided(public.shape, stride, dtype=local.dtype, device=local.device)
 
     def _pairs(self, public: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the matrices of a parameter, each with its part of another tensor like it."""
@@ -220,13 +235,6 @@ class WholeParameters:
 
 def _distributed(public: nn.Parameter) -> DTensor:
     return cast(DTensor, public)
-
-
-def _whole_like(public: Any, local: Tensor) -> Tensor:
-    """Return memory for all of a distributed tensor, in its order."""
-    return torch.empty_strided(
-        public.shape, public.stride(), dtype=local.dtype, device=local.device
-    )
 
 
 def _nbytes(tensor: Tensor) -> int:
