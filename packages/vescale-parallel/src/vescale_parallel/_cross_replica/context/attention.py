@@ -6,14 +6,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .conversions import Range, to_heads, to_slices
+from .intercept import refuse_checkpoint_within
 from .slices import ContextRanks, slice_sizes
 
 _NUM_DIMS = 3  # heads, positions, features
@@ -71,22 +71,6 @@ class Heads:
         return keys.index_select(-3, read)
 
 
-class Attends(Protocol):
-    """Computes attention in place of the functions that are called for it."""
-
-    def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stand for ``F.scaled_dot_product_attention``."""
-        ...
-
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for a function of transformers' attention interface."""
-        ...
-
-    def wants(self) -> bool:
-        """Whether attention that is called now is to be computed here."""
-        ...
-
-
 class SlicedAttention:
     """Attention of ranks that have slices of one sequence.
 
@@ -106,6 +90,7 @@ class SlicedAttention:
         anything else.
         """
         self._check(query, key, value)
+        refuse_checkpoint_within()
         rank, sizes = self.ranks.rank, self.sizes
         heads = Heads.over(query.shape[-3], key.shape[-3], self.ranks.size)
         whole = [
@@ -168,19 +153,6 @@ class SlicedAttention:
 
 
 _Compute = Callable[[Tensor, Tensor, Tensor, Heads], tuple[Tensor, Any]]
-
-
-class AttentionMode(TorchFunctionMode):
-    """Has ``F.scaled_dot_product_attention`` be that of slices, however it was imported."""
-
-    def __init__(self, attention: Attends) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and self._attention.wants():
-            return self._attention.scaled_dot_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _own_heads(x: Tensor, heads: Heads, rank: int) -> Tensor:

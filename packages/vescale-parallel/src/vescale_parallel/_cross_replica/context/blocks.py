@@ -7,6 +7,12 @@ gathers what it returns. Of what else a block is given, tensors along the sequen
 (rotary tables, positions), and masks stay whole, since attention is of whole sequences. A guess
 that is wrong is refused when the model is compared with one device, see :mod:`.proof`; later calls
 of that form slice the same dims, also where another one happens to be as long as the sequence.
+
+[Note: attention that runs again] Blocks may run again in backward, by a ``torch.utils.checkpoint``
+of the model's own: transformers has it within the forward of a block, below what slices. So what
+intercepts attention is around every module that attends, too, and runs again with it. A call of
+another length may have run meanwhile: a gradient that arrives at a block brings back the slices of
+its call. A checkpoint within the module that attends would leave that out, and is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +24,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
 
-from .attention import AttentionMode, SlicedAttention
+from .attention import SlicedAttention
 from .conversions import gather_slices, keep_slice
-from .interface import interface_of
+from .intercept import Interception
 from .slices import ContextRanks, slice_sizes
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -38,11 +45,13 @@ class Slicing:
 
     Attributes:
         stacks: Those whose blocks compute on slices; others run as they are.
+        attending: Modules in them that call attention, the innermost ones.
         dims: Of the tensors that blocks are given, by block, place among its arguments and number
             of dims: the one along the sequence, None of what stays whole.
     """
 
     stacks: frozenset[str] = frozenset()
+    attending: frozenset[str] = frozenset()
     dims: dict[tuple[str, int, int], int | None] = field(
         default_factory=dict[tuple[str, int, int], "int | None"]
     )
@@ -74,8 +83,10 @@ class SlicedBlocks:
 
     def __init__(self, ranks: ContextRanks) -> None:
         self._ranks, self._attention = ranks, SlicedAttention(ranks)
+        self._interception = Interception(self._attention)
         self.slicing = Slicing()
         self._open: str | None = None
+        self._intercepted: set[str] = set()
 
     @property
     def sizes(self) -> list[int]:
@@ -83,13 +94,27 @@ class SlicedBlocks:
         return self._attention.sizes
 
     def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-        """Have the blocks of all stacks compute on slices, as :attr:`slicing` says."""
+        """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says."""
+        self._model = model
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
         for stack in stacks:
             for fqn in stack:
                 block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
                 block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
+                self._intercepted.add(fqn)
+
+    def slice_as(self, slicing: Slicing) -> None:
+        """Compute the next calls so; see [Note: attention that runs again]."""
+        self.slicing = slicing
+        for fqn in sorted(slicing.attending - self._intercepted):
+            module = self._model.get_submodule(fqn)
+            is_now = functools.partial(self._attends_by, fqn)
+            module.forward = self._interception.around(module.forward, is_now)
+            self._intercepted.add(fqn)
+
+    def _attends_by(self, fqn: str) -> bool:
+        return fqn in self.slicing.attending
 
     def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
         """Return what makes the context of blocks that run again in backward, with others'."""
@@ -125,6 +150,8 @@ class SlicedBlocks:
     def _wrapped(
         self, forward: Callable[..., Any], stack: str, fqn: str, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
+        attend = self._interception.around(forward, lambda: True)
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if stack not in self.slicing.stacks:
@@ -149,9 +176,8 @@ class SlicedBlocks:
                 if dim is not None and (is_first or at != index):
                     leaves[at] = keep_slice(leaf, dim, self.sizes, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            with interface_of(self._attention), AttentionMode(self._attention):
-                output = forward(*args, **kwargs)
-            return self._gathered(output) if is_last else output
+            output = attend(*args, **kwargs)
+            return self._returned(output, is_last=is_last)
 
         return run
 
@@ -165,14 +191,34 @@ class SlicedBlocks:
         self._attention.sizes = slice_sizes(length, size)
         self._open = stack
 
-    def _gathered(self, output: Any) -> Any:
-        """Return what a block returns with the whole sequence of its activation."""
-        self._open = None
+    def _returned(self, output: Any, *, is_last: bool) -> Any:
+        """Return what a block returns; the last one, the whole sequence of its activation."""
         leaves, spec = pytree.tree_flatten(output)
         index = _activation(leaves)
-        if index is not None:
+        if is_last:
+            self._open = None
+        if index is not None and is_last:
             leaves[index] = gather_slices(leaves[index], 1, self.sizes, self._ranks)
+        if index is not None and torch.is_grad_enabled():
+            leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.sizes)
         return pytree.tree_unflatten(leaves, spec)
+
+
+class _BackThrough(torch.autograd.Function):
+    """Nothing in forward; in backward, begins that of a block on the slices of its own call."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, blocks: SlicedBlocks, slicing: Slicing, sizes: list[int]
+    ) -> Tensor:
+        ctx.given = blocks, slicing, sizes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        blocks, slicing, sizes = ctx.given
+        blocks.slicing, blocks._attention.sizes = slicing, sizes
+        return grad, None, None, None
 
 
 def name_of(stack: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ class ContextGuard:
         """
         assert self._blocks is not None
         args, kwargs = self._without_cache(tuple(args), dict(kwargs))
-        self._blocks.slicing = self._slicing(args, kwargs, training=self._model.training)
+        self._blocks.slice_as(self._slicing(args, kwargs, training=self._model.training))
         yield
 
     def _slicing(

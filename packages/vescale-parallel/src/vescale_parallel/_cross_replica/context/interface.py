@@ -13,11 +13,27 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from .attention import Attends
+from torch import Tensor
 
 _MODULE = "transformers.modeling_utils"
+
+
+class Attends(Protocol):
+    """Computes attention in place of the functions that are called for it."""
+
+    def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stand for ``F.scaled_dot_product_attention``."""
+        ...
+
+    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand for a function of transformers' attention interface."""
+        ...
+
+    def wants(self) -> bool:
+        """Whether attention that is called now is to be computed here."""
+        ...
 
 
 class _OfThread(threading.local):

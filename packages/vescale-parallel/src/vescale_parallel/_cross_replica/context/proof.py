@@ -53,21 +53,21 @@ def proven_slicing(
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
-        stacks = _attending_stacks(region, base)
+        stacks, modules = _attending_stacks(region, base)
         whole = sharing_copy(base)
         seen = noted_outputs(whole)
         outputs = run_once(whole, Given([*region.inputs], region.spec, [])).outputs
         cotangents = [torch.randn_like(x) for x in outputs]
         seen.clear()
         expected = run_once(whole, Given([*region.inputs], region.spec, cotangents))
-        slicing = Slicing(stacks)
+        slicing = Slicing(stacks, modules)
         runs, notes, sizes = _on_ranks(region, base, size, slicing, cotangents)
     _compare(expected, runs, _first_difference(seen, notes, sizes, stacks))
     return slicing
 
 
-def _attending_stacks(region: Region, base: nn.Module) -> frozenset[str]:
-    """Return the stacks in which all blocks attend.
+def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the stacks in which all blocks attend, and the modules in these that do.
 
     Raises:
         NotSlicedError: If there are none, or the model draws random numbers.
@@ -94,7 +94,9 @@ def _attending_stacks(region: Region, base: nn.Module) -> frozenset[str]:
             "found no list of two or more blocks that all call F.scaled_dot_product_attention or "
             "transformers' attention interface, by which a rank attends to all of the sequence"
         )
-    return frozenset(map(name_of, found))
+    stacks = frozenset(map(name_of, found))
+    inside = tuple(f"{stack}." for stack in stacks)
+    return stacks, frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
 
 
 def _on_ranks(
@@ -111,7 +113,7 @@ def _on_ranks(
         local = sharing_copy(base)
         blocks = SlicedBlocks(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
-        blocks.slicing = slicing
+        blocks.slice_as(slicing)
         notes = noted_outputs(local)
         result = run_once(local, Given([*region.inputs], region.spec, cotangents))
         sizes[:] = blocks.sizes
