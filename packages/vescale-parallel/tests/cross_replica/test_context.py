@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._cross_replica.context.attention import Heads
-from vescale_parallel._cross_replica.context.blocks import Slicing
+from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, Slicing
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.slices import slice_sizes
@@ -215,9 +215,11 @@ def test_later_calls_slice_the_dims_of_the_call_that_was_compared() -> None:
         slicing.dim("blocks.0", 1, torch.zeros(2, 9, 4), 7)
 
 
-def test_sequences_of_one_position_a_rank_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs sequences of 12 positions or more"):
-        ContextGuard(model_with(nn.Identity), 6, ids())
+def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
+    model = model_with(nn.Identity)
+    with pytest.raises(ShortSequenceError, match=r"needs sequences of 12 positions or more"):
+        proven_slicing(model, {"ids": ids()}, 6, training=True)
+    assert ContextGuard(model, 6, ids())._known == {}
 
 
 @pytest.mark.parametrize(

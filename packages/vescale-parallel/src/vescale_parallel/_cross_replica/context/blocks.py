@@ -74,6 +74,10 @@ class Slicing:
         return found
 
 
+class ShortSequenceError(ValueError):
+    """A sequence has too few positions to be shared out."""
+
+
 class SlicedBlocks:
     """The stacks of blocks of a model whose sequences ranks share.
 
@@ -85,6 +89,7 @@ class SlicedBlocks:
         self._ranks, self._attention = ranks, SlicedAttention(ranks)
         self._interception = Interception(self._attention)
         self.slicing = Slicing()
+        self.runs_short_ones = True
         self._open: str | None = None
         self._intercepted: set[str] = set()
 
@@ -154,8 +159,10 @@ class SlicedBlocks:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if is_first:
+                self._slice_no_short_one(args, kwargs)
             if stack not in self.slicing.stacks:
-                return forward(*args, **kwargs)
+                return self._returned(forward(*args, **kwargs), is_last=False)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             index = _activation(leaves)
             if index is None or leaves[index].dim() < _ROWS:
@@ -181,13 +188,24 @@ class SlicedBlocks:
 
         return run
 
+    def _slice_no_short_one(self, args: Any, kwargs: Any) -> None:
+        """Have this call run whole on every rank if its sequence is too short to be shared.
+
+        Gradients are those of the whole on every rank then, and so is their average.
+        """
+        leaves = pytree.tree_leaves((args, kwargs))
+        index, fewest = _activation(leaves), _FEWEST * self._ranks.size
+        if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
+            return
+        if not self.runs_short_ones:
+            raise ShortSequenceError(
+                f"context_parallel.size {self._ranks.size} needs sequences of {fewest} positions "
+                f"or more, got activations of shape {tuple(leaves[index].shape)}"
+            )
+        self.slicing = Slicing()
+
     def _open_stack(self, stack: str, x: Tensor) -> None:
         length, size = x.shape[1], self._ranks.size
-        if length < _FEWEST * size:
-            raise ValueError(
-                f"context_parallel.size {size} needs sequences of {_FEWEST * size} positions or "
-                f"more, got activations of shape {tuple(x.shape)}"
-            )
         self._attention.sizes = slice_sizes(length, size)
         self._open = stack
 

@@ -24,7 +24,7 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
-from .blocks import SlicedBlocks, Slicing, name_of
+from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
 from .slices import ContextThreads
 from .watch import ForwardWatch, noted_outputs
 
@@ -48,6 +48,7 @@ def proven_slicing(
 
     Raises:
         NotSlicedError: Saying which module computes something else.
+        ShortSequenceError: If there is too little of the sequence to tell.
     """
     with untouched_generators(seed=0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -114,6 +115,7 @@ def _on_ranks(
         blocks = SlicedBlocks(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
         blocks.slice_as(slicing)
+        blocks.runs_short_ones = False
         notes = noted_outputs(local)
         result = run_once(local, Given([*region.inputs], region.spec, cotangents))
         sizes[:] = blocks.sizes
@@ -121,6 +123,8 @@ def _on_ranks(
 
     try:
         both = run_in_threads(size, on_rank)
+    except ShortSequenceError:
+        raise
     except Exception as error:
         raise NotSlicedError(f"on slices it raises {type(error).__name__}: {error}") from error
     return [result for result, _ in both], [notes for _, notes in both], sizes
