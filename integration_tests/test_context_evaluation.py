@@ -111,7 +111,8 @@ def test_bfloat16_is_as_near_to_exact_as_on_one_device(world2: World, how: str) 
     with InDouble():
         loss = model(**batch_of(0, 13, "")).loss
         loss.backward()
-    exact = {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
+    exact: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    exact["loss"] = loss.detach()
     alone = on_rank_in_bfloat16({}, how)
 
     def distance(found: dict[str, Tensor]) -> float:

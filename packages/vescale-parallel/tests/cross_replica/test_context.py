@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vescale_parallel._cross_replica.context.attention import Heads
 from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, Slicing
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
-from vescale_parallel._cross_replica.context.slices import slice_sizes
+from vescale_parallel._cross_replica.context.slices import Method, slice_sizes
 from vescale_parallel._plan.supported import check_supported
 
 FEATURES, HEADS, LENGTH = 8, 4, 10
@@ -133,13 +134,14 @@ def model_with(beside: type[nn.Module], *, is_causal: bool = True) -> Model:
     return Model(lambda: Block(beside(), is_causal=is_causal))
 
 
+@pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_blocks_that_mix_positions_by_attention_alone_are_proven(
-    size: int, is_causal: bool
+    method: Method, size: int, is_causal: bool
 ) -> None:
     model = model_with(nn.Identity, is_causal=is_causal)
-    found = proven_slicing(model, {"ids": ids()}, size, training=True)
+    found = proven_slicing(model, {"ids": ids()}, size, training=True, method=method)
     assert found.stacks == {"blocks"}
 
 

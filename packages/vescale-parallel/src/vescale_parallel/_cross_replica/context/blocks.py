@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
 
-from .attention import SlicedAttention
+from .attention import HeadsAttention
 from .conversions import gather_slices, keep_slice
 from .intercept import Interception
-from .slices import ContextRanks, slice_sizes
+from .ring_attention import RingAttention
+from .slices import ContextRanks, Method, SequenceSlices
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
@@ -85,8 +86,10 @@ class SlicedBlocks:
         slicing: What the call that runs slices.
     """
 
-    def __init__(self, ranks: ContextRanks) -> None:
-        self._ranks, self._attention = ranks, SlicedAttention(ranks)
+    def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
+        self._ranks = ranks
+        self._method: Method = method
+        self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         self._interception = Interception(self._attention)
         self.slicing = Slicing()
         self.runs_short_ones = True
@@ -94,9 +97,9 @@ class SlicedBlocks:
         self._intercepted: set[str] = set()
 
     @property
-    def sizes(self) -> list[int]:
-        """Of the slices of the sequence that runs, or ran last."""
-        return self._attention.sizes
+    def slices(self) -> SequenceSlices:
+        """Of the sequence that runs, or ran last."""
+        return self._attention.slices
 
     def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
         """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says."""
@@ -125,17 +128,17 @@ class SlicedBlocks:
         """Return what makes the context of blocks that run again in backward, with others'."""
 
         def now() -> Around:
-            slicing, sizes, around = self.slicing, self.sizes, others()
+            slicing, slices, around = self.slicing, self.slices, others()
 
             @contextlib.contextmanager
             def again() -> Iterator[None]:
-                latest = self.slicing, self.sizes
-                self.slicing, self._attention.sizes = slicing, sizes
+                latest = self.slicing, self.slices
+                self.slicing, self._attention.slices = slicing, slices
                 try:
                     with around():
                         yield
                 finally:
-                    self.slicing, self._attention.sizes = latest
+                    self.slicing, self._attention.slices = latest
 
             return again
 
@@ -172,7 +175,7 @@ class SlicedBlocks:
                 )
             if is_first:
                 self._open_stack(stack, leaves[index])
-            length, own = sum(self.sizes), self.sizes[self._ranks.rank]
+            length, own = self.slices.length, self.slices.sizes[self._ranks.rank]
             if not is_first and leaves[index].shape[1] != own:
                 raise ValueError(
                     f"context_parallel: {fqn!r} got {leaves[index].shape[1]} positions, not this "
@@ -181,7 +184,7 @@ class SlicedBlocks:
             for at, leaf in enumerate(leaves):
                 dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length)
                 if dim is not None and (is_first or at != index):
-                    leaves[at] = keep_slice(leaf, dim, self.sizes, self._ranks)
+                    leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             output = attend(*args, **kwargs)
             return self._returned(output, is_last=is_last)
@@ -206,7 +209,7 @@ class SlicedBlocks:
 
     def _open_stack(self, stack: str, x: Tensor) -> None:
         length, size = x.shape[1], self._ranks.size
-        self._attention.sizes = slice_sizes(length, size)
+        self._attention.slices = SequenceSlices.over(length, size, self._method)
         self._open = stack
 
     def _returned(self, output: Any, *, is_last: bool) -> Any:
@@ -216,9 +219,9 @@ class SlicedBlocks:
         if is_last:
             self._open = None
         if index is not None and is_last:
-            leaves[index] = gather_slices(leaves[index], 1, self.sizes, self._ranks)
+            leaves[index] = gather_slices(leaves[index], 1, self.slices, self._ranks)
         if index is not None and torch.is_grad_enabled():
-            leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.sizes)
+            leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.slices)
         return pytree.tree_unflatten(leaves, spec)
 
 
@@ -227,15 +230,15 @@ class _BackThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, blocks: SlicedBlocks, slicing: Slicing, sizes: list[int]
+        ctx: Any, x: Tensor, blocks: SlicedBlocks, slicing: Slicing, slices: SequenceSlices
     ) -> Tensor:
-        ctx.given = blocks, slicing, sizes
+        ctx.given = blocks, slicing, slices
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        blocks, slicing, sizes = ctx.given
-        blocks.slicing, blocks._attention.sizes = slicing, sizes
+        blocks, slicing, slices = ctx.given
+        blocks.slicing, blocks._attention.slices = slicing, slices
         return grad, None, None, None
 
 

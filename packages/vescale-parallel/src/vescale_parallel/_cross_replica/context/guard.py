@@ -20,7 +20,7 @@ from vescale_parallel._verify.threads import in_fresh_thread
 
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing
 from .proof import NotSlicedError, proven_slicing
-from .slices import ContextRanks
+from .slices import ContextRanks, Method
 
 _LEFT_OUT = "leave context_parallel out of the plan"
 
@@ -32,12 +32,16 @@ class ContextGuard:
         model: Still whole; what a check needs of it is copied.
         size: How many ranks share a sequence.
         batch: An example, whose form of call is compared now; None to wait for a call.
+        method: How they attend.
 
     Raises:
         ValueError: If a model on slices of the example is another function.
     """
 
-    def __init__(self, model: nn.Module, size: int, batch: Any) -> None:
+    def __init__(
+        self, model: nn.Module, size: int, batch: Any, method: Method = "all_to_all"
+    ) -> None:
+        self._method: Method = method
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
@@ -50,7 +54,7 @@ class ContextGuard:
 
     def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them."""
-        self._blocks = SlicedBlocks(ranks)
+        self._blocks = SlicedBlocks(ranks, self._method)
         self._blocks.install(model, block_stacks(model))
         if self._cache_place is not None:
             # Of keys and values it would have slices.
@@ -104,7 +108,7 @@ class ContextGuard:
                     "transformers to make a smaller one of"
                 )
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
-        return proven_slicing(subject, smaller, self._size, training=training)
+        return proven_slicing(subject, smaller, self._size, training=training, method=self._method)
 
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -27,8 +27,10 @@ class Attends(Protocol):
         """Stand for ``F.scaled_dot_product_attention``."""
         ...
 
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for a function of transformers' attention interface."""
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand for the function of this name in transformers' attention interface."""
         ...
 
     def wants(self) -> bool:
@@ -81,4 +83,4 @@ def _get_interface(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., A
             f"context_parallel: attention {name!r} reads packed documents from positions, of "
             "which a rank has a slice; use attn_implementation='sdpa'"
         )
-    return functools.partial(_here.running[-1].of_interface, found)
+    return functools.partial(_here.running[-1].of_interface, found, str(name))

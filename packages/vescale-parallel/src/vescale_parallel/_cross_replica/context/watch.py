@@ -49,7 +49,9 @@ class ForwardWatch:
         self._note()
         return F.scaled_dot_product_attention(*args, **kwargs)
 
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Note a function of transformers' attention interface, likewise."""
         self._note()
         return function(*args, **kwargs)
