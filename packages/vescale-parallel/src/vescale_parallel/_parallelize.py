@@ -268,8 +268,8 @@ def _experts(plan: ParallelPlan, model: nn.Module) -> list[Experts]:
 
 
 def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:
-    size = plan.context_parallel.size
-    return None if size == 1 else ContextGuard(model, size, batch)
+    context = plan.context_parallel
+    return None if context.size == 1 else ContextGuard(model, context.size, batch, context.method)
 
 
 def _slice_blocks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._cross_replica.context.attention import Heads
-from vescale_parallel._cross_replica.context.blocks import Slicing
+from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, Slicing
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
-from vescale_parallel._cross_replica.context.slices import slice_sizes
+from vescale_parallel._cross_replica.context.slices import Method, slice_sizes
 from vescale_parallel._plan.supported import check_supported
 
 FEATURES, HEADS, LENGTH = 8, 4, 10
@@ -133,13 +134,14 @@ def model_with(beside: type[nn.Module], *, is_causal: bool = True) -> Model:
     return Model(lambda: Block(beside(), is_causal=is_causal))
 
 
+@pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_blocks_that_mix_positions_by_attention_alone_are_proven(
-    size: int, is_causal: bool
+    method: Method, size: int, is_causal: bool
 ) -> None:
     model = model_with(nn.Identity, is_causal=is_causal)
-    found = proven_slicing(model, {"ids": ids()}, size, training=True)
+    found = proven_slicing(model, {"ids": ids()}, size, training=True, method=method)
     assert found.stacks == {"blocks"}
 
 
@@ -215,9 +217,11 @@ def test_later_calls_slice_the_dims_of_the_call_that_was_compared() -> None:
         slicing.dim("blocks.0", 1, torch.zeros(2, 9, 4), 7)
 
 
-def test_sequences_of_one_position_a_rank_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs sequences of 12 positions or more"):
-        ContextGuard(model_with(nn.Identity), 6, ids())
+def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
+    model = model_with(nn.Identity)
+    with pytest.raises(ShortSequenceError, match=r"needs sequences of 12 positions or more"):
+        proven_slicing(model, {"ids": ids()}, 6, training=True)
+    assert ContextGuard(model, 6, ids())._known == {}
 
 
 @pytest.mark.parametrize(

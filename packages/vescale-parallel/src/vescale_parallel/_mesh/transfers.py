@@ -1,4 +1,4 @@
-"""What stages of a pipeline send each other, told to whoever listens.
+"""What ranks send from one to another, told to whoever listens.
 
 Collectives are counted where they are made, in ``vescale_dtensor``; these are sends from rank to
 rank, which torch is called for directly.
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from vescale_dtensor import own_list
 
-Sent = Literal["send activations", "send gradients", "send tied weights"]
+Sent = Literal["send activations", "send gradients", "send tied weights", "send slices"]
 _listeners: list[Callable[[Sent, int], None]] = []
 own_list(_listeners)
 
 
 @contextmanager
 def listening(listener: Callable[[Sent, int], None]) -> Iterator[None]:
-    """Call ``listener`` with what this rank sends to another stage, and its bytes."""
+    """Call ``listener`` with what this rank sends to another one, and its bytes."""
     _listeners.append(listener)
     try:
         yield

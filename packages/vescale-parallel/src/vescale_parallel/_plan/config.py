@@ -288,12 +288,16 @@ class ContextParallel:
 
     Attributes:
         size: How many. They are besides those of ``data_parallel.size``, and get the same rows.
+        method: How they attend: ``"all_to_all"`` has each compute whole sequences of some heads;
+            in a ``"ring"`` keys and values travel, and there may be fewer heads than ranks.
     """
 
     size: int = 1
+    method: Literal["all_to_all", "ring"] = "all_to_all"
 
     def __post_init__(self) -> None:
         _check_size("context_parallel.size", self.size)
+        check_choices("context_parallel.", self)
 
 
 @dataclass(frozen=True, kw_only=True)

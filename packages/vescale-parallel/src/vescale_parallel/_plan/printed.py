@@ -50,7 +50,8 @@ def in_words(
     if experts.size > 1:
         said.append(f"of experts each of {experts.size} data-parallel ranks has its own ones")
     if context.size > 1:
-        said.append(f"each sequence is sliced over {context.size} context-parallel ranks")
+        how = ", which attend in a ring" if context.method == "ring" else ""
+        said.append(f"each sequence is sliced over {context.size} context-parallel ranks{how}")
         if data.size == 1 and data.zero_stage:
             said.append(_ZERO[data.zero_stage].format(ranks=context.size))
     if tensor.size > 1:

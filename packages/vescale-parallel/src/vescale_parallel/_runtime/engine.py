@@ -60,6 +60,7 @@ class Engine:
         accumulation: Runs a step's micro-batches without stages; None for one.
         input_dtype: Of floating-point inputs in forward; None for their own.
         is_at_uneven: Whether ranks now have batches of other numbers of rows.
+        keeps_caches: Whether a rank can keep keys and values of what it generates.
         is_running: Whether a call runs now.
         has_run: Whether a call has run.
     """
@@ -79,6 +80,7 @@ class Engine:
     accumulation: AccumulatedStep | None = None
     input_dtype: torch.dtype | None = None
     is_at_uneven: Callable[[], bool] = lambda: False
+    keeps_caches: bool = True
     is_running: bool = False
     has_run: bool = False
 
@@ -154,7 +156,7 @@ class Engine:
     def generation_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what transformers' ``generate`` is called with, given what its caller says."""
         options = dict(given)
-        if self.pipeline is not None:
+        if not self.keeps_caches:
             options.setdefault("use_cache", False)
         if self.parameters.gathers_in_forward and options.get("synced_gpus") is None:
             # Ranks whose rows are done go on as long as others need their parameters.

@@ -88,5 +88,6 @@ def planned_engine(
         losses=ReturnedLosses(),
         pipeline=step,
         accumulation=accumulation,
+        keeps_caches=step is None and context is None,
         input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )

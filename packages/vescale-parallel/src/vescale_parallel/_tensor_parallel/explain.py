@@ -115,7 +115,7 @@ class ParallelExplanation:
         modules: One entry per kind of module.
         traffic: One entry per line and kind, in the order of the forward pass.
         counted: Every collective of the block, those of gradients and losses included.
-        transfers: What stages of a pipeline sent each other, and its bytes.
+        transfers: What was sent from rank to rank, in a pipeline or a ring, and its bytes.
     """
 
     modules: list[ModuleReport]
@@ -130,7 +130,8 @@ class ParallelExplanation:
         for event in self.counted.events:
             found.setdefault((event.over, event.kind), []).append(event.nbytes)
         for what, nbytes in self.transfers:
-            found.setdefault(("pp", what), []).append(nbytes)
+            over = "cp" if what == "send slices" else "pp"
+            found.setdefault((over, what), []).append(nbytes)
         return [AxisTraffic(*key, len(sent), sum(sent)) for key, sent in sorted(found.items())]
 
     def __str__(self) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from .conversions import Range, to_heads, to_slices
-from .slices import ContextRanks, slice_sizes
+from .conversions import to_heads, to_slices
+from .intercept import refuse_checkpoint_within
+from .slices import ContextRanks, Range, SequenceSlices, slice_sizes
 
 _NUM_DIMS = 3  # heads, positions, features
 _GROUPS = "num_key_value_groups"  # of transformers' attention modules
 # Of F.scaled_dot_product_attention.
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -71,32 +71,16 @@ class Heads:
         return keys.index_select(-3, read)
 
 
-class Attends(Protocol):
-    """Computes attention in place of the functions that are called for it."""
-
-    def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stand for ``F.scaled_dot_product_attention``."""
-        ...
-
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for a function of transformers' attention interface."""
-        ...
-
-    def wants(self) -> bool:
-        """Whether attention that is called now is to be computed here."""
-        ...
-
-
-class SlicedAttention:
+class HeadsAttention:
     """Attention of ranks that have slices of one sequence.
 
     Attributes:
-        sizes: Of the slices of the sequence that runs.
+        slices: Of the sequence that runs.
     """
 
     def __init__(self, ranks: ContextRanks) -> None:
         self.ranks = ranks
-        self.sizes: list[int] = []
+        self.slices = SequenceSlices(())
         self._is_inside = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, compute: _Compute) -> Any:
@@ -105,8 +89,9 @@ class SlicedAttention:
         ``compute`` is given those, and which they are, and returns a tensor of their shape and
         anything else.
         """
-        self._check(query, key, value)
-        rank, sizes = self.ranks.rank, self.sizes
+        check_slices((query, key, value), self.slices, self.ranks.rank)
+        refuse_checkpoint_within()
+        rank, sizes = self.ranks.rank, self.slices.sizes
         heads = Heads.over(query.shape[-3], key.shape[-3], self.ranks.size)
         whole = [
             to_heads(x, of_ranks, sizes, self.ranks)
@@ -123,8 +108,8 @@ class SlicedAttention:
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute what ``F.scaled_dot_product_attention`` is called for on one device."""
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        query, key, value = (given.pop(name) for name in _ARGUMENTS[:3])
+        given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        query, key, value = (given.pop(name) for name in ARGUMENTS[:3])
         rank = self.ranks.rank
 
         def compute(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> tuple[Tensor, None]:
@@ -133,7 +118,9 @@ class SlicedAttention:
 
         return self.attend(query, key, value, compute)[0]
 
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Compute what one of transformers' attention functions is called for on one device.
 
         They return (batch, positions, heads, features) and weights.
@@ -155,32 +142,21 @@ class SlicedAttention:
         """Whether attention that is called now is that of slices."""
         return not self._is_inside
 
-    def _check(self, *given: Tensor) -> None:
-        own = self.sizes[self.ranks.rank]
-        shapes = [tuple(x.shape) for x in given]
-        if min(map(len, shapes)) < _NUM_DIMS or any(shape[-2] != own for shape in shapes):
-            raise ValueError(
-                f"expected attention within blocks to be of this rank's {own} of "
-                f"{sum(self.sizes)} positions, (batch, heads, positions, features), got queries, "
-                f"keys and values of {', '.join(map(str, shapes))}; attention to another "
-                "sequence, or with a cache, needs context_parallel.size 1"
-            )
+
+def check_slices(given: Sequence[Tensor], slices: SequenceSlices, rank: int) -> None:
+    """Refuse attention within blocks that is not of a rank's slice of the sequence."""
+    own = slices.sizes[rank]
+    shapes = [tuple(x.shape) for x in given]
+    if min(map(len, shapes)) < _NUM_DIMS or any(shape[-2] != own for shape in shapes):
+        raise ValueError(
+            f"expected attention within blocks to be of this rank's {own} of "
+            f"{slices.length} positions, (batch, heads, positions, features), got queries, "
+            f"keys and values of {', '.join(map(str, shapes))}; attention to another "
+            "sequence, or with a cache, needs context_parallel.size 1"
+        )
 
 
 _Compute = Callable[[Tensor, Tensor, Tensor, Heads], tuple[Tensor, Any]]
-
-
-class AttentionMode(TorchFunctionMode):
-    """Has ``F.scaled_dot_product_attention`` be that of slices, however it was imported."""
-
-    def __init__(self, attention: Attends) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and self._attention.wants():
-            return self._attention.scaled_dot_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _own_heads(x: Tensor, heads: Heads, rank: int) -> Tensor:

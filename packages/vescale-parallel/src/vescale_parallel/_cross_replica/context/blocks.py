@@ -7,6 +7,12 @@ gathers what it returns. Of what else a block is given, tensors along the sequen
 (rotary tables, positions), and masks stay whole, since attention is of whole sequences. A guess
 that is wrong is refused when the model is compared with one device, see :mod:`.proof`; later calls
 of that form slice the same dims, also where another one happens to be as long as the sequence.
+
+[Note: attention that runs again] Blocks may run again in backward, by a ``torch.utils.checkpoint``
+of the model's own: transformers has it within the forward of a block, below what slices. So what
+intercepts attention is around every module that attends, too, and runs again with it. A call of
+another length may have run meanwhile: a gradient that arrives at a block brings back the slices of
+its call. A checkpoint within the module that attends would leave that out, and is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +24,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
 
-from .attention import AttentionMode, SlicedAttention
+from .attention import HeadsAttention
 from .conversions import gather_slices, keep_slice
-from .interface import interface_of
-from .slices import ContextRanks, slice_sizes
+from .intercept import Interception
+from .ring_attention import RingAttention
+from .slices import ContextRanks, Method, SequenceSlices
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
@@ -38,11 +46,13 @@ class Slicing:
 
     Attributes:
         stacks: Those whose blocks compute on slices; others run as they are.
+        attending: Modules in them that call attention, the innermost ones.
         dims: Of the tensors that blocks are given, by block, place among its arguments and number
             of dims: the one along the sequence, None of what stays whole.
     """
 
     stacks: frozenset[str] = frozenset()
+    attending: frozenset[str] = frozenset()
     dims: dict[tuple[str, int, int], int | None] = field(
         default_factory=dict[tuple[str, int, int], "int | None"]
     )
@@ -65,6 +75,10 @@ class Slicing:
         return found
 
 
+class ShortSequenceError(ValueError):
+    """A sequence has too few positions to be shared out."""
+
+
 class SlicedBlocks:
     """The stacks of blocks of a model whose sequences ranks share.
 
@@ -72,40 +86,59 @@ class SlicedBlocks:
         slicing: What the call that runs slices.
     """
 
-    def __init__(self, ranks: ContextRanks) -> None:
-        self._ranks, self._attention = ranks, SlicedAttention(ranks)
+    def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
+        self._ranks = ranks
+        self._method: Method = method
+        self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
+        self._interception = Interception(self._attention)
         self.slicing = Slicing()
+        self.runs_short_ones = True
         self._open: str | None = None
+        self._intercepted: set[str] = set()
 
     @property
-    def sizes(self) -> list[int]:
-        """Of the slices of the sequence that runs, or ran last."""
-        return self._attention.sizes
+    def slices(self) -> SequenceSlices:
+        """Of the sequence that runs, or ran last."""
+        return self._attention.slices
 
     def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-        """Have the blocks of all stacks compute on slices, as :attr:`slicing` says."""
+        """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says."""
+        self._model = model
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
         for stack in stacks:
             for fqn in stack:
                 block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
                 block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
+                self._intercepted.add(fqn)
+
+    def slice_as(self, slicing: Slicing) -> None:
+        """Compute the next calls so; see [Note: attention that runs again]."""
+        self.slicing = slicing
+        for fqn in sorted(slicing.attending - self._intercepted):
+            module = self._model.get_submodule(fqn)
+            is_now = functools.partial(self._attends_by, fqn)
+            module.forward = self._interception.around(module.forward, is_now)
+            self._intercepted.add(fqn)
+
+    def _attends_by(self, fqn: str) -> bool:
+        return fqn in self.slicing.attending
 
     def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
         """Return what makes the context of blocks that run again in backward, with others'."""
 
         def now() -> Around:
-            slicing, sizes, around = self.slicing, self.sizes, others()
+            slicing, slices, around = self.slicing, self.slices, others()
 
             @contextlib.contextmanager
             def again() -> Iterator[None]:
-                latest = self.slicing, self.sizes
-                self.slicing, self._attention.sizes = slicing, sizes
+                latest = self.slicing, self.slices
+                self.slicing, self._attention.slices = slicing, slices
                 try:
                     with around():
                         yield
                 finally:
-                    self.slicing, self._attention.sizes = latest
+                    self.slicing, self._attention.slices = latest
 
             return again
 
@@ -125,10 +158,14 @@ class SlicedBlocks:
     def _wrapped(
         self, forward: Callable[..., Any], stack: str, fqn: str, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
+        attend = self._interception.around(forward, lambda: True)
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if is_first:
+                self._slice_no_short_one(args, kwargs)
             if stack not in self.slicing.stacks:
-                return forward(*args, **kwargs)
+                return self._returned(forward(*args, **kwargs), is_last=False)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             index = _activation(leaves)
             if index is None or leaves[index].dim() < _ROWS:
@@ -138,7 +175,7 @@ class SlicedBlocks:
                 )
             if is_first:
                 self._open_stack(stack, leaves[index])
-            length, own = sum(self.sizes), self.sizes[self._ranks.rank]
+            length, own = self.slices.length, self.slices.sizes[self._ranks.rank]
             if not is_first and leaves[index].shape[1] != own:
                 raise ValueError(
                     f"context_parallel: {fqn!r} got {leaves[index].shape[1]} positions, not this "
@@ -147,32 +184,62 @@ class SlicedBlocks:
             for at, leaf in enumerate(leaves):
                 dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length)
                 if dim is not None and (is_first or at != index):
-                    leaves[at] = keep_slice(leaf, dim, self.sizes, self._ranks)
+                    leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            with interface_of(self._attention), AttentionMode(self._attention):
-                output = forward(*args, **kwargs)
-            return self._gathered(output) if is_last else output
+            output = attend(*args, **kwargs)
+            return self._returned(output, is_last=is_last)
 
         return run
 
+    def _slice_no_short_one(self, args: Any, kwargs: Any) -> None:
+        """Have this call run whole on every rank if its sequence is too short to be shared.
+
+        Gradients are those of the whole on every rank then, and so is their average.
+        """
+        leaves = pytree.tree_leaves((args, kwargs))
+        index, fewest = _activation(leaves), _FEWEST * self._ranks.size
+        if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
+            return
+        if not self.runs_short_ones:
+            raise ShortSequenceError(
+                f"context_parallel.size {self._ranks.size} needs sequences of {fewest} positions "
+                f"or more, got activations of shape {tuple(leaves[index].shape)}"
+            )
+        self.slicing = Slicing()
+
     def _open_stack(self, stack: str, x: Tensor) -> None:
         length, size = x.shape[1], self._ranks.size
-        if length < _FEWEST * size:
-            raise ValueError(
-                f"context_parallel.size {size} needs sequences of {_FEWEST * size} positions or "
-                f"more, got activations of shape {tuple(x.shape)}"
-            )
-        self._attention.sizes = slice_sizes(length, size)
+        self._attention.slices = SequenceSlices.over(length, size, self._method)
         self._open = stack
 
-    def _gathered(self, output: Any) -> Any:
-        """Return what a block returns with the whole sequence of its activation."""
-        self._open = None
+    def _returned(self, output: Any, *, is_last: bool) -> Any:
+        """Return what a block returns; the last one, the whole sequence of its activation."""
         leaves, spec = pytree.tree_flatten(output)
         index = _activation(leaves)
-        if index is not None:
-            leaves[index] = gather_slices(leaves[index], 1, self.sizes, self._ranks)
+        if is_last:
+            self._open = None
+        if index is not None and is_last:
+            leaves[index] = gather_slices(leaves[index], 1, self.slices, self._ranks)
+        if index is not None and torch.is_grad_enabled():
+            leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.slices)
         return pytree.tree_unflatten(leaves, spec)
+
+
+class _BackThrough(torch.autograd.Function):
+    """Nothing in forward; in backward, begins that of a block on the slices of its own call."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, blocks: SlicedBlocks, slicing: Slicing, slices: SequenceSlices
+    ) -> Tensor:
+        ctx.given = blocks, slicing, slices
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        blocks, slicing, slices = ctx.given
+        blocks.slicing, blocks._attention.slices = slicing, slices
+        return grad, None, None, None
 
 
 def name_of(stack: Sequence[str]) -> str:

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slices import ContextRanks
-
-Range = tuple[int, int]  # first and behind the last
+from .slices import ContextRanks, Range, SequenceSlices
 
 
-def keep_slice(x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks) -> Tensor:
+def keep_slice(x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks) -> Tensor:
     """Return this rank's slice of a tensor that all ranks have whole."""
-    return x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank]).contiguous()
+    return slices.part(x, dim, ranks.rank).contiguous()
 
 
-def gather_slices(x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks) -> Tensor:
+def gather_slices(x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks) -> Tensor:
     """Return the whole of what every rank has a slice of. Every rank must call this."""
-    return _Gather.apply(x, dim, sizes, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+    return _Gather.apply(x, dim, slices, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
 
 
 def to_heads(
@@ -55,10 +53,10 @@ def to_slices(
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], ranks: ContextRanks
+        ctx: Any, x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks
     ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.given = dim, sizes, ranks
-        return ranks.all_gather(x, dim, sizes)
+        ctx.given = dim, slices, ranks
+        return slices.whole(ranks.all_gather(x, dim, slices.sizes), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

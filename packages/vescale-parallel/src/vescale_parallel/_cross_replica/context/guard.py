@@ -18,9 +18,9 @@ from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .blocks import SlicedBlocks, Slicing
+from .blocks import ShortSequenceError, SlicedBlocks, Slicing
 from .proof import NotSlicedError, proven_slicing
-from .slices import ContextRanks
+from .slices import ContextRanks, Method
 
 _LEFT_OUT = "leave context_parallel out of the plan"
 
@@ -32,12 +32,16 @@ class ContextGuard:
         model: Still whole; what a check needs of it is copied.
         size: How many ranks share a sequence.
         batch: An example, whose form of call is compared now; None to wait for a call.
+        method: How they attend.
 
     Raises:
         ValueError: If a model on slices of the example is another function.
     """
 
-    def __init__(self, model: nn.Module, size: int, batch: Any) -> None:
+    def __init__(
+        self, model: nn.Module, size: int, batch: Any, method: Method = "all_to_all"
+    ) -> None:
+        self._method: Method = method
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
@@ -50,7 +54,7 @@ class ContextGuard:
 
     def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them."""
-        self._blocks = SlicedBlocks(ranks)
+        self._blocks = SlicedBlocks(ranks, self._method)
         self._blocks.install(model, block_stacks(model))
         if self._cache_place is not None:
             # Of keys and values it would have slices.
@@ -68,7 +72,7 @@ class ContextGuard:
         """
         assert self._blocks is not None
         args, kwargs = self._without_cache(tuple(args), dict(kwargs))
-        self._blocks.slicing = self._slicing(args, kwargs, training=self._model.training)
+        self._blocks.slice_as(self._slicing(args, kwargs, training=self._model.training))
         yield
 
     def _slicing(
@@ -80,6 +84,8 @@ class ContextGuard:
             small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
                 self._known[form] = in_fresh_thread(lambda: self._prove(small, training=training))
+            except ShortSequenceError:
+                return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:
                 raise ValueError(
                     f"context_parallel.size {self._size}: {self._class} is not one device's on "
@@ -102,7 +108,7 @@ class ContextGuard:
                     "transformers to make a smaller one of"
                 )
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
-        return proven_slicing(subject, smaller, self._size, training=training)
+        return proven_slicing(subject, smaller, self._size, training=training, method=self._method)
 
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

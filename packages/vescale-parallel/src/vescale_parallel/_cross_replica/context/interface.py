@@ -13,11 +13,29 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from .attention import Attends
+from torch import Tensor
 
 _MODULE = "transformers.modeling_utils"
+
+
+class Attends(Protocol):
+    """Computes attention in place of the functions that are called for it."""
+
+    def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stand for ``F.scaled_dot_product_attention``."""
+        ...
+
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand for the function of this name in transformers' attention interface."""
+        ...
+
+    def wants(self) -> bool:
+        """Whether attention that is called now is to be computed here."""
+        ...
 
 
 class _OfThread(threading.local):
@@ -65,4 +83,4 @@ def _get_interface(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., A
             f"context_parallel: attention {name!r} reads packed documents from positions, of "
             "which a rank has a slice; use attn_implementation='sdpa'"
         )
-    return functools.partial(_here.running[-1].of_interface, found)
+    return functools.partial(_here.running[-1].of_interface, found, str(name))

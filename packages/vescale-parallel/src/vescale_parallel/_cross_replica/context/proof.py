@@ -7,8 +7,9 @@ than by attention, as convolutions and recurrences do, does not, and is named.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
-from .blocks import SlicedBlocks, Slicing, name_of
-from .slices import ContextThreads
+from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
+from .slices import ContextThreads, Method, SequenceSlices
 from .watch import ForwardWatch, noted_outputs
 
 Notes = dict[str, Tensor]
@@ -36,7 +37,12 @@ class NotSlicedError(ValueError):
 
 
 def proven_slicing(
-    model: nn.Module, named: Mapping[str, Any], size: int, *, training: bool
+    model: nn.Module,
+    named: Mapping[str, Any],
+    size: int,
+    *,
+    training: bool,
+    method: Method = "all_to_all",
 ) -> Slicing:
     """Return which blocks give one device's numbers on slices of a sequence, and of what.
 
@@ -45,29 +51,32 @@ def proven_slicing(
         named: The arguments of a call.
         size: How many ranks share a sequence.
         training: The mode to run in.
+        method: How ranks attend.
 
     Raises:
         NotSlicedError: Saying which module computes something else.
+        ShortSequenceError: If there is too little of the sequence to tell.
     """
     with untouched_generators(seed=0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
-        stacks = _attending_stacks(region, base)
+        stacks, modules = _attending_stacks(region, base)
         whole = sharing_copy(base)
         seen = noted_outputs(whole)
         outputs = run_once(whole, Given([*region.inputs], region.spec, [])).outputs
         cotangents = [torch.randn_like(x) for x in outputs]
         seen.clear()
         expected = run_once(whole, Given([*region.inputs], region.spec, cotangents))
-        slicing = Slicing(stacks)
-        runs, notes, sizes = _on_ranks(region, base, size, slicing, cotangents)
-    _compare(expected, runs, _first_difference(seen, notes, sizes, stacks))
+        slicing = Slicing(stacks, modules)
+        make = functools.partial(SlicedBlocks, method=method)
+        runs, notes, slices = _on_ranks(region, base, size, slicing, cotangents, make)
+    _compare(expected, runs, _first_difference(seen, notes, slices, stacks))
     return slicing
 
 
-def _attending_stacks(region: Region, base: nn.Module) -> frozenset[str]:
-    """Return the stacks in which all blocks attend.
+def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the stacks in which all blocks attend, and the modules in these that do.
 
     Raises:
         NotSlicedError: If there are none, or the model draws random numbers.
@@ -94,7 +103,9 @@ def _attending_stacks(region: Region, base: nn.Module) -> frozenset[str]:
             "found no list of two or more blocks that all call F.scaled_dot_product_attention or "
             "transformers' attention interface, by which a rank attends to all of the sequence"
         )
-    return frozenset(map(name_of, found))
+    stacks = frozenset(map(name_of, found))
+    inside = tuple(f"{stack}." for stack in stacks)
+    return stacks, frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
 
 
 def _on_ranks(
@@ -103,25 +114,29 @@ def _on_ranks(
     size: int,
     slicing: Slicing,
     cotangents: list[Tensor],
-) -> tuple[list[Results], list[Notes], list[int]]:
-    """Run a model on all ranks; return also what its modules returned, and sizes of slices."""
-    sizes: list[int] = []
+    make: Callable[[ContextThreads], SlicedBlocks],
+) -> tuple[list[Results], list[Notes], SequenceSlices]:
+    """Run a model on all ranks; return also what its modules returned, and the slices."""
+    found: list[SequenceSlices] = []
 
     def on_rank(rank: int, threads: ThreadExchange) -> tuple[Results, Notes]:
         local = sharing_copy(base)
-        blocks = SlicedBlocks(ContextThreads(threads, rank))
+        blocks = make(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
-        blocks.slicing = slicing
+        blocks.slice_as(slicing)
+        blocks.runs_short_ones = False
         notes = noted_outputs(local)
         result = run_once(local, Given([*region.inputs], region.spec, cotangents))
-        sizes[:] = blocks.sizes
+        found.append(blocks.slices)
         return result, notes
 
     try:
         both = run_in_threads(size, on_rank)
+    except ShortSequenceError:
+        raise
     except Exception as error:
         raise NotSlicedError(f"on slices it raises {type(error).__name__}: {error}") from error
-    return [result for result, _ in both], [notes for _, notes in both], sizes
+    return [result for result, _ in both], [notes for _, notes in both], found[0]
 
 
 def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) -> None:
@@ -153,14 +168,14 @@ def _same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def _first_difference(
-    seen: Notes, notes: Sequence[Notes], sizes: Sequence[int], stacks: frozenset[str]
+    seen: Notes, notes: Sequence[Notes], slices: SequenceSlices, stacks: frozenset[str]
 ) -> str | None:
     """Return the first module in blocks, as they end, whose slices are not those of the whole."""
     inside = tuple(f"{stack}." for stack in stacks)
     for fqn, whole in seen.items():
-        if not fqn.startswith(inside) or whole.dim() < 2 or whole.shape[1] != sum(sizes):
+        if not fqn.startswith(inside) or whole.dim() < 2 or whole.shape[1] != slices.length:
             continue
-        parts = whole.split([*sizes], 1)
+        parts = [slices.part(whole, 1, rank) for rank in range(len(notes))]
         if any(
             fqn in each and each[fqn].shape == part.shape and not close(each[fqn], part, whole)
             for each, part in zip(notes, parts, strict=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor import all_gather, all_to_all
+from vescale_dtensor import all_gather, all_to_all, named_failures
+from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
+
+Range = tuple[int, int]  # first and behind the last
+Method = Literal["all_to_all", "ring"]
 
 
 def slice_sizes(length: int, num_parts: int) -> list[int]:
@@ -22,6 +29,60 @@ def slice_sizes(length: int, num_parts: int) -> list[int]:
     """
     step, longer = divmod(length, num_parts)
     return [step + (part < longer) for part in range(num_parts)]
+
+
+@dataclass(frozen=True)
+class SequenceSlices:
+    """Which positions of a sequence each rank has.
+
+    Attributes:
+        ranges: Of each rank, in the order in which it holds them.
+    """
+
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @staticmethod
+    def over(length: int, size: int, method: Method) -> SequenceSlices:
+        """Slice a sequence for a method of attention.
+
+        All-to-all wants consecutive slices. A ring gives each rank one part from the beginning
+        and one from the end, see [Note: ring attention].
+
+        Example:
+            >>> SequenceSlices.over(9, 2, "ring").ranges
+            (((0, 3), (7, 9)), ((3, 5), (5, 7)))
+        """
+        num_parts = size if method == "all_to_all" else 2 * size
+        ends = [0, *itertools.accumulate(slice_sizes(length, num_parts))]
+        parts = [*itertools.pairwise(ends)]
+        if method == "all_to_all":
+            return SequenceSlices(tuple((part,) for part in parts))
+        pairs = zip(parts[:size], reversed(parts[size:]), strict=True)
+        return SequenceSlices(tuple(pairs))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many positions each rank has."""
+        return [sum(end - first for first, end in ranges) for ranges in self.ranges]
+
+    @cached_property
+    def length(self) -> int:
+        """How many positions there are."""
+        return sum(self.sizes)
+
+    def part(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """Return a rank's slice of a tensor that has the whole sequence along ``dim``."""
+        parts = [x.narrow(dim, first, end - first) for first, end in self.ranges[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return the slices of all ranks, one behind the other, in the order of the sequence."""
+        ranges = [each for of_rank in self.ranges for each in of_rank]
+        if ranges == sorted(ranges):
+            return x
+        parts = x.split([end - first for first, end in ranges], dim)
+        in_order = sorted(range(len(ranges)), key=lambda at: ranges[at])
+        return torch.cat([parts[at] for at in in_order], dim)
 
 
 class ContextRanks(Protocol):
@@ -45,6 +106,10 @@ class ContextRanks(Protocol):
         """Return the slices of all ranks along ``dim``, of these sizes."""
         ...
 
+    def pass_on(self, x: Tensor, numel: int) -> Callable[[], Tensor]:
+        """Send a tensor (1D) to the next rank; return what waits for that of the one before."""
+        ...
+
 
 class ContextProcesses:
     """Ranks that are processes of a group."""
@@ -61,6 +126,26 @@ class ContextProcesses:
         whole = all_gather(rows, self._group, sizes=[*sizes])
         return whole.movedim(0, dim).contiguous()
 
+    def pass_on(self, x: Tensor, numel: int) -> Callable[[], Tensor]:
+        received = x.new_empty(numel)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        tell_sent("send slices", x)
+        with named_failures():
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, x, group=self._group, group_peer=after),
+                    dist.P2POp(dist.irecv, received, group=self._group, group_peer=before),
+                ]
+            )
+
+        def arrived() -> Tensor:
+            with named_failures():
+                for work in works:
+                    work.wait()
+            return received
+
+        return arrived
+
 
 class ContextThreads:
     """One of several ranks that are threads of this process."""
@@ -74,3 +159,7 @@ class ContextThreads:
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         return torch.cat(self._threads.exchange(self.rank, x), dim)
+
+    def pass_on(self, x: Tensor, numel: int) -> Callable[[], Tensor]:
+        received = self._threads.exchange(self.rank, x)[(self.rank - 1) % self.size]
+        return lambda: received

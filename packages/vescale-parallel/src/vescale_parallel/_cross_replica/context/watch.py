@@ -13,7 +13,7 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import generator_state
 
-from .attention import AttentionMode
+from .intercept import AttentionMode
 from .interface import interface_of
 
 
@@ -22,13 +22,16 @@ class ForwardWatch:
 
     Attributes:
         attending: Blocks that called attention.
+        modules: The innermost modules in them that did.
         drawing: The first module that drew random numbers; None if none did.
     """
 
     def __init__(self) -> None:
         self.attending: set[str] = set()
+        self.modules: set[str] = set()
         self.drawing: str | None = None
         self._block: str | None = None
+        self._within: list[str] = []
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Run a model that is thrown away afterwards."""
@@ -37,7 +40,7 @@ class ForwardWatch:
                 self._follow(model.get_submodule(fqn), fqn)
         before = generator_state()
         for fqn, module in model.named_modules():
-            self._look_at_draws(module, fqn, before)
+            self._follow_within(module, fqn, before)
         with torch.no_grad(), interface_of(self), AttentionMode(self):
             model(*args, **kwargs)
 
@@ -46,7 +49,9 @@ class ForwardWatch:
         self._note()
         return F.scaled_dot_product_attention(*args, **kwargs)
 
-    def of_interface(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
         """Note a function of transformers' attention interface, likewise."""
         self._note()
         return function(*args, **kwargs)
@@ -58,6 +63,7 @@ class ForwardWatch:
     def _note(self) -> None:
         if self._block is not None:
             self.attending.add(self._block)
+            self.modules.add(self._within[-1])
 
     def _follow(self, block: nn.Module, fqn: str) -> None:
         def begin(_: nn.Module, args: Any) -> None:
@@ -69,11 +75,16 @@ class ForwardWatch:
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end)
 
-    def _look_at_draws(self, module: nn.Module, fqn: str, before: object) -> None:
+    def _follow_within(self, module: nn.Module, fqn: str, before: object) -> None:
+        def begin(_: nn.Module, args: Any) -> None:
+            self._within.append(fqn)
+
         def end(_: nn.Module, args: Any, output: Any) -> None:
+            self._within.pop()
             if self.drawing is None and generator_state() != before:
                 self.drawing = fqn
 
+        module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
 
 

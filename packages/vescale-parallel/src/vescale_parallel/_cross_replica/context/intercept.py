@@ -1,0 +1,82 @@
+"""Attention that modules call, while they run, is that of slices, however they reach it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .interface import Attends, interface_of
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+class AttentionMode(TorchFunctionMode):
+    """Has ``F.scaled_dot_product_attention`` be that of slices, however it was imported."""
+
+    def __init__(self, attention: Attends) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self._attention.wants():
+            return self._attention.scaled_dot_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _OfThread(threading.local):
+    """Whether attention is intercepted on this thread; a GPU's backward has one of its own."""
+
+    is_intercepted = False
+
+
+class Interception:
+    """Has attention be computed by another, within the forwards that it is told of."""
+
+    def __init__(self, attention: Attends) -> None:
+        self._attention, self._here = attention, _OfThread()
+
+    def around(
+        self, forward: Callable[..., Any], is_now: Callable[[], bool]
+    ) -> Callable[..., Any]:
+        """Return a forward in which attention is intercepted, while ``is_now()``."""
+
+        @functools.wraps(forward)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            if self._here.is_intercepted or not is_now():
+                return forward(*args, **kwargs)
+            self._here.is_intercepted = True
+            try:
+                with interface_of(self._attention), AttentionMode(self._attention):
+                    return forward(*args, **kwargs)
+            finally:
+                self._here.is_intercepted = False
+
+        made: Any = intercepted
+        _intercepted.add(made.__code__)
+        return made
+
+
+_intercepted = set[CodeType]()
+
+
+def refuse_checkpoint_within() -> None:
+    """Refuse a checkpoint between a module that attends and its attention.
+
+    It would run attention again without what intercepts it, which is around the module.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _intercepted:
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            raise ValueError(
+                "context_parallel: expected torch.utils.checkpoint around the module that calls "
+                "attention, or around more, got it within that module, where attention would run "
+                "again on a slice alone; checkpoint the module, or use recompute='full'"
+            )
+        frame = frame.f_back

@@ -1,0 +1,117 @@
+"""Attention of slices of a sequence: keys and values travel round the ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .attention import ARGUMENTS, check_slices
+from .intercept import refuse_checkpoint_within
+from .ring import Scoring, ring_attention
+from .slices import ContextRanks, SequenceSlices
+
+_INTERFACE = ("eager", "sdpa")
+_USE_HEADS = "use context_parallel.method 'all_to_all'"
+
+
+class RingAttention:
+    """Attention of ranks that have slices of one sequence, and keep their queries.
+
+    Functions of transformers' interface are not called but computed here: what they mean with
+    their masks, scales and sinks. What one means otherwise is seen when the model is compared with
+    one device.
+
+    Attributes:
+        slices: Of the sequence that runs.
+    """
+
+    def __init__(self, ranks: ContextRanks) -> None:
+        self.ranks = ranks
+        self.slices = SequenceSlices(())
+
+    def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute what ``F.scaled_dot_product_attention`` is called for on one device."""
+        given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        query, key, value = (given[name] for name in ARGUMENTS[:3])
+        return self._attend(
+            query,
+            key,
+            value,
+            mask=given.get("attn_mask"),
+            scale=given.get("scale"),
+            is_causal=given.get("is_causal", False),
+            dropout=given.get("dropout_p", 0.0),
+        )
+
+    def of_interface(
+        self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute what one of transformers' attention functions is called for on one device.
+
+        They return (batch, positions, heads, features) and weights, which are None here.
+        """
+        module, query, key, value, *others = args
+        mask = others[0] if others else kwargs.get("attention_mask")
+        if name not in _INTERFACE:
+            raise ValueError(
+                f"context_parallel: a ring computes the attention functions {_INTERFACE}, got "
+                f"{name!r}; use one of them, or {_USE_HEADS}"
+            )
+        for each in ("softcap", "position_bias"):
+            if kwargs.get(each) is not None:
+                raise ValueError(
+                    f"context_parallel: a ring computes no attention with {each!r}, which "
+                    f"{type(module).__name__} gives it; {_USE_HEADS}"
+                )
+        is_causal = kwargs.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        sinks = kwargs.get("s_aux", getattr(module, "sinks", None))
+        made = self._attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=kwargs.get("scaling"),
+            # Of the two, sdpa makes the mask itself if it is given none.
+            is_causal=is_causal and mask is None and name == "sdpa",
+            dropout=kwargs.get("dropout", 0.0),
+            sinks=sinks,
+        )
+        return made.transpose(1, 2).contiguous(), None
+
+    def wants(self) -> bool:
+        """Whether attention that is called now is that of slices."""
+        return True
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float | None,
+        is_causal: bool,
+        dropout: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        check_slices((query, key, value), self.slices, self.ranks.rank)
+        refuse_checkpoint_within()
+        if dropout:
+            raise ValueError(
+                f"context_parallel: a ring draws no dropout of attention, got {dropout}; set it "
+                "to 0"
+            )
+        if mask is not None and mask.requires_grad:
+            raise ValueError(
+                "context_parallel: a ring gives no gradient to what is added to the scores of "
+                f"attention, got one of shape {tuple(mask.shape)} that is trained; {_USE_HEADS}"
+            )
+        usual = query.shape[-1] ** -0.5
+        scoring = Scoring(usual if scale is None else scale, is_causal=bool(is_causal), mask=mask)
+        return ring_attention(
+            query, key, value, scoring, slices=self.slices, ranks=self.ranks, sinks=sinks
+        )
