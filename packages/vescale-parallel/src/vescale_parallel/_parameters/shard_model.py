@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import Box, DTensor, local_boxes, local_shape
+from vescale_dtensor import Box, DTensor, RaggedShard, local_boxes, local_shape
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
@@ -20,7 +21,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from .flat_shards import Cut, FlatPlace, groups_of, place_in_buffers
 from .host_memory import empty_on_host
 from .replaced import mark_replaced
-from .sharded_parameter import ShardedParameter, placements_of
+from .sharded_parameter import ShardedParameter, all_on, placements_of
 
 Read = Callable[[Tensor, Box], Tensor]
 # The pipeline stages that use a parameter, given all its names; the owner first.
@@ -47,42 +48,40 @@ def shard_parameters(
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
-    experts: Collection[str] = (),
+    experts: Mapping[str, int | None] = MappingProxyType({}),
 ) -> list[ShardedParameter]:
     """Replace every parameter by a DTensor that holds this rank's shard only.
 
     Those of one of ``blocks`` travel together. ``stages_of`` returns the pipeline stages that use
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
-    ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
-    of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
+    ``read`` the values of a box of a tensor. ``experts`` are the parameters of experts: of
+    those that stack some each rank of the ``ep`` axis has its own, and one rank, which is their
+    value, has all of the others. ``mesh`` is that of :func:`.state_mesh`.
     """
     names, tensors = dict[int, list[str]](), {id(p): p for p in model.parameters()}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
+    num_ranks = axis_size(mesh, "ep")
+    held = {
+        key: _ep_placement(tensors[key].shape, num_ranks, experts, fqns)
+        for key, fqns in names.items()
+    }
     places = dict[int, FlatPlace]()
     if axis_size(mesh, "dp_shard") > 1 or _is_on_host(plan):
         group_of = groups_of(model, blocks)
-        places = place_in_buffers(
-            {
-                key: (
-                    (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
-                    tensors[key],
-                    _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
-                )
-                for key, fqns in names.items()
-                # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
-                if tensors[key].ndim
-            },
-            ranks=axis_size(mesh, "dp_shard"),
-            rank=axis_rank(mesh, "dp_shard"),
-            copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
-            replicas=plan.data_parallel.state_replicas,
-            compute_dtype=functools.partial(_compute_dtype, plan),
-            device=this_device(),
-            on_host=_is_on_host(plan),
-        )
+        groups = {
+            key: (
+                (group_of(fqns), _owner(plan, stages[key]), _holder(experts, fqns)),
+                tensors[key],
+                _cuts(mesh, tp[key], held[key]),
+            )
+            for key, fqns in names.items()
+            # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
+            if tensors[key].ndim
+        }
+        places = _places(plan, mesh, groups)
     params: list[ShardedParameter] = []
     for key, fqns in names.items():
         param = _shard_parameter(
@@ -96,7 +95,7 @@ def shard_parameters(
             stages=stages[key],
             place=places.get(key),
             read=read,
-            is_expert=fqns[0] in experts,
+            ep=held[key],
         )
         if param.unsharded is None:
             like = param.sharded
@@ -105,6 +104,23 @@ def shard_parameters(
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
     return params
+
+
+def _places(
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    groups: Mapping[int, tuple[Hashable, nn.Parameter, Sequence[Cut]]],
+) -> dict[int, FlatPlace]:
+    return place_in_buffers(
+        groups,
+        ranks=axis_size(mesh, "dp_shard"),
+        rank=axis_rank(mesh, "dp_shard"),
+        copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
+        replicas=plan.data_parallel.state_replicas,
+        compute_dtype=functools.partial(_compute_dtype, plan),
+        device=this_device(),
+        on_host=_is_on_host(plan),
+    )
 
 
 def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
@@ -119,9 +135,24 @@ def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
     return next(iter(placed.values()), Replicate())
 
 
-def _cuts(mesh: DeviceMesh, tp: Placement, *, is_expert: bool) -> list[Cut]:
+def _holder(experts: Mapping[str, int | None], fqns: Sequence[str]) -> tuple[bool, int | None]:
+    """Return whether a parameter is of experts, and the one rank that has it, None for all."""
+    return fqns[0] in experts, experts.get(fqns[0])
+
+
+def _ep_placement(
+    shape: torch.Size, size: int, experts: Mapping[str, int | None], fqns: Sequence[str]
+) -> Placement | None:
+    """Return how ranks that share experts hold a parameter, None if it is of none."""
+    is_expert, holder = _holder(experts, fqns)
+    if not is_expert:
+        return None
+    return Shard(0) if holder is None else all_on(holder, size, shape)
+
+
+def _cuts(mesh: DeviceMesh, tp: Placement, ep: Placement | None) -> list[Cut]:
     """Return the axes that cut what a rank computes with: their size, its rank, and how."""
-    axes: list[tuple[str, Placement]] = [("ep", Shard(0))] if is_expert else []
+    axes: list[tuple[str, Placement]] = [("ep", ep)] if isinstance(ep, Shard) else []
     return [
         (axis_size(mesh, axis), axis_rank(mesh, axis), how) for axis, how in [*axes, ("tp", tp)]
     ]
@@ -154,13 +185,15 @@ def _shard_parameter(
     stages: tuple[int, ...],
     place: FlatPlace | None,
     read: Read,
-    is_expert: bool,
+    ep: Placement | None,
 ) -> ShardedParameter:
     shape, owner = parameter.shape, _owner(plan, stages)
-    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, is_expert=is_expert)
-    sizes, ranks, cuts = zip(*_cuts(mesh, tp, is_expert=is_expert), strict=True)
+    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, ep=ep)
+    sizes, ranks, cuts = zip(*_cuts(mesh, tp, ep), strict=True)
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
-    is_owner = owner == axis_rank(mesh, "pp")
+    # Another rank has this expert.
+    is_elsewhere = isinstance(ep, RaggedShard) and not ep.local_units[axis_rank(mesh, "ep")]
+    is_owner = owner == axis_rank(mesh, "pp") and not is_elsewhere
     own_place, on_host = place if is_owner else None, _is_on_host(plan)
     local = _read_local(parameter, mesh, placements, read, own_place, part, on_host=on_host)
     sharded = nn.Parameter(
@@ -175,7 +208,7 @@ def _shard_parameter(
         sharded.register_hook(hook)
     unsharded, shares = None, False
     users = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
-    if axis_rank(mesh, "pp") in users:
+    if axis_rank(mesh, "pp") in users and not is_elsewhere:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         shares = is_owner and place is None and dtype == local.dtype and not on_host
@@ -189,7 +222,7 @@ def _shard_parameter(
             # Filled before every use. What is tied to another stage's is received instead.
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
-        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages, is_expert
+        fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages, ep is not None
     )
 
 
