@@ -24,8 +24,8 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
-from ._expert_parallel.experts import Experts, expert_parameters
 from ._expert_parallel.find import find_experts
+from ._expert_parallel.found import FoundExperts
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
 from ._mesh.agreement import barrier, check_agreement
@@ -227,11 +227,11 @@ def _change(
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     run_here = stages.blocks if stages is not None else blocks
-    own, on = expert_parameters(model, experts), state_mesh(plan, mesh)
+    own, on = experts.parameters(model, plan.expert_parallel.size), state_mesh(plan, mesh)
     params = shard_parameters(
         plan, model, on, sharding, run_here, stages_of, placeholder, read, own, block=block
     )
-    if experts:
+    if own:
         dispatch(model, experts, second_group(mesh, "ep"))
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
@@ -262,9 +262,9 @@ def _change(
     return loader
 
 
-def _experts(plan: ParallelPlan, model: nn.Module) -> list[Experts]:
+def _experts(plan: ParallelPlan, model: nn.Module) -> FoundExperts:
     size = plan.expert_parallel.size
-    return [] if size == 1 else find_experts(model, size)
+    return FoundExperts() if size == 1 else find_experts(model, size)
 
 
 def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:

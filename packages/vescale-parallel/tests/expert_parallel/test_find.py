@@ -13,7 +13,6 @@ from vescale_parallel._expert_parallel.experts import (
     Combination,
     bound,
     combined,
-    expert_parameters,
     num_stacked,
     sorted_by_expert,
 )
@@ -99,19 +98,20 @@ def test_transformers_models_say_how_they_add_up(
     family: str, implementation: str, combination: str
 ) -> None:
     model = transformers_experts(family, implementation)
-    (found,) = find_experts(model, 4)
+    experts = find_experts(model, 4)
+    (found,) = experts.stacked
     assert (found.num_experts, found.attributes) == (8, ("num_experts",))
     assert found.combination == combination
-    assert expert_parameters(model, [found]) == {
-        name for name, _ in model.named_parameters() if ".experts." in name
+    assert experts.parameters(model, 4) == {
+        name: None for name, _ in model.named_parameters() if ".experts." in name
     }
 
 
 def test_integers_that_count_experts_are_found_among_others() -> None:
-    (found,) = find_experts(Moe(Stack(experts=6, hidden=6)), 3)
+    (found,) = find_experts(Moe(Stack(experts=6, hidden=6)), 3).stacked
     assert "how_many" in found.attributes
     assert found.fqn == "experts"
-    (found,) = find_experts(Moe(Stack()), 2)
+    (found,) = find_experts(Moe(Stack()), 2).stacked
     assert found.attributes == ("how_many",)
 
 

@@ -64,8 +64,13 @@ def planned_zero_state(
 ) -> ZeroState:
     """Return the parameters of this rank, with hooks of theirs on the blocks."""
     rank, placement = axis_rank(mesh, "pp"), plan.pipeline_parallel.placement
-    # Not with a tied weight of another stage: it is gathered and reduced where it is owned.
-    owned = [param for param in params if placement.rank_of(param.stages[0]) == rank]
+    # Not with a tied weight of another stage: it is gathered and reduced where it is owned. Nor
+    # with an expert of another rank.
+    owned = [
+        param
+        for param in params
+        if placement.rank_of(param.stages[0]) == rank and param.unsharded is not None
+    ]
     root, param_groups = group_parameters(
         model,
         mesh,

@@ -13,7 +13,7 @@ A rank to which nothing was sent runs nothing, and takes part in every exchange.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +22,16 @@ from torch import Tensor, nn
 
 from vescale_dtensor import all_to_all, profiler_range
 
+from .dispatch_listed import ListDispatch
 from .experts import Experts, bound, call_some, combined, sorted_by_expert
+from .found import FoundExperts
 
 
-def dispatch(model: nn.Module, found: Iterable[Experts], group: dist.ProcessGroup) -> None:
+def dispatch(model: nn.Module, found: FoundExperts, group: dist.ProcessGroup) -> None:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place."""
-    for experts in found:
+    for listed in found.listed:
+        ListDispatch(model.get_submodule(listed.fqn), listed, group).install()
+    for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
         _Dispatch(module, module.forward, experts, group).install()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,15 +33,6 @@ class Experts:
     combination: Combination
 
 
-def expert_parameters(model: nn.Module, found: Iterable[Experts]) -> set[str]:
-    """Return the FQNs of the parameters of experts."""
-    return {
-        f"{each.fqn}.{name}"
-        for each in found
-        for name, _ in model.get_submodule(each.fqn).named_parameters()
-    }
-
-
 def num_stacked(module: nn.Module) -> int:
     """Return how many experts a module stacks, 0 if it is none that stacks some.
 
@@ -53,12 +44,12 @@ def num_stacked(module: nn.Module) -> int:
         return 0
     is_stack = min(map(len, own)) > 1 and max(map(len, own)) > 2
     lengths = {shape[0] for shape in own}
-    if not is_stack or len(lengths) > 1 or not _takes_rows(module):
+    if not is_stack or len(lengths) > 1 or not takes_rows(module):
         return 0
     return lengths.pop()
 
 
-def _takes_rows(module: nn.Module) -> bool:
+def takes_rows(module: nn.Module) -> bool:
     """Whether forward can be called with three arguments, and needs no more."""
     try:
         parameters = [*inspect.signature(module.forward).parameters.values()]

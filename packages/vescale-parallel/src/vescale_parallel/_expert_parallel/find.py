@@ -21,6 +21,8 @@ from vescale_parallel._trace.generators import generator_state, untouched_genera
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
 from .experts import Combination, Experts, call_some, combined, num_stacked, sorted_by_expert
+from .find_listed import find_listed
+from .found import FoundExperts
 
 _MAX_NUMEL = 2**22  # of a module that is run itself
 _MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
@@ -30,25 +32,38 @@ _HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
 Made = tuple[Tensor, ...]
 
 
-def find_experts(model: nn.Module, size: int) -> list[Experts]:
+def find_experts(model: nn.Module, size: int) -> FoundExperts:
     """Return the modules whose experts ``size`` ranks can share out.
 
     Raises:
-        ValueError: If there are none, or some cannot be shared out.
+        ValueError: If there are none, or some that are stacked cannot be shared out.
     """
-    stacked = {fqn: num_stacked(module) for fqn, module in model.named_modules()}
-    stacked = {fqn: count for fqn, count in stacked.items() if count}
-    if not stacked:
-        raise ValueError(
-            f"expert_parallel.size {size}: found no experts in {type(model).__name__}. Experts "
-            "are a module whose parameters all stack them on their first dim, and whose forward "
-            "takes rows (tokens, hidden), the experts of each (tokens, k) and their weights "
-            "(tokens, k); leave expert_parallel out of the plan"
+    listed, others = find_listed(model)
+    stacked = _stacked(model, size)
+    if not stacked and not listed:
+        why = "".join(
+            f" {fqn!r} is a list of modules beside a router, but {said}."
+            for fqn, said in others.items()
         )
+        raise ValueError(
+            f"expert_parallel.size {size}: found no experts in {type(model).__name__}.{why} "
+            "Experts are a module whose parameters all stack them on their first dim, and whose "
+            "forward takes rows (tokens, hidden), the experts of each (tokens, k) and their "
+            "weights (tokens, k); or modules of one structure in an nn.ModuleList, beside a "
+            "router in the module that calls each with its rows; leave expert_parallel out of the "
+            "plan"
+        )
+    return FoundExperts(stacked, listed)
+
+
+def _stacked(model: nn.Module, size: int) -> list[Experts]:
+    stacked = {fqn: num_stacked(module) for fqn, module in model.named_modules()}
     known: dict[str, Experts] = {}
     found = list[Experts]()
     scaled: list[nn.Module | None] = []
     for fqn, count in stacked.items():
+        if not count:
+            continue
         if count % size:
             raise ValueError(
                 f"expert_parallel.size {size} does not divide the {count} experts of {fqn!r}; use "

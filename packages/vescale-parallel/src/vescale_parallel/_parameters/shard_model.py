@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import Box, DTensor, local_boxes, local_shape
+from vescale_dtensor import Box, DTensor, RaggedShard, local_boxes, local_shape
 from vescale_parallel._mesh.mesh import axis_rank, axis_size
 from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
@@ -21,7 +22,7 @@ from .flat_shards import Cut, FlatPlace, Placed, groups_of, place_in_buffers
 from .host_memory import empty_on_host
 from .memory_layout import Stride, dense_stride, stride_of_part
 from .replaced import mark_replaced
-from .sharded_parameter import ShardedParameter, placements_of
+from .sharded_parameter import ShardedParameter, all_on, placements_of
 
 Read = Callable[[Tensor, Box], Tensor]
 # The pipeline stages that use a parameter, given all its names; the owner first.
@@ -48,7 +49,7 @@ def shard_parameters(
     stages_of: StagesOf,
     placeholder: Placeholder,
     read: Read,
-    experts: Collection[str] = (),
+    experts: Mapping[str, int | None] = MappingProxyType({}),
     *,
     block: int = 1,
 ) -> list[ShardedParameter]:
@@ -56,8 +57,9 @@ def shard_parameters(
 
     Those of one of ``blocks`` travel together. ``stages_of`` returns the pipeline stages that use
     a parameter, ``placeholder`` what takes the place of one that no stage of this rank uses,
-    ``read`` the values of a box of a tensor. ``experts`` are the parameters that stack experts,
-    of which each rank of the ``ep`` axis has its own. ``mesh`` is that of :func:`.state_mesh`.
+    ``read`` the values of a box of a tensor. ``experts`` are the parameters of experts: of
+    those that stack some each rank of the ``ep`` axis has its own, and one rank, which is their
+    value, has all of the others. ``mesh`` is that of :func:`.state_mesh`.
     Shards begin at multiples of ``block`` elements of a parameter.
     """
     names, tensors = dict[int, list[str]](), {id(p): p for p in model.parameters()}
@@ -65,12 +67,17 @@ def shard_parameters(
         names.setdefault(id(parameter), []).append(fqn)
     tp = {key: _tp_placement(fqns, sharding) for key, fqns in names.items()}
     stages = {key: stages_of(fqns) for key, fqns in names.items()}
+    num_ranks = axis_size(mesh, "ep")
+    held = {
+        key: _ep_placement(tensors[key].shape, num_ranks, experts, fqns)
+        for key, fqns in names.items()
+    }
     group_of = groups_of(model, blocks)
     placed = {
         key: (
-            (group_of(fqns), _owner(plan, stages[key]), fqns[0] in experts),
+            (group_of(fqns), _owner(plan, stages[key]), _holder(experts, fqns)),
             tensors[key],
-            _cuts(mesh, tp[key], is_expert=fqns[0] in experts),
+            _cuts(mesh, tp[key], held[key]),
         )
         for key, fqns in names.items()
         # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
@@ -90,7 +97,7 @@ def shard_parameters(
             stages=stages[key],
             place=places.get(key),
             read=read,
-            is_expert=fqns[0] in experts,
+            ep=held[key],
         )
         if param.unsharded is None:
             like = param.sharded
@@ -132,9 +139,24 @@ def _tp_placement(fqns: Sequence[str], sharding: TensorSharding) -> Placement:
     return next(iter(placed.values()), Replicate())
 
 
-def _cuts(mesh: DeviceMesh, tp: Placement, *, is_expert: bool) -> list[Cut]:
+def _holder(experts: Mapping[str, int | None], fqns: Sequence[str]) -> tuple[bool, int | None]:
+    """Return whether a parameter is of experts, and the one rank that has it, None for all."""
+    return fqns[0] in experts, experts.get(fqns[0])
+
+
+def _ep_placement(
+    shape: torch.Size, size: int, experts: Mapping[str, int | None], fqns: Sequence[str]
+) -> Placement | None:
+    """Return how ranks that share experts hold a parameter, None if it is of none."""
+    is_expert, holder = _holder(experts, fqns)
+    if not is_expert:
+        return None
+    return Shard(0) if holder is None else all_on(holder, size, shape)
+
+
+def _cuts(mesh: DeviceMesh, tp: Placement, ep: Placement | None) -> list[Cut]:
     """Return the axes that cut what a rank computes with: their size, its rank, and how."""
-    axes: list[tuple[str, Placement]] = [("ep", Shard(0))] if is_expert else []
+    axes: list[tuple[str, Placement]] = [("ep", ep)] if isinstance(ep, Shard) else []
     return [
         (axis_size(mesh, axis), axis_rank(mesh, axis), how) for axis, how in [*axes, ("tp", tp)]
     ]
@@ -167,13 +189,15 @@ def _shard_parameter(
     stages: tuple[int, ...],
     place: FlatPlace | None,
     read: Read,
-    is_expert: bool,
+    ep: Placement | None,
 ) -> ShardedParameter:
     shape, owner = parameter.shape, _owner(plan, stages)
-    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, is_expert=is_expert)
-    sizes, ranks, cuts = zip(*_cuts(mesh, tp, is_expert=is_expert), strict=True)
+    placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, ep=ep)
+    sizes, ranks, cuts = zip(*_cuts(mesh, tp, ep), strict=True)
     part = torch.Size(local_shape(shape, sizes, ranks, cuts))
-    is_owner = owner == axis_rank(mesh, "pp")
+    # Another rank has this expert.
+    is_elsewhere = isinstance(ep, RaggedShard) and not ep.local_units[axis_rank(mesh, "ep")]
+    is_owner = owner == axis_rank(mesh, "pp") and not is_elsewhere
     own_place, on_host = place if is_owner else None, _is_on_host(plan)
     stride = dense_stride(parameter)
     part_stride = stride_of_part(part, shape, stride)
@@ -192,7 +216,7 @@ def _shard_parameter(
         sharded.register_hook(hook)
     unsharded, shares = None, False
     users = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
-    if axis_rank(mesh, "pp") in users:
+    if axis_rank(mesh, "pp") in users and not is_elsewhere:
         dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
         is_its_own = dtype == local.dtype and local.stride() == part_stride
@@ -208,7 +232,7 @@ def _shard_parameter(
             unsharded.untyped_storage().resize_(0)
     return ShardedParameter(
         *(fqns, sites, sharded, unsharded, shares, place, partial_over_tp, stages),
-        is_expert=is_expert,
+        is_expert=ep is not None,
         stride=stride,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 from vescale_dtensor import DTensor, RaggedShard
 
@@ -33,7 +33,7 @@ class ShardedParameter:
         partial_over_tp: Whether tensor-parallel ranks hold partial values of its gradient.
         stages: Pipeline stages that use it; the first one owns it, and
             sends it to the others for a step.
-        is_expert: Whether it stacks experts, of which ranks of the ``ep`` axis have their own.
+        is_expert: Whether it is of experts, of which ranks of the ``ep`` axis have their own.
         stride: Of the whole on one device, see [Note: memory layouts]; None if contiguous.
     """
 
@@ -124,21 +124,26 @@ def placements_of(
     tp: Placement,
     place: FlatPlace | None,
     owner: int,
-    is_expert: bool = False,
+    ep: Placement | None = None,
 ) -> tuple[Placement, ...]:
     """Return a parameter's placement on every mesh axis.
 
     ``place`` says how the ``dp_shard`` axis cuts it, None for a copy on each of its ranks;
-    ``owner`` is the stage that owns it.
+    ``owner`` is the stage that owns it, ``ep`` how ranks that share experts hold it, None for a
+    copy on each.
     """
     by_axis: dict[str, Placement] = {"tp": tp}
-    if is_expert:
-        by_axis["ep"] = Shard(0)
+    if ep is not None:
+        by_axis["ep"] = ep
     if place is not None:
         by_axis["dp_shard"] = place.placement
     names = mesh.mesh_dim_names or ()
     if "pp" in names:
-        param_groups = [0] * mesh.size(names.index("pp"))
-        param_groups[owner] = 1
-        by_axis["pp"] = RaggedShard((0,), max(shape[0], 1) if shape else 1, tuple(param_groups))
+        by_axis["pp"] = all_on(owner, mesh.size(names.index("pp")), shape)
     return tuple(by_axis.get(name, Replicate()) for name in names)
+
+
+def all_on(rank: int, size: int, shape: torch.Size) -> RaggedShard:
+    """Return the placement of a tensor that one rank of an axis has, and the others nothing of."""
+    units = tuple(int(each == rank) for each in range(size))
+    return RaggedShard((0,), max(shape[0], 1) if shape else 1, units)

@@ -1,0 +1,169 @@
+"""Calls of experts in lists on several ranks, as [Note: dispatch] has them of stacked ones."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_dtensor import all_to_all, profiler_range
+from vescale_parallel._torch_private import pytree
+
+from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks, second_pass
+
+
+class ListDispatch:
+    """The calls of one module with a list of experts; ranks make them in one order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: ListedExperts,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module, self._forward, self._experts = module, module.forward, experts
+        self._group = group
+        self._num_on = num_on_ranks(experts.num_experts, group.size())
+        modules, rank = experts.modules_of(module), dist.get_rank(group)
+        start = sum(self._num_on[:rank])
+        self._all = modules
+        self._own = modules[start : start + self._num_on[rank]]
+        self._run_own = [expert.forward for expert in self._own]
+        self._played: PlayedBack | None = None
+
+    def install(self) -> None:
+        """Take the place of the forward of the module, and of its experts."""
+
+        @functools.wraps(self._forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with profiler_range("experts"):
+                noted = first_pass(self._module, self._forward, self._experts, *args, **kwargs)
+                sent, shapes = self._flat(noted.calls, (args, kwargs))
+                returned = self._exchange(sent, shapes)
+                self._played = PlayedBack(self._experts.fqn, self._calls(returned, shapes))
+            try:
+                made = second_pass(
+                    self._module, self._forward, self._experts, noted, *args, **kwargs
+                )
+            finally:
+                self._played = None
+            return _with_backward_of(returned, made)
+
+        self._module.forward = run
+        for index, expert in enumerate(self._all):
+            expert.forward = functools.partial(self._take, index)
+
+    def _take(self, index: int, rows: Tensor) -> Tensor:
+        if self._played is None:
+            raise ValueError(
+                f"{self._experts.fqn_of(index)!r} was called by another module than "
+                f"{self._experts.fqn!r}; with expert_parallel it has one caller"
+            )
+        return self._played.take(index, rows)
+
+    def _flat(self, calls: CallsOf, given: Any) -> tuple[Tensor, list[list[torch.Size]]]:
+        """Return all rows one after the other, and the shapes of calls."""
+        shapes = [[rows.shape for rows in of_expert] for of_expert in calls]
+        rows = [each.reshape(-1, each.shape[-1]) for of in calls for each in of]
+        if rows:
+            return torch.cat(rows), shapes
+        # Not a fresh tensor: backward passes through here on all ranks.
+        like = next(x for x in pytree.tree_leaves(given) if _is_float(x))
+        return like.reshape(-1)[:0].view(0, self._experts.width or like.shape[-1]), shapes
+
+    def _exchange(self, sent: Tensor, shapes: list[list[torch.Size]]) -> Tensor:
+        """Send rows to their experts' ranks, and back what is made of them."""
+        counts = [sum(shape[:-1].numel() for shape in of) for of in shapes]
+        arriving = self._told(counts, sent.device)
+        there = [sum(part) for part in _split(counts, self._num_on)]
+        here = [sum(part) for part in arriving]
+        given = all_to_all(sent, self._group, input_splits=there, output_splits=here)
+        made = self._made_here(given, arriving)
+        return all_to_all(made, self._group, input_splits=here, output_splits=there)
+
+    def _told(self, counts: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Return how many rows of each rank are for each expert of this one."""
+        own = len(self._own)
+        received = all_to_all(
+            torch.tensor(counts, device=device),
+            self._group,
+            input_splits=self._num_on,
+            output_splits=[own] * self._group.size(),
+        )
+        return received.view(-1, own).tolist() if own else [[] for _ in self._num_on]
+
+    def _made_here(self, given: Tensor, arriving: list[list[int]]) -> Tensor:
+        """Return what this rank's experts make of the rows that were sent to it."""
+        width = self._experts.made_width or given.shape[-1]
+        parts = iter(given.split([*itertools.chain.from_iterable(arriving)]))
+        rows_of = [*zip(*([next(parts) for _ in self._own] for _ in arriving), strict=True)]
+        made, unused = list[Sequence[Tensor]](), list[nn.Parameter]()
+        for expert, run, rows in zip(self._own, self._run_own, rows_of, strict=True):
+            together = torch.cat(rows)
+            if len(together):
+                result = self._checked(run(together), together)
+            else:
+                result = together.reshape(0, width)
+                unused += [p for p in expert.parameters() if p.requires_grad]
+            made.append(result.split([*map(len, rows)]))
+        by_rank = [each for of_rank in zip(*made, strict=True) for each in of_rank]
+        whole = torch.cat(by_rank) if by_rank else given.reshape(0, width)
+        if not torch.is_grad_enabled():
+            return whole
+        whole = _WithZeros.apply(whole, *unused)
+        if whole.requires_grad:
+            return whole
+        # Backward sends gradients back on all ranks if it does on one.
+        return whole.requires_grad_(any(p.requires_grad for p in self._module.parameters()))
+
+    def _checked(self, made: Tensor, rows: Tensor) -> Tensor:
+        if made.dtype != rows.dtype:  # ranks without a row would send others
+            raise ValueError(
+                f"an expert of {self._experts.fqn!r} makes rows of {made.dtype} of rows of "
+                f"{rows.dtype}; expert_parallel needs one dtype, so cast what it returns"
+            )
+        return made
+
+    def _calls(self, returned: Tensor, shapes: list[list[torch.Size]]) -> CallsOf:
+        """Return what was made of the rows of each call."""
+        width = returned.shape[-1]
+        parts = iter(returned.split([shape[:-1].numel() for of in shapes for shape in of]))
+        return [[next(parts).view(*shape[:-1], width) for shape in of] for of in shapes]
+
+
+def _split(values: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+    ends = [*itertools.accumulate(lengths)]
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _with_backward_of(returned: Tensor, made: Any) -> Any:
+    """Return what forward made, whose backward passes through the exchange whatever was used."""
+    if not returned.requires_grad:
+        return made
+    leaves, spec = pytree.tree_flatten(made)
+    first = next(index for index, leaf in enumerate(leaves) if _is_float(leaf))
+    leaves[first] = _WithZeros.apply(leaves[first], returned)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+class _WithZeros(torch.autograd.Function):
+    """Returns its first argument; the gradients of the others are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [(each.shape, each.dtype) for each in others]
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)

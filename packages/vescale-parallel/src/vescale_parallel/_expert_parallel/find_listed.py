@@ -1,0 +1,297 @@
+"""Which modules of a model hold lists of experts that ranks can share out: found, and proven.
+
+A list of modules of one structure is one of experts if the module that calls them has a router,
+which is a parameter with a dim of as many, or is given rows, experts and weights. The module is
+run once in float64 on random numbers, as one device and in two passes with rows of an expert in
+parts: results and all gradients have to be the same; see [Note: two passes].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.random_copies import InDouble, random_copy
+from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.generators import generator_state, untouched_generators
+from vescale_parallel._verify.scaled_down_model import scaled_down
+
+from .experts import takes_rows
+from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
+
+_MOST_NUMEL = 2**26  # of a module that is run
+_ROWS, _LENGTH, _NUM_SLOTS = 2, 16, 2
+_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
+Made = tuple[Tensor, ...]
+
+
+def find_listed(model: nn.Module) -> tuple[list[ListedExperts], dict[str, str]]:
+    """Return the lists of experts of a model, and why other lists like them are none."""
+    found, others = list[ListedExperts](), dict[str, str]()
+    known = dict[str, ListedExperts | str]()
+    scaled: list[nn.Module | None] = []
+    for experts in _candidates(model):
+        module = model.get_submodule(experts.fqn)
+        kind = f"{generalize(experts.fqn)} {experts.num_experts} {type(module)}"
+        if kind not in known:
+            known[kind] = _proven(experts, model, scaled)
+        like = known[kind]
+        if isinstance(like, str):
+            others[experts.fqn_of(0).rpartition(".")[0]] = like
+        else:
+            found.append(replace(like, fqn=experts.fqn))
+    return found, others
+
+
+def _candidates(model: nn.Module) -> Iterator[ListedExperts]:
+    for fqn, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict) or len(container) < 2:
+            continue
+        names, experts = (*container._modules,), [*container.children()]
+        if len(experts) < len(names) or len({*map(_structure, experts)}) > 1:
+            continue
+        if not _structure(experts[0])[1]:
+            continue
+        parent, _, name = fqn.rpartition(".")
+        if type(container).forward is not nn.Module.forward:
+            candidate = ListedExperts(fqn, "", names)
+        else:
+            candidate = ListedExperts(parent, name, names)
+        module = model.get_submodule(candidate.fqn)
+        if takes_rows(module) or _has_router(module, container, len(names)):
+            yield candidate
+
+
+def _structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
+    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+
+
+def _has_router(module: nn.Module, container: nn.Module, count: int) -> bool:
+    experts = {id(p) for p in container.parameters()}
+    return any(count in p.shape for p in module.parameters() if id(p) not in experts)
+
+
+def _proven(
+    experts: ListedExperts, model: nn.Module, scaled: list[nn.Module | None]
+) -> ListedExperts | str:
+    """Return how a module calls its experts, or why they cannot be shared out."""
+    module = model.get_submodule(experts.fqn)
+    if _is_tied(model, experts):
+        return "an expert and something else share a parameter"
+    if _numel(module) > _MOST_NUMEL:
+        smaller = _smaller(experts, model, scaled)
+        if smaller is None:
+            return (
+                "it is too large to be tried, and the model has no configuration of a smaller one"
+            )
+        module = smaller
+    with untouched_generators(seed=0), InDouble():
+        try:
+            proven = _tried(experts, random_copy(module))
+        # What a user's module raises is why it is not understood.
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    is_itself = module is model.get_submodule(experts.fqn)
+    if isinstance(proven, str) or is_itself or proven.width is proven.made_width is None:
+        return proven
+    return "it is too large to be tried, and its experts change how wide rows are"
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _smaller(
+    experts: ListedExperts, model: nn.Module, scaled: list[nn.Module | None]
+) -> nn.Module | None:
+    if not scaled:
+        scaled.append(scaled_down(model, 1))
+    if scaled[0] is None:
+        return None
+    for each in _candidates(scaled[0]):
+        if generalize(each.fqn) == generalize(experts.fqn) and each.names == experts.names:
+            return scaled[0].get_submodule(each.fqn)
+    return None
+
+
+def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
+    module = model.get_submodule(experts.fqn)
+    own = [id(p) for expert in experts.modules_of(module) for p in expert.parameters()]
+    names = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    return any(names.count(each) > 1 for each in {*own})
+
+
+def _tried(experts: ListedExperts, module: nn.Module) -> ListedExperts | str:
+    """Run a copy of a module as one device and as ranks; return how it calls, or what differs."""
+    given = _inputs(experts, module)
+    watched = _Watched(experts, module)
+    expected = watched.run(given)
+    if watched.why:
+        return watched.why
+    hidden = given[0].shape[-1]
+    proven = replace(
+        experts,
+        last=frozenset(watched.after - watched.before),
+        width=None if watched.width == hidden else watched.width,
+        made_width=None if watched.made_width == watched.width else watched.made_width,
+    )
+    state = generator_state(), _kept(module)
+    module.train()
+    with torch.no_grad():
+        module(*given)
+    module.eval()
+    if generator_state() != state[0]:
+        return "its forward draws random numbers"
+    if not _same(state[1], _kept(module)):
+        return "its forward writes to its buffers, or keeps something from call to call"
+    made = _with_gradients(module, given, lambda *args: _in_two_passes(proven, module, args))
+    if all(map(_close, made, expected)):
+        return proven
+    return "its results are not those of its experts, each run on rows of its own"
+
+
+def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
+    """Return what a module can be called with."""
+    errors = list[Exception]()
+    for hidden in _widths(experts, module):
+        rows = torch.randn(_ROWS, _LENGTH, hidden, dtype=torch.float64)
+        flat = rows.view(-1, hidden)
+        tries: list[Made] = [(rows,), (flat,)]
+        if takes_rows(module):
+            index = torch.rand(len(flat), experts.num_experts).argsort(1)[:, :_NUM_SLOTS]
+            tries = [(flat, index, torch.rand(index.shape, dtype=torch.float64) + 0.5)]
+        for given in tries:
+            try:
+                with torch.no_grad():
+                    module(*given)
+            except Exception as error:  # arbitrary modules: of rows of another width or shape
+                errors.append(error)
+            else:
+                return given
+    raise errors[0]
+
+
+def _widths(experts: ListedExperts, module: nn.Module) -> list[int]:
+    expert = experts.modules_of(module)[0]
+    dims = [dim for p in expert.parameters() for dim in reversed(p.shape)]
+    return [*dict.fromkeys(dims)]
+
+
+@dataclass(eq=False)
+class _Watched:
+    """Which of a module's children are called before its last expert, and which after it."""
+
+    experts: ListedExperts
+    module: nn.Module
+    before: set[str] = field(default_factory=set[str])
+    after: set[str] = field(default_factory=set[str])
+    width: int = 0
+    made_width: int = 0
+    why: str = "its forward does not call its experts"
+
+    def run(self, given: Made) -> Made:
+        experts = self.experts.modules_of(self.module)
+        hooks = [expert.register_forward_hook(self._called) for expert in experts]
+        hooks += [
+            child.register_forward_pre_hook(functools.partial(self._called_outside, name))
+            for name, child in self.module.named_children()
+            if child not in experts
+        ]
+        try:
+            return _with_gradients(self.module, given, self.module)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _called_outside(self, name: str, _child: nn.Module, _args: Any) -> None:
+        self.after.add(name)
+
+    def _called(self, expert: nn.Module, args: Any, made: Any) -> None:
+        self.before |= self.after
+        self.after.clear()
+        if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(made, Tensor):
+            self.why = "its experts are not called with one tensor, or return no tensor"
+            return
+        rows: Tensor = args[0]
+        if rows.shape[:-1] != made.shape[:-1]:
+            self.why = "its experts do not return a row for each row that they are called with"
+            return
+        self.width, self.made_width, self.why = rows.shape[-1], made.shape[-1], ""
+
+
+def _kept(module: nn.Module) -> list[Any]:
+    """Return what a module keeps from call to call: buffers, and the lengths of its lists."""
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    lists = [
+        len(value)
+        for each in module.modules()
+        for value in vars(each).values()
+        if isinstance(value, list | dict)
+    ]
+    return [*buffers, lists]
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    *buffers, lists = before
+    *buffers_after, lists_after = after
+    return lists == lists_after and all(map(torch.equal, buffers, buffers_after))
+
+
+def _in_two_passes(experts: ListedExperts, module: nn.Module, given: Made) -> Any:
+    forward = module.forward
+    noted = first_pass(module, forward, experts, *given)
+    modules = experts.modules_of(module)
+    runs = [expert.forward for expert in modules]
+    played = PlayedBack(experts.fqn, _made(experts, noted, runs))
+    try:
+        for index, expert in enumerate(modules):
+            expert.forward = lambda rows, index=index: played.take(index, rows)
+        return second_pass(module, forward, experts, noted, *given)
+    finally:
+        for expert in modules:
+            del expert.forward
+
+
+def _made(experts: ListedExperts, noted: FirstPass, runs: list[Callable[..., Tensor]]) -> CallsOf:
+    """Return what experts make of their rows, run in two parts."""
+    made: CallsOf = []
+    for run, calls in zip(runs, noted.calls, strict=True):
+        of_calls = list[Tensor]()
+        for rows in calls:
+            flat = rows.reshape(-1, rows.shape[-1])
+            parts = [run(part) for part in (flat[::2], flat[1::2]) if len(part)]
+            width = experts.made_width or rows.shape[-1]
+            order = torch.cat([torch.arange(len(flat))[::2], torch.arange(len(flat))[1::2]])
+            whole = torch.cat(parts)[order.argsort()] if parts else flat.reshape(0, width)
+            of_calls.append(whole.view(*rows.shape[:-1], width))
+        made.append(of_calls)
+    return made
+
+
+def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Any]) -> Made:
+    """Return results and the gradients of inputs and parameters."""
+    given = tuple(
+        each.clone().requires_grad_() if each.is_floating_point() else each for each in given
+    )
+    leaves = pytree.tree_leaves(run(*given))
+    results = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    total = torch.zeros((), dtype=torch.float64)
+    for result in results:
+        probe = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
+        total = total + (result * probe).sum()
+    trained = [each for each in (*given, *module.parameters()) if each.requires_grad]
+    grads = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
+    return tuple(result.detach() for result in results) + grads
+
+
+def _close(made: Tensor, expected: Tensor) -> bool:
+    if made.shape != expected.shape:
+        return False
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return not made.numel() or bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))

@@ -1,0 +1,175 @@
+"""Which lists of modules are experts, and what is proven of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._expert_parallel.find import find_experts
+from vescale_parallel._expert_parallel.find_listed import find_listed
+from vescale_parallel._expert_parallel.listed import ListedExperts, num_on_ranks, rank_of
+
+
+class Layer(nn.Module):
+    """Four experts in a list; every token goes to two of them."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, experts)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(experts))
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == index)
+            out[row] += self.made(expert, flat[row]) * weights[row, slot, None]
+        return (out + self.shared(flat)).view_as(x)
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows)
+
+
+class Normalized(nn.Linear):
+    """What it makes of a row depends on its other rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        return made - made.mean(0)
+
+
+class OfNormalized(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Normalized(6, 6) for _ in range(4))
+
+
+class Chain(Layer):
+    """Every module has what the one before it made: layers, not experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = x + expert(x).tanh() * self.router(x).softmax(-1)[..., :1]
+        return x
+
+
+class Parts(Layer):
+    """Takes the weight of an expert without calling it."""
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        assert isinstance(expert.weight, Tensor)
+        return rows @ expert.weight.T
+
+
+class Noisy(Layer):
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows + torch.rand_like(rows) if self.training else rows)
+
+
+class Counting(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return expert(rows)
+
+
+class Keeping(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[Tensor]()
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        self.losses.append(rows.mean())
+        return expert(rows)
+
+
+class TwoArguments(nn.Linear):
+    def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(input) * scale
+
+
+class Scaled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(TwoArguments(6, 6) for _ in range(4))
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows, 0.5)
+
+
+def tied() -> nn.Module:
+    layer = Layer()
+    layer.shared.weight = layer.experts.get_parameter("1.weight")
+    return layer
+
+
+class Model(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def test_a_list_beside_a_router_is_found_with_what_comes_after_it() -> None:
+    expected = ListedExperts("layers.0", "experts", ("0", "1", "2", "3"), frozenset({"shared"}))
+    assert find_listed(Model(Layer())) == ([expected], {})
+
+
+def test_other_widths_are_found() -> None:
+    layer = Layer()
+    layer.experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(4)
+    )
+    (found,), _ = find_listed(Model(layer))
+    assert (found.width, found.made_width) == (None, None)
+
+
+def test_finding_draws_and_changes_nothing() -> None:
+    model = Model(Layer())
+    before = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
+    children = [*model.modules()]
+    find_listed(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(p, before[1][name]) for name, p in model.named_parameters())
+    assert [*model.modules()] == children
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (Chain, "not those of its experts"),
+        (OfNormalized, "not those of its experts"),
+        (Parts, "its forward does not call its experts"),
+        (Noisy, "its forward draws random numbers"),
+        (Counting, "its forward writes to its buffers"),
+        (Keeping, "or keeps something from call to call"),
+        (Scaled, "are not called with one tensor"),
+        (tied, "an expert and something else share a parameter"),
+    ],
+)
+def test_other_lists_are_refused_by_name(layer: Callable[[], nn.Module], why: str) -> None:
+    message = rf"found no experts in Model. 'layers.0.experts' is a list .*{why}"
+    with pytest.raises(ValueError, match=message):
+        find_experts(Model(layer()), 2)
+
+
+def test_a_list_without_a_router_is_none() -> None:
+    layer = nn.Module()
+    layer.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    assert find_listed(Model(layer)) == ([], {})
+
+
+def test_ranks_have_consecutive_experts_in_numbers_that_differ_by_one() -> None:
+    assert num_on_ranks(7, 3) == [3, 2, 2]
+    assert [rank_of(index, 7, 3) for index in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [rank_of(index, 2, 4) for index in range(2)] == [0, 1]
