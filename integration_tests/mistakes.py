@@ -315,8 +315,8 @@ def deferred_on_one_rank() -> None:
     start({DP: 2}, vescale.deferred_init(Net) if dist.get_rank() else Net())
 
 
-def rows_that_do_not_divide() -> None:
-    start({PP: 2, PARTS: 4})({"x": torch.ones(6, 8), "labels": torch.zeros(6, 8)})
+def too_few_rows() -> None:
+    start({PP: 2, PARTS: 4})({"x": torch.ones(3, 8), "labels": torch.zeros(3, 8)})
 
 
 class Repeats(Net):

@@ -390,7 +390,8 @@ class ReturnsLogits(HandWritten):
 
 
 CALLS: dict[str, tuple[type[nn.Module], int, str]] = {
-    "rows": (HandWritten, 7, "rows divide into 4 micro-batches .* got 7 rows"),
+    "rows": (HandWritten, 3, "at least 4 rows, one for each micro-batch .* got 3 rows"),
+    "no rows": (HandWritten, 0, "at least one row, got 0 rows; leave such a batch out"),
     "no_loss": (ReturnsLogits, 8, "the loss that forward returns, and this call returned none"),
 }
 

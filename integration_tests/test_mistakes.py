@@ -92,7 +92,7 @@ TABLE = [
         "model is one with values on rank 0 and deferred on rank 1", ranks=2),
     row(m.block_repeated_on_one_rank, "ranks ran different blocks", "every rank runs the same",
         "Use data_parallel.zero_stage 1", ranks=2),
-    row(m.rows_that_do_not_divide, "divide into 4 micro-batches", "got 6 rows", ranks=2),
+    row(m.too_few_rows, "at least 4 rows, one for each micro-batch", "got 3 rows", ranks=2),
 ]  # fmt: skip
 WITH_A_PATH = {
     m.save_a_model, m.load_a_model, m.load_into_a_list, m.save_swapped, m.save_in_the_background,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
-from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints
+from .plans import DP, PARTS, PP, SCHEDULE, VIRTUAL, ZERO, Constraints
 from .programs import WIDTH, Block, Plain, Run, right, rows
 from .short_group import in_short_group
 from .test_bad_input import check
@@ -154,6 +154,14 @@ def test_every_rank_has_the_buffers_of_one_device(
     world2: World, name: str, constraints: Constraints
 ) -> None:
     right(world2, partial(trained, name), constraints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero", "name"), [(1, "reassigned"), (2, "between-blocks"), (3, "reassigned")]
+)
+def test_data_parallel_ranks_too(world4: World, zero: int, name: str) -> None:
+    right(world4, partial(trained, name), {**PLAIN, DP: 2, ZERO: zero})
 
 
 def once(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
 
 import vescale
+from vescale_ckpt import RngState
 from vescale_testing import World
 
 from .models import batches
@@ -234,6 +236,67 @@ def test_blocks_that_run_again_draw_the_same_again(world2: World, kind: str) -> 
 )
 def test_beside_other_parallelism(world4: World, name: str, others: Constraints) -> None:
     check(world4, name, {**plan_of("1f1b", 2, 2), **others})
+
+
+def trained_on(
+    model: Any, optimizer: SGD, given: list[dict[str, Tensor]], microbatches: int
+) -> list[Tensor]:
+    """Steps on one device, one micro-batch after the other."""
+    losses: list[Tensor] = []
+    for batch in given:
+        found: list[Tensor] = []
+        for index in range(microbatches):
+            loss = model({key: x.chunk(microbatches)[index] for key, x in batch.items()})
+            (loss / microbatches).backward()
+            found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(torch.stack(found).double().mean())
+    return losses
+
+
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def resumed(directory: str, before: Constraints, after: Constraints) -> None:
+    """Two steps of a plan, a checkpoint, and two of another plan in another model."""
+    given = batches(4, rows=ROWS, length=LENGTH)
+    build = partial(model_of, "hand_written", 4, torch.float64)
+    plain = build()
+    torch.manual_seed(7)
+    expected = trained_on(plain, sgd(plain), given, 4)
+    state, found = torch.get_rng_state(), list[Tensor]()
+    for start, constraints in ((0, before), (2, after)):
+        plan = make_plan(constraints)
+        model, optimizer = vescale.parallelize(plan, build(), sgd)
+        parts = {"model": model, "optimizer": optimizer, "random": RngState()}
+        torch.manual_seed(7 - start)  # another process begins with others
+        if start:
+            vescale.load(directory, parts)
+        data, rank = plan.data_parallel.size, vescale.data_parallel_rank(model)
+        for batch in given[start : start + 2]:
+            loss = model({key: x.chunk(data)[rank] for key, x in batch.items()})
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        if not start:
+            vescale.save(directory, parts)
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["zbv", "gpipe"])
+def test_a_run_that_resumes_draws_on(world2: World, tmp_path: Path, after: str) -> None:
+    world2.run(resumed, str(tmp_path / "step"), plan_of("1f1b", 2, 4), plan_of(after, 2, 4))
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_on_more_ranks_draws_on(world4: World, tmp_path: Path) -> None:
+    data = {**plan_of("1f1b", 2, 2), DP: 2, ZERO: 2}
+    world4.run(resumed, str(tmp_path / "step"), data, plan_of("1f1b", 4, 4))
 
 
 class DrawsBack(torch.autograd.Function):

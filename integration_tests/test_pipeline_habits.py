@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import vescale
 from vescale_testing import World
 
-from .programs import PIPELINE, WIDTH, Plain, Program, Run, right, rows
+from .plans import make_plan
+from .programs import PIPELINE, WIDTH, Plain, Program, Run, right, rows, sgd
 from .short_group import in_short_group
 from .test_bad_input import check
 
@@ -200,6 +202,26 @@ def held_gradients(run: Run) -> None:
     run.finish(model)
 
 
+def last_batch(run: Run) -> None:
+    """An epoch whose last batch has 5 rows, in two micro-batches."""
+    together = {name: torch.cat([batch[name] for batch in rows()]) for name in ("x", "y")}
+    data = [{name: x[index] for name, x in together.items()} for index in range(21)]
+    loader: Any = DataLoader(cast("Any", data), batch_size=8)
+    model: Any = Plain().double()
+    optimizer = sgd(model)
+    if run.constraints is not None:
+        model, optimizer, loader = vescale.parallelize(
+            make_plan(run.constraints), model, sgd, dataset=loader
+        )
+    for batch in loader:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
@@ -208,6 +230,7 @@ def held_gradients(run: Run) -> None:
         defined_backwards,
         flags,
         held_gradients,
+        last_batch,
         loop_draws,
         reports_by_name,
         reports_without_gradient,

@@ -41,6 +41,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "StageRule",
         "balanced_starts",
         "block_stacks",
+        "calls_between_blocks",
         "check_constraints",
         "check_pipeline",
         "model_signature",

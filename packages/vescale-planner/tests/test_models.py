@@ -42,6 +42,7 @@ def _workload() -> Workload:
         observed=True,
         head_modules=(),
         tail_modules=(),
+        called_behind={},
         assumptions=(),
     )
 

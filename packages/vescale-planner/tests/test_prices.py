@@ -63,6 +63,7 @@ def _workload(blocks: int = 4, **changes: float) -> Workload:
         observed=True,
         head_modules=(),
         tail_modules=(),
+        called_behind={},
         assumptions=(),
     )
 

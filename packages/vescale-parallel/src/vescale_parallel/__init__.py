@@ -34,6 +34,7 @@ from ._model.signature import (
     model_signature as model_signature,
 )
 from ._parallelize import parallelize as parallelize
+from ._pipeline.call_order import calls_between_blocks as calls_between_blocks
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.cuts.stage_costs import (
     PartCost as PartCost,

@@ -51,6 +51,30 @@ def test_a_batch_whose_rows_do_not_divide_is_refused() -> None:
         split_batch((IDS,), {}, 4)
 
 
+@pytest.mark.parametrize(("dim", "outermost"), [(0, True), (1, True), (1, False)])
+def test_parts_may_have_one_row_more(dim: int, outermost: bool) -> None:
+    """As torch cuts a tensor; rows of a folded dim with what else is in it."""
+    batch = torch.arange(7 * 6).view(7, 6)
+    rows = batch
+    if dim == 1:  # (time x batch) or (batch x time), two times
+        rows = torch.stack([batch, batch + 100], 1 if outermost else 0).reshape(-1, 6).T
+    parts = split_batch((rows, batch), {}, 4, (Rows(dim, outermost), Rows(0)), may_be_uneven=True)
+    for ((part, plain), _), expected in zip(parts, batch.tensor_split(4), strict=True):
+        assert torch.equal(plain, expected)
+        if dim == 1:
+            expected = torch.stack([expected, expected + 100], 1 if outermost else 0)
+            expected = expected.reshape(-1, 6).T
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_batch_of_fewer_rows_than_parts_is_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match=rf"at least 4 rows, .* got {rows} rows; leave .* out"):
+        split_batch((IDS[:rows],), {}, 4, may_be_uneven=True)
+    with pytest.raises(ValueError, match=rf"divide into 4 micro-batches .* got {rows} rows"):
+        split_batch((IDS[:rows],), {}, 4)
+
+
 @pytest.mark.parametrize("batch", [(), (3, "text"), (torch.tensor(1.0),)])
 def test_a_batch_without_rows_is_refused(batch: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="got None rows"):

@@ -173,6 +173,42 @@ def test_loss_and_gradients_of_all_stages_are_those_of_one_device(
         assert torch.allclose(found[name], parameter.grad, rtol=0, atol=ROUNDING), name
 
 
+class Sums(Model):
+    """Its loss has a mean over targets and one over rows."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        output = super().forward(x, targets)
+        output["loss"] = output["loss"] + 0.3 * output["logits"].pow(2).mean()
+        return output
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+@pytest.mark.parametrize(
+    ("size", "microbatches", "schedule", "virtual"),
+    [(2, 4, "1f1b", 1), (3, 4, "gpipe", 1), (2, 4, "interleaved_1f1b", 2), (2, 4, "zbv", 2)],
+)
+def test_micro_batches_of_other_numbers_of_rows_weigh_as_many(
+    in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int, rows: int
+) -> None:
+    models: list[nn.Module] = []
+    for _ in range(size + 1):
+        torch.manual_seed(0)
+        models.append(Sums())
+    expected = models.pop()
+    output = expected(X[:rows], TARGETS[:rows])
+    output["loss"].backward()
+    stages = Stages(plan_of(size, microbatches, schedule, virtual), models)
+    found: dict[str, Tensor] = {}
+    for told, grads in in_threads(size, lambda rank: stages.step(rank, X[:rows], TARGETS[:rows])):
+        for name in ("loss", "size"):
+            value = output[name].item()
+            assert told[name].value == pytest.approx(value, rel=0, abs=ROUNDING), name
+        found |= grads
+    for name, parameter in expected.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=ROUNDING), name
+
+
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1:])
 def test_ranks_do_what_the_simulator_ran_and_keep_no_more(
     in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int

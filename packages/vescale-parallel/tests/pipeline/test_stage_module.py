@@ -304,3 +304,40 @@ def test_a_placeholder_has_the_dtype_that_parameters_compute_in() -> None:
     stage_model(model, STAGES, staging, torch.bfloat16)
     staging.run = StageRun.counting(3)
     assert model.blocks[0](X.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_block_that_is_called_again_is_refused_with_what_to_do() -> None:
+    def twice(blocks: Any, x: Tensor) -> Tensor:
+        return in_order(blocks, in_order(blocks, x))
+
+    told = r"'blocks.0' was call number 3, a second call: .*copy.deepcopy\(block\).*tensor_paral"
+    model, staging = staged()
+    model.body = twice
+    # It raises where blocks are seen, before anything is sent.
+    with pytest.raises(ValueError, match=told):
+        seen(model, staging)
+
+
+def _adapted() -> tuple[Model, nn.Module]:
+    model, adapter = Model(), nn.Linear(WIDTH, WIDTH)
+    plain = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: plain(x) + adapter(x)
+    return model, adapter
+
+
+def test_an_adapter_in_a_closure_is_refused_by_its_name() -> None:
+    """No stage has it as a part of its block."""
+    model, adapter = _adapted()
+    model.adapters = nn.ModuleList([adapter])
+    told = r"'forward' of 'blocks.0' is a function that calls 'adapters.0', which is no submodule"
+    with pytest.raises(ValueError, match=told):
+        staged(model)
+
+
+def test_an_adapter_that_is_nowhere_else_is_named_where_shapes_are_asked_for() -> None:
+    model, staging = staged(_adapted()[0])
+    told = r"'forward' of 'blocks.0' is a function that calls a Linear which is no submodule"
+    staging.run = StageRun.counting(3, ObservedValues())
+    meta = torch.empty(2, WIDTH, device="meta")
+    with pytest.raises(ValueError, match=told), torch.device("meta"):
+        model.blocks[0](meta)

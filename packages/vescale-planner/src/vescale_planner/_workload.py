@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from vescale_parallel import (
     Observation,
     ObservationError,
+    calls_between_blocks,
     modules_outside_blocks,
     observe,
     pipeline_blocks,
@@ -84,6 +85,7 @@ class Workload:
         returns_loss: Whether forward was seen to return a scalar, as accumulation needs.
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
+        called_behind: Blocks behind which modules between them are called.
         assumptions: Sentences that say what was assumed.
     """
 
@@ -100,6 +102,7 @@ class Workload:
     observed: bool
     head_modules: tuple[str, ...]
     tail_modules: tuple[str, ...]
+    called_behind: Mapping[str, tuple[str, ...]]
     assumptions: tuple[str, ...]
     returns_loss: bool = False
 
@@ -181,6 +184,7 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         observed=observation.ran,
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
+        called_behind=calls_between_blocks(model, example_batch) if blocks else {},
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
     )

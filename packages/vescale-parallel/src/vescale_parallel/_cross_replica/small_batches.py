@@ -74,7 +74,15 @@ def some_rows(
     ``uneven`` has masks keep another number of positions of every row: whoever counts them must
     not be taken for somebody who does not. ``alike`` has all integers of the first half of the
     rows be alike, and those of the second.
+
+    Raises:
+        ValueError: If there are no rows.
     """
+    if not num_rows:
+        raise ValueError(
+            "expected a batch of at least one row, got 0 rows; leave such a batch out, on all "
+            "ranks alike"
+        )
     half = NUM_ROWS // 2
     kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
     return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]

@@ -153,11 +153,18 @@ def marked_scalars(
 
 
 def mean_of_parts(
-    parts: Sequence[Tensor], total: Callable[[Tensor], Tensor], num_parts: int
+    parts: Sequence[Tensor],
+    total: Callable[[Tensor], Tensor],
+    num_parts: int,
+    shares: Sequence[float] | None = None,
 ) -> Tensor:
     """Return the mean of a scalar over the micro-batches of all data-parallel ranks, in float64.
 
     ``parts`` are this rank's; ``total`` sums over ranks, which have ``num_parts`` together.
+    ``shares`` are those of a rank's rows that its micro-batches have, None for equal ones.
     """
-    values = torch.stack([part.detach() for part in parts])
-    return total(values.to(torch.float64).sum()) / num_parts
+    values = torch.stack([part.detach() for part in parts]).to(torch.float64)
+    if shares is not None:
+        weights = torch.tensor(shares, dtype=torch.float64, device=values.device)
+        values = values * (weights * len(parts))
+    return total(values.sum()) / num_parts

@@ -33,7 +33,7 @@ class TokenMeans(TorchFunctionMode):
     """Replaces local token means so that their average over ranks is the global mean.
 
     Args:
-        num_parts: Equal parts the global batch is in.
+        num_parts: Parts as large as this one that the global batch is in.
         denominator: Given the number of a mean within the module's forward and this part's
             count, returns the count of the global batch.
 
@@ -41,7 +41,7 @@ class TokenMeans(TorchFunctionMode):
         means: What it returned, in order.
     """
 
-    def __init__(self, num_parts: int, denominator: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, num_parts: float, denominator: Callable[[int, Tensor], Tensor]) -> None:
         super().__init__()
         self._num_parts = num_parts
         self._denominator = denominator
@@ -134,10 +134,10 @@ class TokenMeans(TorchFunctionMode):
         if sums:
             warn_at_user_line(
                 f"the loss contains a sum over the batch ({sums[0]}). This rank sums over its "
-                f"rows, one of {self._num_parts} shards, and gradients are averaged over shards: "
-                "that is one device's gradient if the sum is divided by a number of items that "
-                "is the same in every shard, and not otherwise. F.cross_entropy and F.nll_loss "
-                "with reduction='mean' count over all shards.",
+                f"rows, one of {round(self._num_parts)} shards, and gradients are averaged over "
+                "shards: that is one device's gradient if the sum is divided by a number of items "
+                "that is the same in every shard, and not otherwise. F.cross_entropy and "
+                "F.nll_loss with reduction='mean' count over all shards.",
             )
 
 

@@ -35,6 +35,21 @@ def read_by_hooks(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def modules_in_closures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that functions kept on a module hold, and that are no submodules of it.
+
+    With the name of the attribute that has the function. Those without parameters are left out.
+    """
+    inside = {id(each) for each in module.modules()}
+    for fqn, each in module.named_modules():
+        for name, value in vars(each).items():
+            if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+                continue
+            for held in _mentions(value, _DEPTH)[1]:
+                if isinstance(held, nn.Module) and id(held) not in inside and [*held.parameters()]:
+                    yield f"{fqn}.{name}" if fqn else name, held
+
+
 def _read(
     owner: object, names: set[str], named: Mapping[str, nn.Parameter], inside: Mapping[int, str]
 ) -> Iterator[str]:

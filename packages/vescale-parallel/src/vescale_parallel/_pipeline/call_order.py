@@ -39,7 +39,36 @@ def places_seen(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str
     The model's own code is run on the batch with placeholders for what has parameters. Nothing is
     returned of models whose code cannot be run so: their modules are where they are defined.
     """
-    if batch is None or plan.pipeline_parallel.size == 1:
+    return {} if plan.pipeline_parallel.size == 1 else _places_in(model, batch)
+
+
+def calls_between_blocks(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
+    """Return the blocks behind which modules outside of them are called, as plans have it.
+
+    Of those that are called between blocks, or in several places; ``""`` is before all blocks. The
+    model's own code is run on the batch without its parameters; models that do not run so have
+    none.
+
+    Args:
+        model: Real, on the meta device, or deferred; not changed.
+        batch: An example; None if there is none.
+
+    Example:
+        >>> calls_between_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
+        {}
+    """
+    blocks = ("", *pipeline_blocks(model))
+    found = {fqn: sorted({*counts}) for fqn, counts in _places_in(model, batch).items()}
+    at_ends = [0], [len(blocks) - 1]
+    return {
+        fqn: tuple(blocks[count] for count in counts)
+        for fqn, counts in found.items()
+        if counts not in at_ends
+    }
+
+
+def _places_in(model: nn.Module, batch: Any) -> dict[str, tuple[int, ...]]:
+    if batch is None:
         return {}
     blocks, outside = pipeline_blocks(model), modules_outside_blocks(model)
     places = _Places()

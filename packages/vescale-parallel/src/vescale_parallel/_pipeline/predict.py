@@ -96,7 +96,7 @@ def common_num_microbatches(
 def joined(
     outputs: Sequence[Any],
     rows: Returned | None,
-    num_rows: int,
+    sizes: Sequence[int],
     mean: Callable[[Sequence[Tensor]], Tensor],
     loss_of: Callable[[Any], Tensor | None] = lambda _: None,
 ) -> tuple[Any, list[Tensor]]:
@@ -105,7 +105,7 @@ def joined(
     Args:
         outputs: Of every micro-batch, in order.
         rows: Where the rows are; not needed for a single micro-batch.
-        num_rows: Of a micro-batch.
+        sizes: Rows of every micro-batch.
         mean: Returns the mean of one scalar over the global batch.
         loss_of: Returns what was differentiated.
 
@@ -137,7 +137,7 @@ def joined(
             continue
         at = None if rows is None else rows.get(names[index])
         with torch.no_grad():
-            tensors.append(_joined(names[index], found, at, num_rows))
+            tensors.append(_joined(names[index], found, at, sizes))
         leaves[index] = replace(
             _told(tensors[-1]), requires_grad=leaf.requires_grad, name=names[index]
         )
@@ -145,7 +145,7 @@ def joined(
 
 
 def _joined(
-    name: str, found: Sequence[Tensor], at: Rows | MeanOfParts | None, num_rows: int
+    name: str, found: Sequence[Tensor], at: Rows | MeanOfParts | None, sizes: Sequence[int]
 ) -> Tensor:
     if len(found) == 1:
         return found[0]
@@ -159,7 +159,7 @@ def _joined(
         )
     if at.outermost:
         return torch.cat([*found], at.dim)
-    apart = [x.unflatten(at.dim, (-1, num_rows)) for x in found]
+    apart = [x.unflatten(at.dim, (-1, n)) for x, n in zip(found, sizes, strict=True)]
     return torch.cat(apart, at.dim + 1).flatten(at.dim, at.dim + 1)
 
 

@@ -15,13 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.loss_scale import LossScale
-from vescale_parallel._loss.output import (
-    is_loss,
-    loss_called,
-    mean_of_parts,
-    only_scalars,
-    without_graph,
-)
+from vescale_parallel._loss.output import loss_called, only_scalars, without_graph
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
@@ -32,29 +26,15 @@ from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
 from .cuts.placeholders import Placeholder
+from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
 from .execution.order import operations_of_step
-from .microbatches import num_rows_of, split_batch
+from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules.messages import channels_of
 from .stage_module import Receive, StageDone, StageRun, Staging
 from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What the last stage saw of a form of call, see [Note: what crosses a cut].
-
-    Attributes:
-        has_loss: Whether forward returns a scalar.
-        cuts: What crosses them where only scalars of the output are looked at.
-        all_cuts: Likewise, where all of the output is.
-    """
-
-    has_loss: bool
-    cuts: Cuts
-    all_cuts: Cuts
 
 
 @dataclass(eq=False)
@@ -82,10 +62,10 @@ class Pipeline:
     draws: StageDraws | None = None
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
-    _forms_seen: dict[object, _Seen] = field(default_factory=dict[object, "_Seen"])
+    _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
-    _microbatches: int = 1
+    _parts: Parts = field(default_factory=lambda: Parts(1, (1,)))
 
     def __post_init__(self) -> None:
         self._placement = self.plan.pipeline_parallel.placement
@@ -138,17 +118,19 @@ class Pipeline:
             The module's output with a :class:`Scalar` for each scalar of the whole batch, and
             other tensors where the plan's ``outputs`` says so, else :class:`NotReturned`.
         """
-        microbatches = split_batch(args, kwargs, self.plan.num_microbatches, rows)
+        count, num_rows = self.plan.num_microbatches, num_rows_of(args, kwargs, rows) or 0
+        microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
+        self._parts = self._parts_of(rows_of_parts(num_rows, count))
         seen = self._seen_in(form, forward, args, kwargs, rows)
         schedule = self.plan.pipeline_parallel.schedule
         cuts, report = seen.cuts, _only_scalars
         if self.plan.pipeline_parallel.outputs is not None:
             cuts, report = seen.all_cuts, _without_graph
-        outputs = self._execute(schedule, forward, microbatches, cuts, report, form)
+        counts = self._count(forward, microbatches, form, seen)
+        outputs = self._execute(schedule, forward, microbatches, cuts, counts, report, form)
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
-            num_rows = (num_rows_of(args, kwargs, rows) or 0) // len(microbatches)
-            told = joined(outputs, returned, num_rows, self._mean, self._loss_of)
+            told = joined(outputs, returned, self._parts.sizes, self._mean, self._loss_of)
         return self._agree((form, signature_of((args, kwargs))), *told, self.outputs.own_flags())
 
     def predict(
@@ -178,11 +160,16 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        cuts = self._seen_in(form, forward, args, kwargs, rows).all_cuts
-        outputs = self._execute(None, forward, microbatches, cuts, lambda output: output, form)
+        self._parts = self._parts_of(rows_of_parts(num_rows, num_microbatches))
+        seen = self._seen_in(form, forward, args, kwargs, rows)
+        counts = self._count(forward, microbatches, form, seen)
+        cuts = seen.all_cuts
+        outputs = self._execute(
+            None, forward, microbatches, cuts, counts, lambda output: output, form
+        )
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
-            told = joined(outputs, returned, num_rows // len(microbatches), self._mean)
+            told = joined(outputs, returned, self._parts.sizes, self._mean)
         return self._agree((form, signature_of((args, kwargs))), *told)
 
     def returns_loss(
@@ -204,7 +191,7 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None,
-    ) -> _Seen:
+    ) -> SeenCall:
         """Return what the last stage sees in the first call of a form, and tells the others."""
         if form in self._forms_seen:
             return self._forms_seen[form]
@@ -230,12 +217,9 @@ class Pipeline:
         self._forms_seen[form] = seen
         return seen
 
-    def _look(self, forward: Callable[..., Any], microbatch: tuple[Any, Any]) -> _Seen:
-        values = ObservedValues()
-        output = self._run_counting(forward, microbatch, None, values)
-        has_loss = any(map(is_loss, pytree.tree_leaves(output)))
-        cuts = [values.cuts(output, losses_only=only) for only in (True, False)]
-        return _Seen(has_loss, *cuts)
+    def _look(self, forward: Callable[..., Any], microbatch: tuple[Any, Any]) -> SeenCall:
+        run = functools.partial(self._run_counting, forward, microbatch)
+        return seen_call(run, self.starts[-1])
 
     def _execute(
         self,
@@ -243,6 +227,7 @@ class Pipeline:
         forward: Callable[..., Any],
         microbatches: Sequence[tuple[Any, Any]],
         cuts: Cuts,
+        counts: Sequence[Tensor],
         report: Callable[[Any], Any],
         form: object,
     ) -> list[Any]:
@@ -251,13 +236,12 @@ class Pipeline:
         Returns:
             What ``report`` keeps of the output of every micro-batch, on the last stage.
         """
-        self._microbatches, draws = len(microbatches), self.draws
-        counts = self._count(forward, microbatches, form) if self._has_last_stage else []
+        draws = self.draws
 
         def run(stage: int, microbatch: int, receive: Receive) -> Any:
             started = self._stage_run(stage, cuts, receive)
             with draws.of_pass(stage, microbatch) if draws else contextlib.nullcontext():
-                return self._run_stage(started, forward, microbatches[microbatch], counts)
+                return self._run_stage(started, forward, microbatches, microbatch, counts)
 
         crossing = tuple(cuts.get(start, ()) for start in self.starts[1:])
         signatures = [signature_of(each) for each in microbatches]
@@ -271,8 +255,9 @@ class Pipeline:
             schedule is not None and self._may_split(schedule),
             self.loss_scale.value,
             self._say_whole,
+            self._parts.shares,
         )
-        step = draws.of_step(microbatches, form, signatures[0]) if draws else None
+        step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():
             outputs = execution.execute(
                 operations_of_step(schedule, self._rank, self._placement, len(microbatches))
@@ -291,7 +276,8 @@ class Pipeline:
         self,
         run: StageRun,
         forward: Callable[..., Any],
-        microbatch: tuple[Any, Any],
+        microbatches: Sequence[tuple[Any, Any]],
+        index: int,
         counts: Sequence[Tensor],
     ) -> Any:
         """Return what a stage sends for a micro-batch; the last one what the module returns."""
@@ -300,10 +286,11 @@ class Pipeline:
         was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
         Placeholder.usable = run.stage > 0
-        means = TokenMeans(self._num_parts, functools.partial(self._known_count, counts))
+        known = functools.partial(self._known_count, run, counts)
+        means, (args, kwargs) = TokenMeans(self._parts.num_like(index), known), microbatches[index]
         try:
             with run.running(), means:
-                output = forward(*microbatch[0], **microbatch[1])
+                output = forward(*args, **kwargs)
         except StageDone as done:
             return done.activations
         finally:
@@ -316,27 +303,39 @@ class Pipeline:
         return output
 
     def _count(
-        self, forward: Callable[..., Any], microbatches: Sequence[tuple[Any, Any]], form: object
+        self,
+        forward: Callable[..., Any],
+        microbatches: Sequence[tuple[Any, Any]],
+        form: object,
+        seen: SeenCall,
     ) -> list[Tensor]:
         """Return what each token mean of the module counts over the global batch.
+
+        Nothing on ranks whose stages compute none.
 
         Runs forward, where it has to, with placeholders for what every block and every other
         module with parameters returns, so that the targets of all micro-batches are known before
         the first backward pass.
         """
+        if not self._has_last_stage and not seen.counts_early:
+            return []
         found = [self._counts.of(forward, each, form) for each in microbatches]
         local = summed_counts(found, otherwise="pipeline_parallel.size 1")
-        self._seen.expect(local)
+        self._seen.expect(local if self._has_last_stage else ())
         return [self.total(count) for count in local]
 
-    def _known_count(self, counts: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
+    def _known_count(
+        self, run: StageRun, counts: Sequence[Tensor], index: int, counted: Tensor
+    ) -> Tensor:
         if index >= len(counts):
             raise ValueError(
-                "the module computed a loss before it called all of its blocks, or more losses "
-                "than when its targets were counted; under pipeline parallelism the loss comes "
-                "last"
+                f"forward computed more means over targets, {index + 1}, than when its targets "
+                "were counted: a block computes one, or forward does something else than in its "
+                "first call of this form. Compute them in code around the blocks and in every "
+                "call, or use pipeline_parallel.size 1"
             )
-        self._seen.add(index, counted)
+        if run.is_last:
+            self._seen.add(index, counted)
         return counts[index]
 
     def _run_counting(
@@ -354,10 +353,8 @@ class Pipeline:
     def _has_last_stage(self) -> bool:
         return self._rank == self._placement.last_rank
 
-    @property
-    def _num_parts(self) -> int:
-        """Equal shards and micro-batches that the global batch is in."""
-        return self.plan.data_parallel.size * self._microbatches
+    def _parts_of(self, sizes: Sequence[int]) -> Parts:
+        return Parts(self.plan.data_parallel.size, sizes)
 
     def _may_split(self, schedule: str) -> bool:
         """Whether input and weight gradients are computed apart."""
@@ -388,7 +385,7 @@ class Pipeline:
 
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
-        return mean_of_parts(scalars, self.total, self._num_parts)
+        return self._parts.mean(scalars, self.total)
 
 
 def _only_scalars(output: Any) -> Any:

@@ -107,21 +107,34 @@ def places_outside(
     blocks = pipeline_blocks(model)
     behind = {fqn: (count,) for fqn, count in _blocks_before(model, blocks).items()}
     behind |= {} if seen is None else dict(seen)
-    pipeline, ends = plan.pipeline_parallel, len(blocks)
-    _move(behind, pipeline.head_modules, 0, "pipeline_parallel.head_modules")
-    _move(behind, pipeline.tail_modules, ends, "pipeline_parallel.tail_modules")
+    pipeline = plan.pipeline_parallel
+    _move(behind, pipeline.head_modules, [0], "pipeline_parallel.head_modules")
+    _move(behind, pipeline.tail_modules, [len(blocks)], "pipeline_parallel.tail_modules")
+    for fqn, at in pipeline.called_behind.items():
+        name = "pipeline_parallel.called_behind"
+        unknown = [block for block in at if block and block not in blocks]
+        if unknown:
+            raise ValueError(
+                f"{name}: {unknown[0]!r}, behind which {fqn!r} is called, is no block of "
+                f"{type(model).__name__}; blocks are {blocks[0]!r} to {blocks[-1]!r}, and '' is "
+                "before all of them"
+            )
+        counts = sorted({blocks.index(block) + 1 if block else 0 for block in at})
+        _move(behind, [fqn], counts, name)
     return behind
 
 
-def _move(behind: dict[str, tuple[int, ...]], fqns: Sequence[str], num: int, key: str) -> None:
-    """Have modules outside the blocks be called before or after them, as a plan's key says."""
+def _move(
+    behind: dict[str, tuple[int, ...]], fqns: Sequence[str], counts: Sequence[int], key: str
+) -> None:
+    """Have modules outside the blocks be called behind so many of them, as a plan's key says."""
     unknown = [fqn for fqn in fqns if fqn not in behind]
     if unknown:
         raise ValueError(
             f"{key}: {unknown[0]!r} is no module with parameters "
             f"outside the blocks; those are {sorted(behind)}"
         )
-    behind |= dict.fromkeys(fqns, (num,))
+    behind |= dict.fromkeys(fqns, (*counts,))
 
 
 def modules_outside_blocks(model: nn.Module) -> dict[str, _Where]:

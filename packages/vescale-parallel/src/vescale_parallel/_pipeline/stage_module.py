@@ -21,12 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
+from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._torch_private import pytree
 
 from .cuts.outline import Argument, outline_of
 from .cuts.placeholders import Placeholder, placeholder, rename, taint
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .stage_assignment import StageMap
+
+_CALLED_AGAIN = (
+    ", a second call: a block that is called several times, or is in its list several times, "
+    "would be on several stages. Give each call a block of its own, copy.deepcopy(block), if "
+    "they need not share weights; else use pipeline_parallel.size 1, with tensor_parallel.size "
+    "or data_parallel.zero_stage for memory"
+)
 
 
 @dataclass(eq=False)
@@ -61,9 +69,10 @@ class StagedModule(nn.Module):
         if role.index is None:
             return self._call_outside(role, run, args, kwargs)
         if role.index != run.blocks_called:
+            again = role.index < run.blocks_called
             raise ValueError(
                 f"pipeline parallelism needs the blocks to be called once each and in order, "
-                f"but {role.fqn!r} was call number {run.blocks_called}"
+                f"but {role.fqn!r} was call number {run.blocks_called}{_CALLED_AGAIN * again}"
             )
         if role.index == run.end_block and not run.is_last:
             raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))
@@ -91,12 +100,10 @@ class StagedModule(nn.Module):
             call = super().__call__
             return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
         raise ValueError(
-            f"{role.fqn!r} is called {_where(run)}, on stage {run.stage} of the pipeline, "
-            f"but its parameters are on stage {min(role.stages)}; list it in "
-            f"pipeline_parallel.{'tail' if run.is_last else 'head'}_modules (and not in "
-            f"{'head' if run.is_last else 'tail'}_modules), or have its place be seen: give "
-            "generate_plan an example_batch, or parallelize a dataset, whose batches can be run "
-            "on the processor"
+            f"{role.fqn!r} is called {_where(run)}, on stage {run.stage} of the pipeline, but its "
+            f"parameters are on stage {min(role.stages)}; {_advice(role.fqn, run)}, or have its "
+            "places be seen: give generate_plan an example_batch, or parallelize a dataset, whose "
+            "batches can be run on the processor"
         )
 
 
@@ -104,6 +111,7 @@ def stage_model(
     model: nn.Module, stages: StageMap, staging: Staging, param_dtype: torch.dtype | None
 ) -> None:
     """Let every module with parameters be answered by a placeholder on other stages, in place."""
+    _refuse_closures(model, stages)
     # Skeletons are copied from whole modules, so before any is changed.
     for index, fqn in enumerate(stages.blocks):
         owner = stages.stage_of_block(index)
@@ -120,6 +128,22 @@ def stage_model(
         stage_module(
             module, staging, fqn=fqn, index=None, stages=[*owners], param_dtype=param_dtype
         )
+
+
+def _refuse_closures(model: nn.Module, stages: StageMap) -> None:
+    """Refuse blocks whose functions call modules that are registered somewhere else."""
+    known = {id(module): fqn for fqn, module in model.named_modules()}
+    for block in stages.blocks:
+        for name, held in modules_in_closures(model.get_submodule(block)):
+            fqn = known.get(id(held))
+            # What is around the block may be asked for a configuration.
+            if fqn and not block.startswith(f"{fqn}."):
+                raise ValueError(
+                    f"{name!r} of {block!r} is a function that calls {fqn!r}, which "
+                    f"is no submodule of {block!r}, so its parameters may be on another stage of "
+                    f"the pipeline. Make it a submodule, {block}.adapter = ..., and have the "
+                    "function call that"
+                )
 
 
 def stage_module(
@@ -204,6 +228,20 @@ def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str
             "before the first call of this form, or depends only on parameters that no module "
             "with a forward of its own holds"
         )
+
+
+def _advice(fqn: str, run: StageRun) -> str:
+    """Say which key of a plan puts a module where it is called now."""
+    if not run.blocks_called or (run.is_last and run.blocks_called >= run.end_block):
+        here, other = ("head", "tail") if not run.blocks_called else ("tail", "head")
+        return (
+            f"list it in pipeline_parallel.{here}_modules (and not in {other}_modules) if this is "
+            "its only call"
+        )
+    return (
+        "list the blocks behind which it is called, all of them, in "
+        f"pipeline_parallel.called_behind ({{{fqn!r}: [...]}})"
+    )
 
 
 def _where(run: StageRun) -> str:

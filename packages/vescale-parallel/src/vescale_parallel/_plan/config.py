@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
+from .frozen_mapping import FrozenMapping, checked_places
 from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
 
-T = TypeVar("T")
 SplitMethod = Literal["uniform", "parameters", "flops", "memory", "auto", "manual"]
 
 
@@ -38,22 +38,6 @@ def _literals(hint: object) -> tuple[object, ...]:
 def _check_size(name: str, size: object) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"expected {name} to be a positive integer, got {size!r}")
-
-
-class FrozenMapping(dict[str, T], Generic[T]):
-    """A dict that cannot be changed, and so can be hashed."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a plan cannot be changed; use dataclasses.replace or with_constraints")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse  # pyright: ignore[reportAssignmentType]: refused
-    clear = pop = popitem = setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]: refused
-
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]: dict has none
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenMapping, (dict(self),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +96,8 @@ class PipelineParallel:
         tail_modules: FQNs of modules outside the blocks, defined before them but called after
             them, so that they belong on the last stage.
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
+        called_behind: Of modules outside the blocks that are called between them, or in several
+            places: by FQN, the FQNs of the blocks behind each call, ``""`` before all of them.
         loss: Which scalar of what forward returns is the loss: an attribute or key, or a place in
             a tuple. None: what is called ``loss``, or the only one. Of
             ``batch.gradient_accumulation`` too.
@@ -127,6 +113,9 @@ class PipelineParallel:
     virtual_stages: int = 1
     tail_modules: tuple[str, ...] = ()
     head_modules: tuple[str, ...] = ()
+    called_behind: Mapping[str, tuple[str, ...]] = field(
+        default_factory=FrozenMapping[tuple[str, ...]]
+    )
     loss: str | int | None = None
     outputs: Literal["last", "broadcast"] | None = None
 
@@ -153,6 +142,7 @@ class PipelineParallel:
         object.__setattr__(self, "split_points", tuple(self.split_points))
         object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
         object.__setattr__(self, "head_modules", tuple(self.head_modules))
+        object.__setattr__(self, "called_behind", checked_places(self.called_behind))
         check_schedule(
             self.schedule,
             size=self.size,

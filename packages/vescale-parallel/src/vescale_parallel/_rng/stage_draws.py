@@ -128,26 +128,28 @@ class StageDraws:
 
     @contextlib.contextmanager
     def of_step(
-        self, microbatches: Sequence[Given], form: object, signature: object
+        self, microbatches: Sequence[Given], form: object, signatures: Sequence[object]
     ) -> Iterator[None]:
         """Draw for the micro-batches of one call of the model. Every rank must call this.
 
         Args:
-            microbatches: Of this rank; equal ones.
+            microbatches: Of this rank. Of unequal ones the draws are not one device's.
             form: What else than tensors may decide how forward runs.
-            signature: Of their tensors.
+            signatures: Of the tensors of each.
         """
         assert self._streams is not None
         modules = [*self._model.modules()]
         modes = tuple(module.training for module in modules)
         chances = tuple(module.p for module in modules if isinstance(module, _DROPOUTS))
         kind = (form, modes, chances, torch.is_grad_enabled())
-        found = self._known(microbatches[0], (kind, signature))
+        found = self._known(microbatches[0], (kind, signatures[0]))
         agreed = self._agreement(kind, found)
         if not agreed.draws_some and not agreed.why:
             with self._nothing():
                 yield
             return
+        if any(signature != signatures[0] for signature in signatures):
+            found = _Found(None, "micro-batches have other numbers of rows")
         spans = None if agreed.why else self._span(found, len(microbatches))
         if spans is None:
             why = agreed.why or found.why or "data-parallel ranks have batches of other shapes"

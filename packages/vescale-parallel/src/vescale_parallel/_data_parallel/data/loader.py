@@ -62,7 +62,7 @@ class ParallelLoader:
             part=ranks.part,
             num_parts=ranks.num_parts,
             num_microbatches=plan.num_microbatches,
-            is_cut_always=pipelined,
+            is_pipelined=pipelined,
         )
         self._source = _source_of(plan.batch, dataset, self._share)
         if self._source.size is not None:

@@ -13,13 +13,13 @@ class Share:
         part: Which part, from 0.
         num_parts: Data-parallel ranks.
         num_microbatches: What a rank's part is cut into while it trains.
-        is_cut_always: Whether it is cut without gradients as well, as pipelines do.
+        is_pipelined: Whether a pipeline runs it, whose micro-batches need not be equal.
     """
 
     part: int
     num_parts: int
     num_microbatches: int = 1
-    is_cut_always: bool = False
+    is_pipelined: bool = False
 
     def rows(self, num_rows: int) -> slice:
         """Return this rank's rows of a global batch: as many as others have, or one more."""
@@ -55,14 +55,19 @@ class Share:
                 f"a global batch has {num_rows} rows, fewer than the {self.num_parts} "
                 f"data-parallel ranks, so some would have none; {_ADVICE}"
             )
-        if trains and not self.is_even(num_rows):
+        if (trains or self.is_pipelined) and not self.is_even(num_rows):
             raise ValueError(
                 f"a global batch has {num_rows} rows, which do not divide over the "
                 f"{self.num_parts} data-parallel ranks: their gradients would not be averaged as "
                 f"on one device; {_ADVICE}"
             )
-        cuts = self.num_microbatches if trains or self.is_cut_always else 1
-        if cuts > 1 and num_rows % (self.num_parts * cuts):
+        cuts = self.num_microbatches if trains else 1
+        if self.is_pipelined and num_rows < self.num_parts * cuts:
+            raise ValueError(
+                f"a global batch has {num_rows} rows, fewer than {self.num_parts} data-parallel "
+                f"ranks x {cuts} micro-batches; {_ADVICE}"
+            )
+        if not self.is_pipelined and cuts > 1 and num_rows % (self.num_parts * cuts):
             raise ValueError(
                 f"a global batch has {num_rows} rows, which do not divide into {self.num_parts} "
                 f"data-parallel ranks x {cuts} micro-batches; {_ADVICE}"

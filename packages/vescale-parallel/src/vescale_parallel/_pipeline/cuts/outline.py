@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
+from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 
 
@@ -65,6 +66,12 @@ def outline_of(
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 found = _run(copied, *pytree.tree_map_only(Tensor, _same_values, given))
             return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
+    for name, held in modules_in_closures(skeleton):
+        raise ValueError(
+            f"{name!r} of {fqn!r} is a function that calls a {type(held).__name__} which is no "
+            f"submodule of {fqn!r}: no stage of a pipeline would know that its parameters belong "
+            f"there. Make it one, as {fqn}.adapter = ..., and have the function call that"
+        ) from failed
     raise ValueError(
         f"pipeline parallelism could not find out the shape that {fqn!r} returns "
         f"without running it: {type(failed).__name__}: {failed}"

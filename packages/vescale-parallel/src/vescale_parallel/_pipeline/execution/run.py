@@ -85,6 +85,7 @@ class Execution:
         may_split: Whether there are input and weight gradients apart.
         loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
+        shares: Of the rows, that every micro-batch has; None for equal ones.
         outputs: What was kept, in the order of micro-batches.
     """
 
@@ -97,6 +98,7 @@ class Execution:
     may_split: bool
     loss_scale: float
     say_whole: Callable[[int, str], None]
+    shares: Sequence[float] | None = None
     outputs: list[Any] = field(default_factory=list[Any])
     _tensors: dict[_Key, Bundle] = field(default_factory=dict[_Key, Bundle])
     _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
@@ -195,7 +197,7 @@ class Execution:
         """Run backward, or with ``"I"`` as much of it as the stage before waits for."""
         stage, outputs = action.stage, done.outputs
         if stage == self.num_stages - 1:
-            outputs = [output / len(self.signatures) for output in outputs]
+            outputs = [self._share_of(output, action.microbatch) for output in outputs]
             grads = [torch.full_like(output, self.loss_scale) for output in outputs]
         else:
             grads = self._take("B", action, len(outputs)).tensors
@@ -209,6 +211,12 @@ class Execution:
             self._tensors["B", stage - 1, action.microbatch] = bundle
         # What is left to do needs neither.
         done.received = done.outputs = ()
+
+    def _share_of(self, loss: Tensor, microbatch: int) -> Tensor:
+        """Return what a micro-batch adds to the loss of the batch, as a loop accumulates it."""
+        if self.shares is None:
+            return loss / len(self.signatures)
+        return loss * self.shares[microbatch]
 
     def _differentiate(
         self, action: Action, done: _Pass, outputs: Sequence[Tensor], grads: Sequence[Tensor]
