@@ -58,7 +58,7 @@ class Momentum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for at in (0, 1, 2, 1):
             for block in self.blocks:
-                self.write(block.bias)
+                self.write(block.get_parameter("bias"))
             x = x + self.blocks[at](x).tanh()
         return x
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +47,33 @@ class Adam8bit(Optimizer):
         p.sub_(lr * first / (second.sqrt() + 1e-3))
         for name, value in (("first", first), ("second", second)):
             quantise(value, state[name], state[name + "_scale"])
+
+
+class Other(Adam8bit):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class OtherLate(Other):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class Sharing(Adam8bit):
+    """Has a state of another shape."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["table"] = torch.arange(5.0)
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_these_tests() -> Iterator[None]:
+    """Have models of other tests cut as they would be."""
+    yield
+    for each in (Adam8bit, Other, OtherLate, Sharing):
+        declare_optimizer(each, updates="elements")
 
 
 def blocks(values: Tensor) -> Tensor:
@@ -187,16 +214,6 @@ def test_states_go_on_under_another_world_size(in_threads: InThreads) -> None:
         assert_same(state, states)
 
 
-class Other(Adam8bit):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-
-
-class OtherLate(Other):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-
-
 @pytest.mark.parametrize(
     ("block", "message"),
     [(1, "Other is declared to update elements, but on a small"), (128, "on a small example")],
@@ -231,25 +248,13 @@ def test_blocks_that_are_declared_too_late_are_refused(in_threads: InThreads) ->
         with pytest.raises(ValueError, match=r"OtherLate updates 1000 .* before parallelize"):
             parallelize(plan, models[rank], late)
 
-    try:
-        in_threads(2, on_rank)
-    finally:
-        declare_optimizer(OtherLate, updates="elements")
+    in_threads(2, on_rank)
 
 
 @pytest.mark.parametrize(("block", "updates"), [(0, "elements"), (256, "parameters")])
 def test_blocks_that_make_no_sense_are_refused(block: int, updates: Any) -> None:
     with pytest.raises(ValueError, match="expected block_numel of at least 1, and above 1 with"):
         declare_optimizer(Other, updates=updates, block_numel=block)
-
-
-class Sharing(Adam8bit):
-    """Has a state of another shape."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for state in self.state.values():
-            state["table"] = torch.arange(5.0)
 
 
 def test_other_state_is_refused_as_before(in_threads: InThreads) -> None:
