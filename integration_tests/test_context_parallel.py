@@ -76,6 +76,21 @@ def test_calls_run_in_parts(world2: World) -> None:
     check(world2, {CP: 2, "batch.gradient_accumulation": 2}, "by_hand")
 
 
+def on_rank_in_parts(plan: Constraints) -> list[int]:
+    """Return how many positions the second block sees, in every micro-batch."""
+    model: Any = vescale.parallelize(make_plan(plan), build("by_hand"))
+    seen: list[int] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model(**batch_of(0, 12, "")).backward()
+    return seen
+
+
+@pytest.mark.slow
+def test_blocks_of_calls_in_parts_see_slices(world2: World) -> None:
+    plan = {CP: 2, "batch.gradient_accumulation": 2}
+    assert world2.run(on_rank_in_parts, plan) == [[6, 6], [6, 6]]
+
+
 def on_rank_resumed(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Save after two steps under one plan, go on under another; return both ends."""
     ends: list[dict[str, torch.Tensor]] = []

@@ -248,7 +248,7 @@ def _change(
         _recompute(model, run_here, rows, as_now)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
-    parts = (parameters, sequence or proofs, rows, rng, lift, stages, staging, draws, context)
+    parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -225,14 +225,22 @@ def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "others",
+    ("others", "why"),
     [
-        {"tensor_parallel.size": 2},
-        {"pipeline_parallel.size": 2},
-        {"expert_parallel.size": 2, "data_parallel.size": 2},
+        ({"pipeline_parallel.size": 2}, "pipeline_parallel.size 1 with context_parallel.size 2"),
+        (
+            {"expert_parallel.size": 2, "data_parallel.size": 2},
+            "expert_parallel.size 1 with context_parallel.size 2",
+        ),
+        (
+            {"tensor_parallel.size": 2, "tensor_parallel.sequence": True},
+            "tensor_parallel.sequence False with context_parallel.size 2",
+        ),
     ],
 )
-def test_sequences_are_shared_with_data_parallelism_alone(others: dict[str, int]) -> None:
+def test_sequences_are_shared_with_data_and_tensor_parallelism_alone(
+    others: dict[str, Any], why: str
+) -> None:
     plan = with_constraints(ParallelPlan(), {"context_parallel.size": 2, **others})
-    with pytest.raises(ValueError, match=r"_parallel.size 1 with context_parallel.size 2, got 2"):
+    with pytest.raises(ValueError, match=why):
         check_supported(plan, nn.Linear(2, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Engine:
         arguments: Takes a batch by name, and says what is wrong with one.
         inputs: Compares what ranks are called with.
         known: The modules that were there.
-        proofs: Of the sharding plan, for calls; None if nothing is cut.
+        proofs: Of what is cut, for calls.
         rows: Of the batch: where they are coupled, a call is of the whole batch.
         rng: Random numbers in forward.
         logits: Those that stay cut by vocabulary.
@@ -71,7 +71,7 @@ class Engine:
     arguments: Arguments
     inputs: SameInputs
     known: KnownModules
-    proofs: ProvesCalls | None
+    proofs: Sequence[ProvesCalls]
     rows: BatchRows
     rng: ShardedRng
     logits: DistributedLogits
@@ -163,12 +163,12 @@ class Engine:
             options["synced_gpus"] = True
         return options
 
-    def _proven(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        if self.proofs is None:
-            return contextlib.nullcontext()
-        return self.proofs.proven(args, kwargs)
+    @contextlib.contextmanager
+    def _proven(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self.proofs:
+                stack.enter_context(each.proven(args, kwargs))
+            yield
 
     def _call_directly(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +37,7 @@ def planned_engine(
     model: nn.Module,
     mesh: DeviceMesh,
     parameters: ZeroState,
-    proofs: ProvesCalls | None,
+    proofs: Sequence[ProvesCalls | None],
     rows: BatchRows,
     rng: ShardedRng,
     lift: LiftPlain | None,
@@ -81,7 +83,7 @@ def planned_engine(
         arguments=Arguments(model, mesh.device_type),
         inputs=inputs,
         known=KnownModules(model, parameters.params),
-        proofs=proofs,
+        proofs=[each for each in proofs if each is not None],
         rows=rows,
         rng=rng,
         logits=logits,

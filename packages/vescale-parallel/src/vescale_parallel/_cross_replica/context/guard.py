@@ -45,6 +45,8 @@ class ContextGuard:
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
+        # Accumulation changes the classes of blocks, by which stacks are found.
+        self._stacks = block_stacks(model)
         self._known: dict[tuple[str, bool], Slicing] = {}
         self._blocks: SlicedBlocks | None = None
         if batch is not None:
@@ -55,7 +57,7 @@ class ContextGuard:
     def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them."""
         self._blocks = SlicedBlocks(ranks, self._method)
-        self._blocks.install(model, block_stacks(model))
+        self._blocks.install(model, self._stacks)
         if self._cache_place is not None:
             # Of keys and values it would have slices.
             hook = self._without_cache
