@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import vescale
 from vescale_dtensor import CommCounter
+from vescale_parallel import expert_load
 from vescale_testing import World
 
 from .experts import ROWS, AllInDouble, adamw, build, rows_of, tokens
@@ -182,6 +183,36 @@ def test_a_token_is_sent_once_an_expert_of_other_ranks_and_back(world2: World) -
         assert collectives == 3 * layers
         # There what is of this rank's tokens, and back what is of others'.
         assert nbytes == total * of_pair + layers * of_counts
+
+
+def loads(constraints: Constraints, steps: int) -> tuple[list[list[int]], Tensor]:
+    """Return the load of each step, and what the routers of this rank chose before it."""
+    model, optimizer = start(constraints, "mixtral")
+    chosen, told, own = list[Tensor](), list[list[int]](), list[Tensor]()
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _m, _i, out: chosen.append(out[-1]))
+    for number in range(steps):
+        batch = rows_of(model, tokens(number))
+        with torch.no_grad():
+            model(**batch)  # also checks inputs, in forwards of its own
+            chosen.clear()
+            model(**batch)  # evaluation counts nothing
+            own.append(torch.cat([each.flatten().bincount(minlength=4) for each in chosen]))
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append([count for of in expert_load(model).values() for count in of.tolist()])
+    return told, torch.stack(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"recompute": "full", ZERO: 2}])
+def test_the_load_is_that_of_all_ranks_in_the_last_step(world2: World, more: Constraints) -> None:
+    first, second = world2.run(loads, {DP: 2, EP: 2, **more}, 2)
+    both = first[1] + second[1]
+    assert first[0] == second[0] == both.tolist()
+    assert both.sum() == 2 * 2 * 2 * ROWS * 6  # steps, layers, experts of each token
 
 
 class Stack(nn.Module):

@@ -23,6 +23,7 @@ def test_public_names_are_these() -> None:
         "declare_matrices",
         "declare_optimizer",
         "draw_schedule",
+        "expert_load",
         "explain",
         "observe",
         "parallelize",

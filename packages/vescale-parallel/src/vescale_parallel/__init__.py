@@ -28,6 +28,7 @@ from ._auto_sharding.policies import (
     tensor_parallel_plan as tensor_parallel_plan,
 )
 from ._data_parallel.data.loader import ParallelLoader as ParallelLoader
+from ._expert_parallel.load import expert_load as expert_load
 from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
 from ._model.signature import (
     check_signature as check_signature,
@@ -110,6 +111,7 @@ __all__ = [
     "declare_matrices",
     "declare_optimizer",
     "draw_schedule",
+    "expert_load",
     "explain",
     "observe",
     "parallelize",

@@ -24,8 +24,7 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
-from ._expert_parallel.find import find_experts
-from ._expert_parallel.found import FoundExperts
+from ._expert_parallel.find import planned_experts
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
 from ._mesh.agreement import barrier, check_agreement
@@ -204,7 +203,7 @@ def _change(
 ) -> ParallelLoader | None:
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
-    experts = _experts(plan, model)
+    experts = planned_experts(plan, model)
     sharding, proofs, left_whole = _shard(plan, model, batch)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
@@ -232,7 +231,7 @@ def _change(
         plan, model, on, sharding, run_here, stages_of, placeholder, read, own, block=block
     )
     if own:
-        dispatch(model, experts, second_group(mesh, "ep"))
+        dispatch(model, experts, mesh)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
@@ -260,11 +259,6 @@ def _change(
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     tell_result(plan, mesh, params, stages)
     return loader
-
-
-def _experts(plan: ParallelPlan, model: nn.Module) -> FoundExperts:
-    size = plan.expert_parallel.size
-    return FoundExperts() if size == 1 else find_experts(model, size)
 
 
 def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:

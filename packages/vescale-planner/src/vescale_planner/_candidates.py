@@ -171,9 +171,6 @@ def candidates(
     experts = get("expert_parallel.size") or 1
     # Ranks that share experts have copies of everything else.
     replicate = max(get(REPLICATE) or 1, experts)
-    if experts > 1 and layout.tp > 1:
-        yield f"expert_parallel.size {experts} needs tensor_parallel.size 1, not {layout.tp}"
-        return
     for name, size in (("expert_parallel.size", experts), (REPLICATE, replicate)):
         if layout.dp % size:
             yield f"{name} {size} does not divide data_parallel.size {layout.dp}"

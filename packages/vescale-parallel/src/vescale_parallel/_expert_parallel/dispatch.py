@@ -19,21 +19,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_to_all, profiler_range
+from vescale_parallel._mesh.mesh import second_group
 
 from .dispatch_listed import ListDispatch
 from .experts import Experts, bound, call_some, combined, sorted_by_expert
 from .found import FoundExperts
+from .load import Counted, Load
 
 
-def dispatch(model: nn.Module, found: FoundExperts, group: dist.ProcessGroup) -> None:
+def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> None:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place."""
+    group = second_group(mesh, "ep")
+    counted = {each.fqn: Counted(each.num_experts) for each in (*found.stacked, *found.listed)}
     for listed in found.listed:
-        ListDispatch(model.get_submodule(listed.fqn), listed, group).install()
+        module = model.get_submodule(listed.fqn)
+        ListDispatch(module, listed, group, counted[listed.fqn]).install()
     for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
-        _Dispatch(module, module.forward, experts, group).install()
+        _Dispatch(module, module.forward, experts, group, counted[experts.fqn]).install()
+    object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
 
 
 class _Dispatch:
@@ -45,8 +52,10 @@ class _Dispatch:
         forward: Callable[..., Any],
         experts: Experts,
         group: dist.ProcessGroup,
+        counted: Counted,
     ) -> None:
         self._module, self._forward, self._experts = module, forward, experts
+        self._counted = counted
         self._group, self._num_ranks = group, group.size()
         self._num_local = experts.num_experts // self._num_ranks
 
@@ -69,6 +78,7 @@ class _Dispatch:
     def _run(self, rows_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         num_pairs, num_slots = index_TK.numel(), index_TK.shape[-1]
         order, counts = sorted_by_expert(index_TK, self._experts.num_experts)
+        self._counted.add(counts)
         arriving = all_to_all(counts, self._group)
         told = torch.stack([counts, arriving]).view(2, self._num_ranks, -1).sum(-1).tolist()
         sent, received = told

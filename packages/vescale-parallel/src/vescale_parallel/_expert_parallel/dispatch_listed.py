@@ -15,6 +15,7 @@ from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._torch_private import pytree
 
 from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks, second_pass
+from .load import Counted
 
 
 class ListDispatch:
@@ -25,9 +26,10 @@ class ListDispatch:
         module: nn.Module,
         experts: ListedExperts,
         group: dist.ProcessGroup,
+        counted: Counted,
     ) -> None:
         self._module, self._forward, self._experts = module, module.forward, experts
-        self._group = group
+        self._group, self._counted = group, counted
         self._num_on = num_on_ranks(experts.num_experts, group.size())
         modules, rank = experts.modules_of(module), dist.get_rank(group)
         start = sum(self._num_on[:rank])
@@ -89,8 +91,10 @@ class ListDispatch:
     def _told(self, counts: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return how many rows of each rank are for each expert of this one."""
         own = len(self._own)
+        told = torch.tensor(counts, device=device)
+        self._counted.add(told)
         received = all_to_all(
-            torch.tensor(counts, device=device),
+            told,
             self._group,
             input_splits=self._num_on,
             output_splits=[own] * self._group.size(),

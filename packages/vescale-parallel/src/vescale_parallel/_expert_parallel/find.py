@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, random_copy
+from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.generators import generator_state, untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
@@ -30,6 +31,21 @@ _NUM_ROWS, _NUM_SLOTS = 24, 3
 _RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 _HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
 Made = tuple[Tensor, ...]
+
+
+def planned_experts(plan: ParallelPlan, model: nn.Module) -> FoundExperts:
+    """Return the modules whose experts ranks share out under a plan; raises as the next one."""
+    size, tp = plan.expert_parallel.size, plan.tensor_parallel.size
+    if size == 1:
+        return FoundExperts()
+    found = find_experts(model, size)
+    if found.listed and tp > 1:
+        raise ValueError(
+            f"expected tensor_parallel.size 1 with expert_parallel.size {size} and experts in a "
+            f"list, as {found.listed[0].fqn!r} has them, got {tp}; stack them in one module, or "
+            "use data_parallel.size for the other ranks"
+        )
+    return found
 
 
 def find_experts(model: nn.Module, size: int) -> FoundExperts:

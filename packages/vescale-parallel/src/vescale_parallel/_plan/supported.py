@@ -16,12 +16,6 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
         if wanted:
             raise ValueError(f"{name} is not available in this version; leave it out of the plan")
     _check_context(plan)
-    if plan.expert_parallel.size > 1 and plan.tensor_parallel.size > 1:
-        raise ValueError(
-            f"expected tensor_parallel.size 1 with expert_parallel.size "
-            f"{plan.expert_parallel.size}, got {plan.tensor_parallel.size}: experts are either "
-            "whole on some ranks or cut on all; use data_parallel.size for the other ranks"
-        )
     parts = plan.data_parallel.size * plan.num_microbatches
     names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]
