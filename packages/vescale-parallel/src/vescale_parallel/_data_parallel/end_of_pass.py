@@ -14,7 +14,7 @@ from vescale_parallel._mesh.mesh import DATA_AXES, axis_group
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 from .mix_up import END_OF_BACKWARD, END_OF_FORWARD, Exchanges
-from .param_group import ParamGroup
+from .param_group import ParamGroup, reduce_together
 
 LATE = 2  # of a parameter with a gradient that is not reduced yet
 
@@ -66,6 +66,22 @@ class EndOfPass:
         )
         flags = self._exchange(flags.to(self._mesh.device_type))
         return dict(zip(self._params, flags.tolist(), strict=True))
+
+    def reduce_late(self, used: dict[ShardedParameter, int]) -> None:
+        """Reduce gradients that came after those of their group were reduced.
+
+        Backward passes within the pass, of ``checkpoint(use_reentrant=True)``, give a parameter
+        several.
+        """
+        late = [
+            param_group
+            for param_group in self._param_groups
+            if any(used[param] == LATE for param in param_group.params)
+        ]
+        if late:
+            reduce_together(late)
+            for param_group in late:
+                param_group.take_used()
 
     def compare_gathers(self) -> None:
         """Raise if ranks ran different blocks in a pass that reduces nothing."""

@@ -301,6 +301,11 @@ class ParamGroup:
 
         return put_back
 
+    @property
+    def used(self) -> frozenset[ShardedParameter]:
+        """What :meth:`take_used` takes."""
+        return frozenset(self._used)
+
     def take_used(self) -> set[ShardedParameter]:
         """Return the parameters that had a gradient on this rank since the last call."""
         used, self._used = self._used, set()

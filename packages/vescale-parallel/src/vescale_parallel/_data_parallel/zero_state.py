@@ -23,7 +23,7 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import call_after_backward, is_in_backward
 
 from .block_hooks import on_block
-from .end_of_pass import LATE, EndOfPass
+from .end_of_pass import EndOfPass
 from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
@@ -195,6 +195,23 @@ class ZeroState:
                 self._gathers.let_go(param_group)
         self._open.clear()
 
+    @property
+    def used_early(self) -> set[ShardedParameter]:
+        """Parameters with a gradient on this rank, of what was reduced in this call."""
+        return {param for each in self._reduced_early for param in each.used}
+
+    def reduce_stage(self, stage: int) -> None:
+        """Begin to reduce a pipeline's stage, which has run its last backward pass.
+
+        Not what other stages add to, nor where passes before wait for it. Every rank must call.
+        """
+        if self.rows_are_coupled or self._unsynced.num_passes or not self.syncs:
+            return
+        own = [p for p in self._order if {each.stages for each in p.params} == {(stage,)}]
+        if own and self._end.has_copies:
+            reduce_together(own)
+            self._reduced_early += own
+
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
         aside = [each.set_aside() for each in self._order]
@@ -229,7 +246,7 @@ class ZeroState:
         self.after_backward()
         self._show_sharded()
         used = self._end.used_anywhere({*self._unsynced.end_sync(), *on_stages})
-        self._reduce_late(used)
+        self._end.reduce_late(used)
         reduced: dict[ShardedParameter, Tensor] = {}
         for param_group in self._order:
             reduced |= param_group.take()
@@ -251,22 +268,6 @@ class ZeroState:
                     return
                 self._order[self._num_reduced].reduce()
                 self._num_reduced += 1
-
-    def _reduce_late(self, used: dict[ShardedParameter, int]) -> None:
-        """Reduce gradients that came after those of their group were reduced.
-
-        Backward passes within the pass, of ``checkpoint(use_reentrant=True)``, give a parameter
-        several.
-        """
-        late = [
-            param_group
-            for param_group in self._order
-            if any(used[param] == LATE for param in param_group.params)
-        ]
-        if late:
-            reduce_together(late)
-            for param_group in late:
-                param_group.take_used()
 
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
@@ -344,12 +345,13 @@ class ZeroState:
 
     def _left(self) -> list[ParamGroup]:
         """Return the groups that no reduction of this pass was of."""
-        if not self._reduces_early:
+        if not self._reduces_early and not self._reduced_early:
             return self._order[self._num_reduced :]
-        if not self._unsynced.num_passes and not self._held_back:
+        if self._reduces_early and not self._unsynced.num_passes and not self._held_back:
             return [*self._open, self._root]
         # Also blocks through which this pass did not go.
-        done = {id(each) for each in self._reduced_early} - {id(each) for each in self._open}
+        open_ = {id(each) for each in self._open if self._reduces_early}
+        done = {id(each) for each in self._reduced_early} - open_
         return [each for each in self._order if id(each) not in done]
 
     def _settle_unsynced(self, scale: Tensor | None) -> Tensor | None:
@@ -361,9 +363,9 @@ class ZeroState:
             return scale
         if self._reduced_early:
             raise ValueError(
-                "a call ran outside of no_sync() and its backward() inside, with "
-                "batch.gradient_accumulation and data_parallel.zero_stage 2 or 3, which reduce in "
-                "the call; put both inside"
+                "a call ran outside of no_sync() and its backward() inside, with a "
+                "pipeline, or batch.gradient_accumulation and data_parallel.zero_stage 2 or 3, "
+                "which reduce in the call; put both inside"
             )
         scale_gradients(self.params, scale)
         if self._reduces_now:

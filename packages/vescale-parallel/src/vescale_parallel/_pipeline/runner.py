@@ -51,6 +51,7 @@ class Pipeline:
         draws: Random numbers in forward; None leaves them to each stage.
         trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
+        reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule.
     """
 
     plan: ParallelPlan
@@ -62,6 +63,7 @@ class Pipeline:
     draws: StageDraws | None = None
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
+    reduce: Callable[[int], None] = lambda _: None
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -123,7 +125,7 @@ class Pipeline:
         self._parts = self._parts_of(rows_of_parts(num_rows, count))
         seen = self._seen_in(form, forward, args, kwargs, rows)
         schedule = self.plan.pipeline_parallel.schedule
-        cuts, report = seen.cuts, _only_scalars
+        cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
         if self.plan.pipeline_parallel.outputs is not None:
             cuts, report = seen.all_cuts, _without_graph
         counts = self._count(forward, microbatches, form, seen)
@@ -256,6 +258,7 @@ class Pipeline:
             self.loss_scale.value,
             self._say_whole,
             self._parts.shares,
+            self.reduce,
         )
         step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():
@@ -386,10 +389,6 @@ class Pipeline:
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return self._parts.mean(scalars, self.total)
-
-
-def _only_scalars(output: Any) -> Any:
-    return only_scalars(output, "nowhere")
 
 
 def _without_graph(output: Any) -> Any:

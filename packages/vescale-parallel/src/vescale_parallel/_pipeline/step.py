@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,29 @@ from .runner import Pipeline
 from .tied_weights import return_tied_gradients, send_tied_weights
 
 
+class EarlyReductions(Protocol):
+    """Gradients that are summed over data-parallel ranks before a schedule ends."""
+
+    @property
+    def used_early(self) -> set[ShardedParameter]:
+        """Those with a gradient on this rank, of what was reduced."""
+        ...
+
+    def reduce_stage(self, stage: int) -> None:
+        """Begin to reduce what a stage of a pipeline has."""
+        ...
+
+    def take_reduced(self) -> Callable[[], None]:
+        """Take away gradients that were reduced already; return what puts them back."""
+        ...
+
+
 class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
     ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
     gradients, multiplied by what it is given, None being 1, and is told of which parameters some
-    stage has one.
+    stage has one; ``reduced`` are gradients that were reduced before.
     """
 
     def __init__(
@@ -37,11 +54,13 @@ class PipelineStep:
         params: Sequence[ShardedParameter],
         buffers: StageBuffers | None,
         finish: Callable[[Tensor | None, set[ShardedParameter]], None],
+        reduced: EarlyReductions,
     ) -> None:
         self._model, self._forms = model, CallForms(model)
         self._with_loss: dict[object, bool] = {}
         self._pipeline, self._params = pipeline, params
-        self._buffers, self._finish = buffers, finish
+        self._buffers, self._finish, self._reduced = buffers, finish, reduced
+        pipeline.reduce = reduced.reduce_stage
         pipeline.outputs.own_flags = self._has_gradients
 
     def run(
@@ -81,10 +100,12 @@ class PipelineStep:
         device = pipeline.mesh.device_type
         if train:
             return_tied_gradients(self._params, pipeline.group_of("B"), placement)
+            put_back = self._reduced.take_reduced()
             used, flags = pipeline.loss_scale.value, pipeline.outputs.flags
             assert flags is not None
 
             def finish(scale: Tensor) -> None:
+                put_back()
                 anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
                 correction = pipeline.loss_scale.correction(scale, used)
                 self._finish(correction, {param for param, has in anywhere if has})
@@ -94,9 +115,11 @@ class PipelineStep:
         return refusing_backward(output) if torch.is_grad_enabled() else output
 
     def _has_gradients(self) -> Tensor:
-        plain = [param.unsharded for param in self._params]
+        early = self._reduced.used_early
+        plain = [(param.unsharded, param in early) for param in self._params]
         return torch.tensor(
-            [each is not None and each.grad is not None for each in plain], dtype=torch.uint8
+            [was or (each is not None and each.grad is not None) for each, was in plain],
+            dtype=torch.uint8,
         )
 
     def _trains(

@@ -61,7 +61,7 @@ def planned_engine(
         has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F"), staging) if has_buffers else None
         step = PipelineStep(
-            model, pipeline, parameters.params, buffers, parameters.finish_backward
+            model, pipeline, parameters.params, buffers, parameters.finish_backward, parameters
         )
     accumulation = None
     if stages is None and plan.num_microbatches > 1:

@@ -19,6 +19,7 @@ from vescale_parallel._pipeline.schedules.messages import (
     Message,
     Operation,
     Receive,
+    Reduce,
     Retire,
     Send,
 )
@@ -86,6 +87,7 @@ class Execution:
         loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
         shares: Of the rows, that every micro-batch has; None for equal ones.
+        reduce: Begins to sum a stage's gradients over data-parallel ranks.
         outputs: What was kept, in the order of micro-batches.
     """
 
@@ -99,6 +101,7 @@ class Execution:
     loss_scale: float
     say_whole: Callable[[int, str], None]
     shares: Sequence[float] | None = None
+    reduce: Callable[[int], None] = lambda _: None
     outputs: list[Any] = field(default_factory=list[Any])
     _tensors: dict[_Key, Bundle] = field(default_factory=dict[_Key, Bundle])
     _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
@@ -111,6 +114,8 @@ class Execution:
         for operation in operations:
             if isinstance(operation, Compute):
                 self._compute(operation.action)
+            elif isinstance(operation, Reduce):
+                self.reduce(operation.stage)
             else:
                 self._communicate(operation)
             if not isinstance(operation, Await):

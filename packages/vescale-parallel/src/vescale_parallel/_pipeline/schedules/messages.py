@@ -102,7 +102,14 @@ class Retire:
     message: Message
 
 
-Operation = Compute | Receive | Await | Send | Retire
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Begin to sum the gradients of a stage over data-parallel ranks: it has all of them."""
+
+    stage: int
+
+
+Operation = Compute | Receive | Await | Send | Retire | Reduce
 
 
 def operations_of(
@@ -151,6 +158,8 @@ def operations_of(
 
 def _without_retiring(actions: Sequence[Action], placement: StagePlacement) -> Iterator[Operation]:
     needs = [received_by(action, placement) for action in actions]
+    # Every stage's last action that gives its weights gradients.
+    ends = {action.stage: action for action in actions if action.kind in ("B", "W")}
     if needs and needs[0] is not None:
         yield Receive(needs[0])
     for action, needed, ahead in zip(actions, needs, [*needs[1:], None], strict=True):
@@ -162,6 +171,9 @@ def _without_retiring(actions: Sequence[Action], placement: StagePlacement) -> I
         message = sent_by(action, placement)
         if message is not None:
             yield Send(message)
+        # Behind what others wait for.
+        if ends.get(action.stage) == action:
+            yield Reduce(action.stage)
 
 
 def _awaited(operations: Iterable[Operation]) -> list[Message]:

@@ -22,6 +22,7 @@ from .messages import (
     Message,
     Operation,
     Receive,
+    Reduce,
     Retire,
     Send,
     operations_of,
@@ -197,6 +198,8 @@ def _run(
             rank.issued[is_send, message] = queued
             rank.num_sends += is_send
             rank.peak_sends = max(rank.peak_sends, rank.num_sends)
+        case Reduce(stage):
+            _check_all_done(rank, stage)
         case Await(message) | Retire(message):
             is_send = isinstance(operation, Retire)
             queued = rank.issued[is_send, message]
@@ -216,6 +219,13 @@ def _count(rank: _Rank, action: Action) -> None:
         rank.peak_activations = max(rank.peak_activations, len(rank.waiting))
     elif action.kind != "I":
         rank.waiting.discard(key)
+
+
+def _check_all_done(rank: _Rank, stage: int) -> None:
+    """Raise if a stage is reduced that has a pass left."""
+    later = [each.action for each in rank.left if isinstance(each, Compute)]
+    if any(action.stage == stage for action in later):
+        raise ValueError(f"rank {rank.index} reduces stage {stage} before its last pass")
 
 
 def _check_dependencies(rank: _Rank, action: Action, placement: StagePlacement) -> None:
