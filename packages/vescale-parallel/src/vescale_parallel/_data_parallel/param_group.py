@@ -145,13 +145,13 @@ class ParamGroup:
     def gather(self) -> None:
         """Fill unsharded parameters from sharded ones. Every dp_shard rank must call this."""
         for param in self._copied:
-            allocate(_unsharded_data(param))
+            allocate(param.unsharded_data)
             if param.local.numel():
-                _unsharded_data(param).copy_(param.local)
+                param.unsharded_data.copy_(param.local)
         self._gathering.finish()
         for param in self._filled:
             assert param.place is not None
-            param.place.shards.fill(param.place.index, _unsharded_data(param))
+            param.place.shards.fill(param.place.index, param.unsharded_data)
         for shards in self._flat:
             if not shards.is_viewed:
                 release(shards.whole)
@@ -174,7 +174,7 @@ class ParamGroup:
         """Give back the memory of gathered parameters."""
         self._gathering.free()
         for param in (*self._copied, *self._filled):
-            release(_unsharded_data(param))
+            release(param.unsharded_data)
 
     def reduce(self) -> None:
         """Sum gradients over ranks and keep this rank's shard. Every rank must call this.
@@ -347,7 +347,7 @@ class ParamGroup:
         multiple = math.lcm(*(axis_size(self.mesh, axis) for axis in DATA_AXES))
         for same in _by_dtype([param for param in params if param.place is None]):
             dtype = self._reduced_in(same[0])
-            shapes = tuple(FlatShape(tuple(_unsharded_data(param).shape)) for param in same)
+            shapes = tuple(FlatShape(tuple(param.unsharded_data.shape)) for param in same)
             layout = flat_layout(shapes, 1, dtype.itemsize, multiple)
             how = 0, dtype, self.buffers, order, self._num_ranks
             grouped.append(GradientRows(same, range(len(same)), layout, *how))
@@ -394,12 +394,6 @@ def _by_dtype(params: Sequence[ShardedParameter]) -> list[list[ShardedParameter]
     """Return parameters of one dtype together: in compute, and as they are kept; experts apart."""
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[ShardedParameter]] = {}
     for param in params:
-        key = _unsharded_data(param).dtype, param.local.dtype, param.is_expert
+        key = param.unsharded_data.dtype, param.local.dtype, param.is_expert
         groups.setdefault(key, []).append(param)
     return list(groups.values())
-
-
-def _unsharded_data(param: ShardedParameter) -> Tensor:
-    assert param.unsharded is not None
-    # Not detach(): writing must not count as a change of a tensor that backward saved.
-    return param.unsharded.data

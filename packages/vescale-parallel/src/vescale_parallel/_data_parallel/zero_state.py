@@ -165,7 +165,7 @@ class ZeroState:
         self.writes.keep(*self._gathered_first)
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
-            if sys.exception() is None:  # where it raised, other ranks may come to no comparison
+            if sys.exception() is None:  # else other ranks may come to no comparison
                 self._end.compare_gathers()
 
     def tell_changed(self, publics: Iterable[object]) -> None:
@@ -198,13 +198,10 @@ class ZeroState:
     @property
     def used_early(self) -> set[ShardedParameter]:
         """Parameters with a gradient on this rank, of what was reduced in this call."""
-        return {param for each in self._reduced_early for param in each.used}
+        return set().union(*(each.used for each in self._reduced_early))
 
     def reduce_stage(self, stage: int) -> None:
-        """Begin to reduce a pipeline's stage, which has run its last backward pass.
-
-        Not what other stages add to, nor where passes before wait for it. Every rank must call.
-        """
+        """Begin to reduce a stage of a pipeline; not what others add to. Every rank must call."""
         if self.rows_are_coupled or self._unsynced.num_passes or not self.syncs:
             return
         own = [p for p in self._order if {each.stages for each in p.params} == {(stage,)}]
@@ -350,8 +347,8 @@ class ZeroState:
         if self._reduces_early and not self._unsynced.num_passes and not self._held_back:
             return [*self._open, self._root]
         # Also blocks through which this pass did not go.
-        open_ = {id(each) for each in self._open if self._reduces_early}
-        done = {id(each) for each in self._reduced_early} - open_
+        done = {*map(id, self._reduced_early)}
+        done -= {*map(id, self._open if self._reduces_early else ())}
         return [each for each in self._order if id(each) not in done]
 
     def _settle_unsynced(self, scale: Tensor | None) -> Tensor | None:
@@ -363,9 +360,8 @@ class ZeroState:
             return scale
         if self._reduced_early:
             raise ValueError(
-                "a call ran outside of no_sync() and its backward() inside, with a "
-                "pipeline, or batch.gradient_accumulation and data_parallel.zero_stage 2 or 3, "
-                "which reduce in the call; put both inside"
+                "a call ran outside of no_sync() and its backward() inside; put both inside. A "
+                "pipeline, and batch.gradient_accumulation with ZeRO 2 or 3, reduce in the call"
             )
         scale_gradients(self.params, scale)
         if self._reduces_now:

@@ -60,6 +60,13 @@ class ShardedParameter:
         """This rank's shard of the parameter, without autograd."""
         return self.distributed._local_tensor
 
+    @property
+    def unsharded_data(self) -> Tensor:
+        """What computes, as memory: writing to it changes no tensor that backward saved."""
+        assert self.unsharded is not None
+        # Not detach(), which shares the count of changes.
+        return self.unsharded.data
+
     def __post_init__(self) -> None:
         self._held = self._address()
 
