@@ -227,9 +227,8 @@ def _local_norm(right: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return right(local, *args, **kwargs)
 
 
-def _slice_of_other(right: Any, x: Tensor, dim: int, sizes: Any, ranks: Any) -> Tensor:
-    start = sum(sizes[: ranks.size - 1 - ranks.rank])
-    return x.narrow(dim, start, sizes[ranks.rank]).contiguous()
+def _slice_of_other(right: Any, x: Tensor, dim: int, slices: Any, ranks: Any) -> Tensor:
+    return slices.part(x, dim, ranks.size - 1 - ranks.rank).contiguous()
 
 
 def _half_gradient(right: Any, x: Tensor, *args: Any) -> Tensor:

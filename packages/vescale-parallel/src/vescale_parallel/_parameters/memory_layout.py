@@ -32,11 +32,11 @@ def is_in_index_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def stride_of_part(part: Sequence[int], shape: Sequence[int], stride: Stride) -> Stride:
     """Return the strides of a part of a dense tensor, in dense memory with the same order.
 
-    A part of fewer dims is a range of elements, whose order is that of indices.
+    A part of other dims is a range of elements, of a number too, whose order is that of indices.
     """
     if tuple(part) == tuple(shape):
         return stride
-    if len(part) < len(shape):
+    if len(part) != len(shape):
         return torch.empty(tuple(part), device="meta").stride()
     order = sorted(range(len(part)), key=lambda dim: (-stride[dim], dim))
     inner = {dim: order[at + 1 :] for at, dim in enumerate(order)}
