@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_batches_and_losses_of_many_forms() -> None:
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     assert vescale.verify(plan, Bilinear, (x, y), steps=1).passed
     assert vescale.verify(plan, Bilinear, {"x": x, "y": y}, steps=1).passed
+    tokenized = UserDict({"x": x, "y": y})  # as of a tokenizer
+    assert vescale.verify(plan, Bilinear, tokenized, steps=1).passed
     assert vescale.verify(plan, Bilinear, [(x, y), (y, x)]).passed
     double = vescale.verify(
         plan, Bilinear, (x, y), steps=1, loss_of=lambda model, batch: 2 * model(*batch)["loss"]
@@ -141,6 +144,11 @@ class OnlySingle(nn.Linear):
 
 def test_what_cannot_be_verified_is_said() -> None:
     x = torch.randn(4, 4)
+    model = Bilinear()
+    with pytest.raises(ValueError, match="a new model in every call, got the same one twice"):
+        vescale.verify(make_plan({DP: 2}), lambda: model, (x, x))
+    with pytest.raises(TypeError, match="a function that makes the model, got a model"):
+        vescale.verify(make_plan({DP: 2}), model, (x, x))  # pyright: ignore[reportArgumentType]: refused
     with pytest.raises(ValueError, match=r"does not run in float64 .*mat_a.*give dtype=None"):
         vescale.verify(make_plan({DP: 2}), lambda: OnlySingle(4, 4), x)
     assert vescale.verify(

@@ -67,7 +67,7 @@ class Record:
 def full(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor's values, gathered from all ranks if it is distributed."""
     values = tensor.detach()
-    return (values.full_tensor() if isinstance(values, DTensor) else values).clone()
+    return (values.full_tensor() if isinstance(values, DTensor) else values).to("cpu", copy=True)
 
 
 def full_state(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def _recorder(name: str, record: Record, counter: CommCounter) -> Any:
             if key not in record.activations:
                 record.fed_by[key] = _text(counter)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            record.activations.setdefault(key, []).append(local.detach().clone())
+            record.activations.setdefault(key, []).append(local.detach().to("cpu", copy=True))
 
     return record_output
 

@@ -53,9 +53,20 @@ class Program:
         model = self.model_fn()
         return model if self.dtype is None else model.to(self.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """Where ranks put their models, and one device, too."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
     def cast(self, batch: Any) -> Any:
         """Give the decimals of a batch the dtype of the model."""
         return pytree.tree_map(self._cast, batch)
+
+    def on_device(self, batch: Any) -> Any:
+        """Give a batch the dtype and the device of the model."""
+        return pytree.tree_map(
+            lambda x: x.to(self.device) if isinstance(x, Tensor) else x, self.cast(batch)
+        )
 
     def _cast(self, leaf: Any) -> Any:
         if self.dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -78,7 +89,7 @@ def on_one_device(program: Program, change: Change = None) -> Record:
     _seed(program, record)
     with recorded_activations(model, record):
         for batch in program.batches:
-            loss = program.loss_of(model, program.cast(batch))
+            loss = program.loss_of(model, program.on_device(batch))
             loss.backward()
             _end_of_step(program, model, optimizer, loss, record)
     return record
@@ -100,7 +111,7 @@ def shard_after_shard(program: Program, plan: ParallelPlan, change: Change = Non
         copies //= plan.axes["dp_shard"]
     _seed(program, record)
     for whole_batch in program.batches:
-        batch = program.cast(whole_batch)
+        batch = program.on_device(whole_batch)
         means = _counted_means(program, plan, model, batch)
         with recorded_activations(model, record):
             loss, of_ranks = _gradients_of_ranks(program, plan, model, batch, means)
@@ -157,7 +168,7 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
         _seed(program, record)
         with recorded_activations(model, record):
             for batch in batches:
-                loss = program.loss_of(model, batch)
+                loss = program.loss_of(model, program.on_device(batch))
                 loss.backward()
                 _end_of_step(program, model, optimizer, loss, record)
     return record
@@ -167,7 +178,7 @@ def _plain_model(program: Program) -> nn.Module:
     model = program.build()
     if vescale_deferred.is_deferred(model):
         vescale_deferred.materialize(model)
-    return model
+    return model.to(program.device)
 
 
 def _end_of_step(

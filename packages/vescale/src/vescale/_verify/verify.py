@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,9 +85,9 @@ def verify(
 
     Raises:
         ValueError: If the rows of a batch do not divide by the ranks and micro-batches that share
-            them, batches have no rows, the plan was made for another model, or the model does not
-            run in ``dtype``.
-        TypeError: If no loss is found.
+            them, batches have no rows, the plan was made for another model, the model does not run
+            in ``dtype``, or ``model_fn`` returns the same one twice.
+        TypeError: If no loss is found, or a model is given and not a function.
         Exception: What the plan raises on any of its ranks.
 
     Source: the perturbed runs follow TTrace, https://arxiv.org/abs/2506.09280.
@@ -102,9 +102,11 @@ def verify(
         >>> report.passed
         True
     """
+    batches = batch if isinstance(batch, list) else [batch] * steps
     program = Program(
         model_fn=model_fn,
-        batches=batch if isinstance(batch, list) else [batch] * steps,
+        # Tokenizers return mappings of their own.
+        batches=[dict(each) if isinstance(each, Mapping) else each for each in batches],
         optimizer_fn=optimizer_fn or _adamw,
         loss_of=loss_of or default_loss_of,
         max_grad_norm=max_grad_norm,
@@ -113,11 +115,26 @@ def verify(
     )
     _check_rows(program, plan)
     with _as_a_rank():
-        check_signature(plan, model_fn())
+        check_signature(plan, _checked_model(model_fn))
         plan = replace(plan, model=None)  # which says of what dtypes parameters were
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return _under_torchrun(program, plan)
         return _report(plan, _runs(program, plan), None)
+
+
+def _checked_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(model_fn, nn.Module):
+        raise TypeError(
+            "expected a function that makes the model, got a model; give "
+            "lambda: copy.deepcopy(model)"
+        )
+    model = model_fn()
+    if model_fn() is model:
+        raise ValueError(
+            "expected model_fn to make a new model in every call, got the same one twice; give "
+            "lambda: copy.deepcopy(model)"
+        )
+    return model
 
 
 @contextmanager
