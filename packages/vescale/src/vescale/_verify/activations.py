@@ -51,7 +51,10 @@ class Activations:
     ) -> Divergence | None:
         """Compare one tensor that a module returned on one device."""
         expected, num_calls = self.expected, num_outputs // self.expected.num_shards
-        bound = expected.bound(whole, [r.activations[key][at] for r in expected.perturbed])
+        perturbed = [r.activations.get(key, []) for r in expected.perturbed]
+        if num_outputs % expected.num_shards or {*map(len, perturbed)} != {num_outputs}:
+            return self._not_comparable(key)  # data decides how often it is called
+        bound = expected.bound(whole, [outputs[at] for outputs in perturbed])
         shard, call = divmod(at, num_calls)
         found: tuple[int, int, Match] | None = None  # stage, shard
         # A module around stages runs on several, on nothing where it is not its turn.
@@ -61,15 +64,17 @@ class Activations:
             if match is not None and (found is None or match[1].error < found[2].error):
                 found = stage, *match
         if found is None:
-            if key.module not in self.not_compared:
-                self.not_compared.append(key.module)
-            return None
+            return self._not_comparable(key)
         self.num_compared += 1
         if found[2].error > bound:
             return self._divergence(key, whole, *found, bound)
         if found[2].placements.startswith("partial"):
             self._partial = key.module
         return None
+
+    def _not_comparable(self, key: ModuleOutput) -> None:
+        if key.module not in self.not_compared:
+            self.not_compared.append(key.module)
 
     def _by_stage(
         self, key: ModuleOutput, call: int, num_calls: int

@@ -116,7 +116,7 @@ class VerifyReport:
 
     @property
     def divergence(self) -> Divergence | None:
-        """The first divergence of the level that says most: N4, else the others in order."""
+        """The first divergence of the level that says most: N0, then N4, else in order."""
         found = {r.level: r.divergence for r in self.levels if r.divergence is not None}
         order: tuple[Level, ...] = ("N0", "N4", "N1", "N2", "N3")
         return next((found[level] for level in order if level in found), None)

@@ -293,7 +293,7 @@ def _micro_batches(
             text="the loss is no mean over shards of the batch: what rows share is computed whole",
         )
     tied = _tied(program) if axes["pp"] > 1 else ()
-    text = f"tied over stages, within rounding: {', '.join(tied)}" if tied else ""
+    text = f"first gradients, without what is tied over stages: {', '.join(tied)}" if tied else ""
     return same_micro_batches(reference, ranks, tied, text)
 
 

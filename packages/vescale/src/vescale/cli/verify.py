@@ -65,12 +65,11 @@ def _run(options: argparse.Namespace) -> int:
     report = vescale.verify(
         plan, model_fn, batch, steps=options.steps, dtype=getattr(torch, options.dtype, None)
     )
-    if os.environ.get("RANK", "0") != "0":
-        pass  # every rank has the same report
-    elif options.json:
-        print(json.dumps({**dataclasses.asdict(report), "passed": report.passed}, indent=2))
-    else:
-        print(report)
+    text = str(report)
+    if options.json:
+        text = json.dumps({**dataclasses.asdict(report), "passed": report.passed}, indent=2)
+    if os.environ.get("RANK", "0") == "0":  # every rank has the same report
+        print(text)
     return 0 if report.passed else 1
 
 
