@@ -69,6 +69,12 @@ def on_rank_return_something_unpicklable() -> object:
     return lambda: None
 
 
+def on_rank_crash() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
 def on_rank_die() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -187,6 +193,12 @@ def test_a_rank_that_dies_is_reported_at_once(world2: World) -> None:
     with pytest.raises(RankError, match="rank 1: died with exit code -9"):
         world2.run(on_rank_die)
     assert time.monotonic() - start < COLLECTIVE_TIMEOUT.total_seconds()
+
+
+@pytest.mark.slow
+def test_a_rank_that_crashes_says_where_it_was(world2: World) -> None:
+    with pytest.raises(RankError, match=r"rank 1: died with exit code -11(.|\n)*in on_rank_crash"):
+        world2.run(on_rank_crash)
 
 
 @pytest.mark.slow

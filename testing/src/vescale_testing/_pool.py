@@ -88,7 +88,9 @@ class Pool:
             answer = self._pipes[rank].recv_bytes()
         except (EOFError, OSError):
             self._processes[rank].join(timeout=5)
-            return Outcome(error=f"died with exit code {self._processes[rank].exitcode}")
+            died = f"died with exit code {self._processes[rank].exitcode}"
+            stacks = self._specs[rank].stack_path.read_text("utf-8")
+            return Outcome(error=f"{died}\n{stacks}".rstrip())
         return pickle.loads(answer)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:

@@ -40,7 +40,7 @@ class RankSpec:
 
     @property
     def stack_path(self) -> Path:
-        """Where this rank writes its Python stack when it gets ``SIGUSR1``."""
+        """Where this rank writes its Python stacks when it gets ``SIGUSR1``, or crashes."""
         return self.directory / f"stack-{self.rank}"
 
 
@@ -59,6 +59,7 @@ def serve(spec: RankSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
     with spec.stack_path.open("w", encoding="utf-8") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
+        faulthandler.enable(stack_file)
         environment = {**os.environ, **_rank_environment(spec)}
         os.environ.update(environment)
         pipe.send_bytes(_attempt(partial(_join, spec)))
