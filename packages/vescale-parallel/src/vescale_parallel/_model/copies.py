@@ -70,6 +70,16 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def discard(copied: nn.Module) -> None:
+    """Let go of what a copy holds, which nobody uses again.
+
+    Hooks and bound functions refer to the modules that they are on, so that without this the
+    tensors of a copy, and what its last call kept, would wait for the garbage collector.
+    """
+    for each in list(copied.modules()):
+        vars(each).clear()
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Remove the hooks of users from a copy, and from the modules in it."""
     for each in module.modules():

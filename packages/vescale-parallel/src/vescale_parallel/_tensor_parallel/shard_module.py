@@ -27,18 +27,31 @@ def cut_parameters(
         if placement == Replicate():
             continue
         if id(parameter) not in parts:
-            part = rank_part(parameter.detach(), placement, size, rank)
+            part = _shared_part(parameter, placement, size, rank)
             parts[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
         owner, _, name = fqn.rpartition(".")
         module.get_submodule(owner)._parameters[name] = parts[id(parameter)]
 
 
+def _shared_part(parameter: nn.Parameter, placement: Placement, size: int, rank: int) -> Tensor:
+    """Return what one rank holds of a parameter, in the same memory where it is contiguous."""
+    boxes = local_boxes(parameter.shape, (size,), (rank,), (placement,))
+    # Not detach(): a write to a part must not count as one to what backward of others kept.
+    if len(boxes) == 1 and (part := parameter.data[boxes[0].box.slices]).is_contiguous():
+        return part
+    return rank_part(parameter.detach(), placement, size, rank)
+
+
 def rank_part(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    """Return a copy of what one rank holds of a tensor."""
+    """Return a copy of what one rank holds of a tensor; of one number expanded, that expanded."""
     boxes = local_boxes(tensor.shape, (size,), (rank,), (placement,))
     dim = getattr(placement, "dim", 0)
     if not boxes:  # of few rows the last rank has none
         return tensor.narrow(dim, 0, 0).clone()
+    if not any(tensor.stride()):
+        shape = list(tensor.shape)
+        shape[dim] = sum(held.box.shape[dim] for held in boxes)
+        return tensor.new_zeros(()).add_(tensor[(0,) * tensor.dim()]).expand(shape)
     return torch.cat([tensor[held.box.slices] for held in boxes], dim)
 
 

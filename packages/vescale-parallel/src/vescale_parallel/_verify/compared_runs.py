@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_parallel._model.copies import copied_object
+from vescale_parallel._model.copies import copied_object, discard
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.apply import install
@@ -28,6 +28,7 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 
+from .freed_memory import give_memory_back
 from .region import Contradiction, Findings, How, Region
 from .threads import run_in_threads
 from .without_chance import WithoutChance
@@ -93,17 +94,21 @@ def _compare_once(
             raise Contradiction(
                 region.fqn, f"a rank's part raises {type(error).__name__}: {error}"
             ) from error
-    _compare_results(region.fqn, expected, runs, how, sharding.size)
-    _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
+        finally:
+            discard(base)
+    try:
+        _compare_results(region.fqn, expected, runs, how, sharding.size)
+        _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
+    finally:
+        del expected, runs, cotangents
+        give_memory_back()
     return region
 
 
 def _run_whole(region: Region, base: nn.Module) -> tuple[Results, list[Tensor]]:
-    whole = sharing_copy(base)
-    region.prepare(whole)
     inputs, before = list(region.inputs), states_of_generators()
     try:
-        first = run_once(whole, Given(inputs, region.spec, []))
+        first = _run_copy(region, base, Given(inputs, region.spec, []))
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise DryRunError(region.fqn, error) from error
@@ -113,10 +118,16 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[Results, list[Tensor]]:
     cotangents = [torch.randn_like(out) for out in first.outputs]
     if before.differs_outside_of_torch(states_of_generators()):
         set_generators(before)
-    # Made anew, should a module keep something between calls.
+    # Of another copy, should a module keep something between calls.
+    return _run_copy(region, base, Given(inputs, region.spec, cotangents)), cotangents
+
+
+def _run_copy(region: Region, base: nn.Module, given: Given) -> Results:
     whole = sharing_copy(base)
     region.prepare(whole)
-    return run_once(whole, Given(inputs, region.spec, cotangents)), cotangents
+    results = run_once(whole, given)
+    discard(whole)
+    return results
 
 
 def _run_ranks(
@@ -142,7 +153,9 @@ def _run_ranks(
         install(local, sharding, boundary, prefix=fqn)
         mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
         parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
-        return run_once(local, Given(mine, region.spec, parts))
+        results = run_once(local, Given(mine, region.spec, parts))
+        discard(local)
+        return results
 
     return run_in_threads(size, on_rank, draw_alike=draw_alike)
 

@@ -1,0 +1,77 @@
+"""What comparing a plan with one device holds, and that it is let go."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel import propose_sharding
+from vescale_parallel._verify import compared_runs
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        return x_BSF + self.down(self.up(x_BSF).relu())
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSF = self.embed(ids_BS)
+        for block in self.blocks:
+            x_BSF = block(x_BSF)
+        return self.head(x_BSF)
+
+
+IDS = (torch.arange(12).view(2, 6),)
+
+
+def _doubles() -> int:
+    """Return the bytes of float64 tensors that Python knows of."""
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    storages = [x.untyped_storage() for x in tensors if x.dtype is torch.float64]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+def test_a_comparison_leaves_nothing_to_the_garbage_collector() -> None:
+    model = Deep(3)
+    gc.collect()
+    before = _doubles()
+    gc.disable()
+    try:
+        assert propose_sharding(model, "auto", 2, example_batch=IDS).plan
+        after = _doubles()
+    finally:
+        gc.enable()
+    assert after == before
+
+
+def test_blocks_that_are_passed_over_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, held = compared_runs.run_once, list[int]()
+
+    def noted(module: nn.Module, *args: Any) -> Any:
+        storages = [p.untyped_storage() for p in module.parameters()]
+        held.append(sum({x.data_ptr(): x.nbytes() for x in storages if x.nbytes() > 8}.values()))
+        return run(module, *args)
+
+    monkeypatch.setattr(compared_runs, "run_once", noted)
+
+    def largest(depth: int) -> int:
+        held.clear()
+        assert propose_sharding(Deep(depth), "auto", 2, example_batch=IDS).plan
+        return max(held)
+
+    assert largest(12) == largest(4)
