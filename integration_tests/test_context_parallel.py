@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import vescale
 from vescale_testing import World
 
 from .contexts import ROWS, batch_of, build, rows_of, train
 from .experts import Trained, adamw
+from .families import InDouble
 from .plans import CP, DP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
@@ -52,6 +54,37 @@ def test_two_ranks_share_the_sequences_of_a_causal_model(world2: World, family: 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_four_ranks_share_sequences_that_they_do_not_divide(world4: World, family: str) -> None:
     check(world4, {CP: 4}, family, length=13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+def test_three_ranks_share_one_row(world3: World, method: str) -> None:
+    check(world3, {CP: 3, "context_parallel.method": method}, "llama", length=13, rows=1)
+
+
+def on_rank_with_own_loss(plan: Constraints | None) -> list[torch.Tensor]:
+    """Return a loss that the program makes of logits, and gradients."""
+    model = build("qwen3")
+    if plan is not None:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    batch = batch_of(0, 13, "")
+    targets = batch["labels"][:, 1:].flatten()
+    with InDouble():
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        loss.backward()
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(whole(grad).clone() for grad in grads)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+def test_losses_are_made_outside_of_the_model(world3: World, method: str) -> None:
+    expected = on_rank_with_own_loss(None)
+    plan = {CP: 3, ZERO: 3, "context_parallel.method": method}
+    for found in world3.run(on_rank_with_own_loss, plan):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * max(1.0, float(y.abs().max())))
 
 
 @pytest.mark.slow
@@ -133,6 +166,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("llama", {"kind": "padded"}),
     "padded-eager": ("llama", {"kind": "padded", "attention": "eager"}),
     "packed": ("llama", {"kind": "packed"}),
+    "windows-and-all-padded": ("gemma3_text", {"kind": "padded", "length": 13}),
+    "windows-packed": ("mistral", {"kind": "packed", "length": 13}),
+    "one-row": ("gpt2", {"rows": 1, "length": 11}),
     "bidirectional-padded": ("bert", {"kind": "padded"}),
     "pooled": ("roberta", {"kind": "classes"}),
     "experts": ("qwen3_moe", {}),
