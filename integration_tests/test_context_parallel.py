@@ -16,7 +16,7 @@ from vescale_testing import World
 from .contexts import ROWS, batch_of, build, rows_of, train
 from .experts import Trained, adamw
 from .families import InDouble
-from .plans import CP, DP, ZERO, Constraints, make_plan
+from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
 
@@ -216,6 +216,61 @@ def test_ranks_of_a_sequence_are_handed_the_same_rows(world1: World, world4: Wor
     [expected] = world1.run(on_rank_with_loader, {})
     for losses in world4.run(on_rank_with_loader, {CP: 2, DP: 2, ZERO: 3}):
         assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+DROPOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "gpt2": (("embd_pdrop", 0.2),),
+    "bert": (("hidden_dropout_prob", 0.2),),
+}
+
+
+def on_rank_with_dropout(
+    family: str, plan: Constraints | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return losses and gradients of two steps, and the generator's state behind them."""
+    model: Any = build(family, **dict(DROPOUTS[family]))
+    for fqn, module in model.named_modules():
+        if family == "bert" and "encoder" in fqn and isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    torch.manual_seed(3)
+    if plan is not None:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        with InDouble():
+            loss = model(**rows_of(model, batch_of(step, 13, ""))).loss
+            loss.backward()
+        found.append(loss.detach())
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    found += [whole(grad).clone() for grad in grads if grad is not None]
+    return found, torch.get_rng_state()
+
+
+def check_dropout(world: World, family: str, plan: Constraints) -> None:
+    [(expected, state)] = vescale.emulate(on_rank_with_dropout, 1, args=(family, None))
+    for found, end in world.run(on_rank_with_dropout, family, plan):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * max(1.0, float(y.abs().max())))
+        assert torch.equal(end, state)
+        assert not torch.equal(end, torch.Generator().manual_seed(3).get_state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_before_blocks_is_that_of_one_device(world4: World, family: str) -> None:
+    check_dropout(world4, family, {CP: 2, DP: 2, ZERO: 3, "recompute": "full"})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+@pytest.mark.parametrize("more", [{}, {TP: 2}, {"batch.gradient_accumulation": 2}], ids=str)
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_before_blocks_under_other_plans(
+    world2: World, world4: World, family: str, more: Constraints, method: str
+) -> None:
+    world = world4 if TP in more else world2
+    check_dropout(world, family, {CP: 2, "context_parallel.method": method, **more})
 
 
 def on_rank_refused(family: str) -> str:

@@ -244,6 +244,30 @@ def test_attention_that_is_not_understood_is_refused(make: Callable[[], Block], 
         ContextGuard(Model(make), 2, ids())
 
 
+class DropsBetween(Model):
+    """Dropout before blocks, between them and behind them; only that between is of slices."""
+
+    def __init__(self, **chances: float) -> None:
+        super().__init__(lambda: Block(nn.Identity()))
+        self.chances = chances
+
+    def drop(self, x: Tensor, place: str) -> Tensor:
+        return F.dropout(x, self.chances.get(place, 0.0), self.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids), "before")
+        x = self.blocks[0](x)
+        x = self.blocks[1](self.drop(x, "between"))
+        return self.head(self.drop(x, "behind"))
+
+
+def test_dropout_of_whole_sequences_is_no_matter_of_slices() -> None:
+    model = DropsBetween(before=0.2, behind=0.3)
+    assert proven_slicing(model, {"ids": ids()}, 2, training=True).stacks == {"blocks"}
+    with pytest.raises(ValueError, match=r"'blocks\.1' draws random numbers"):
+        proven_slicing(DropsBetween(between=0.1), {"ids": ids()}, 2, training=True)
+
+
 def test_dropout_does_not_matter_in_evaluation() -> None:
     model = Model(lambda: Block(nn.Identity(), dropout=0.1)).eval()
     found = proven_slicing(model, {"ids": ids()}, 2, training=False)
