@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import vescale
 from vescale_testing import World
 
 from .contexts import ROWS, batch_of, build, rows_of, train
 from .experts import Trained, adamw
-from .plans import CP, DP, ZERO, Constraints, make_plan
+from .families import InDouble
+from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
 
@@ -52,6 +54,37 @@ def test_two_ranks_share_the_sequences_of_a_causal_model(world2: World, family: 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_four_ranks_share_sequences_that_they_do_not_divide(world4: World, family: str) -> None:
     check(world4, {CP: 4}, family, length=13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+def test_three_ranks_share_one_row(world3: World, method: str) -> None:
+    check(world3, {CP: 3, "context_parallel.method": method}, "llama", length=13, rows=1)
+
+
+def on_rank_with_own_loss(plan: Constraints | None) -> list[torch.Tensor]:
+    """Return a loss that the program makes of logits, and gradients."""
+    model = build("qwen3")
+    if plan is not None:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    batch = batch_of(0, 13, "")
+    targets = batch["labels"][:, 1:].flatten()
+    with InDouble():
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        loss.backward()
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(whole(grad).clone() for grad in grads)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+def test_losses_are_made_outside_of_the_model(world3: World, method: str) -> None:
+    expected = on_rank_with_own_loss(None)
+    plan = {CP: 3, ZERO: 3, "context_parallel.method": method}
+    for found in world3.run(on_rank_with_own_loss, plan):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * max(1.0, float(y.abs().max())))
 
 
 @pytest.mark.slow
@@ -133,6 +166,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("llama", {"kind": "padded"}),
     "padded-eager": ("llama", {"kind": "padded", "attention": "eager"}),
     "packed": ("llama", {"kind": "packed"}),
+    "windows-and-all-padded": ("gemma3_text", {"kind": "padded", "length": 13}),
+    "windows-packed": ("mistral", {"kind": "packed", "length": 13}),
+    "one-row": ("gpt2", {"rows": 1, "length": 11}),
     "bidirectional-padded": ("bert", {"kind": "padded"}),
     "pooled": ("roberta", {"kind": "classes"}),
     "experts": ("qwen3_moe", {}),
@@ -180,6 +216,61 @@ def test_ranks_of_a_sequence_are_handed_the_same_rows(world1: World, world4: Wor
     [expected] = world1.run(on_rank_with_loader, {})
     for losses in world4.run(on_rank_with_loader, {CP: 2, DP: 2, ZERO: 3}):
         assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+DROPOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "gpt2": (("embd_pdrop", 0.2),),
+    "bert": (("hidden_dropout_prob", 0.2),),
+}
+
+
+def on_rank_with_dropout(
+    family: str, plan: Constraints | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return losses and gradients of two steps, and the generator's state behind them."""
+    model: Any = build(family, **dict(DROPOUTS[family]))
+    for fqn, module in model.named_modules():
+        if family == "bert" and "encoder" in fqn and isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()
+    torch.manual_seed(3)
+    if plan is not None:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        with InDouble():
+            loss = model(**rows_of(model, batch_of(step, 13, ""))).loss
+            loss.backward()
+        found.append(loss.detach())
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    found += [whole(grad).clone() for grad in grads if grad is not None]
+    return found, torch.get_rng_state()
+
+
+def check_dropout(world: World, family: str, plan: Constraints) -> None:
+    [(expected, state)] = vescale.emulate(on_rank_with_dropout, 1, args=(family, None))
+    for found, end in world.run(on_rank_with_dropout, family, plan):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * max(1.0, float(y.abs().max())))
+        assert torch.equal(end, state)
+        assert not torch.equal(end, torch.Generator().manual_seed(3).get_state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_before_blocks_is_that_of_one_device(world4: World, family: str) -> None:
+    check_dropout(world4, family, {CP: 2, DP: 2, ZERO: 3, "recompute": "full"})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+@pytest.mark.parametrize("more", [{}, {TP: 2}, {"batch.gradient_accumulation": 2}], ids=str)
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_dropout_before_blocks_under_other_plans(
+    world2: World, world4: World, family: str, more: Constraints, method: str
+) -> None:
+    world = world4 if TP in more else world2
+    check_dropout(world, family, {CP: 2, "context_parallel.method": method, **more})
 
 
 def on_rank_refused(family: str) -> str:

@@ -9,14 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_parallel import ParallelPlan, with_constraints
-from vescale_parallel._cross_replica.context.attention import Heads
+from vescale_parallel._cross_replica.context.attention import Heads, HeadsAttention
 from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, Slicing
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
-from vescale_parallel._cross_replica.context.slices import Method, slice_sizes
+from vescale_parallel._cross_replica.context.slices import (
+    ContextThreads,
+    Method,
+    SequenceSlices,
+    slice_sizes,
+)
 from vescale_parallel._plan.supported import check_supported
+from vescale_parallel._tensor_parallel.communicators import ThreadExchange
+from vescale_parallel._verify.threads import run_in_threads
 
 FEATURES, HEADS, LENGTH = 8, 4, 10
 
@@ -36,6 +44,41 @@ def test_ranks_have_the_keys_that_their_queries_read(queries: int, keys: int, si
     ):
         assert torch.equal(heads.repeated(whole[low:high], rank), expected[first:end])
     assert (heads.queries[0][0], heads.queries[-1][1]) == (0, queries)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_largest_tensor_of_attention_falls_as_ranks_share_it(size: int) -> None:
+    rows, heads, length = 2, 8, 64
+
+    def by_definition(q: Tensor, k: Tensor, v: Tensor, _: Heads) -> tuple[Tensor, None]:
+        return (q @ k.mT).softmax(-1) @ v, None
+
+    def watched(rank: int, threads: ThreadExchange) -> int:
+        attention = HeadsAttention(ContextThreads(threads, rank))
+        attention.slices = SequenceSlices.over(length, size, "all_to_all")
+        of_slice = (rows, heads, attention.slices.sizes[rank], FEATURES)
+        given = [torch.ones(of_slice, requires_grad=True) for _ in range(3)]
+        with Largest() as largest:
+            made, _ = attention.attend(given[0], given[1], given[2], by_definition)
+            made.sum().backward()
+        return largest.numel
+
+    scores = rows * heads * length * length
+    assert run_in_threads(size, watched) == [scores // size] * size
 
 
 Mix = Callable[[Tensor], Tensor]
@@ -199,6 +242,30 @@ class OneHead(Block):
 def test_attention_that_is_not_understood_is_refused(make: Callable[[], Block], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         ContextGuard(Model(make), 2, ids())
+
+
+class DropsBetween(Model):
+    """Dropout before blocks, between them and behind them; only that between is of slices."""
+
+    def __init__(self, **chances: float) -> None:
+        super().__init__(lambda: Block(nn.Identity()))
+        self.chances = chances
+
+    def drop(self, x: Tensor, place: str) -> Tensor:
+        return F.dropout(x, self.chances.get(place, 0.0), self.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids), "before")
+        x = self.blocks[0](x)
+        x = self.blocks[1](self.drop(x, "between"))
+        return self.head(self.drop(x, "behind"))
+
+
+def test_dropout_of_whole_sequences_is_no_matter_of_slices() -> None:
+    model = DropsBetween(before=0.2, behind=0.3)
+    assert proven_slicing(model, {"ids": ids()}, 2, training=True).stacks == {"blocks"}
+    with pytest.raises(ValueError, match=r"'blocks\.1' draws random numbers"):
+        proven_slicing(DropsBetween(between=0.1), {"ids": ids()}, 2, training=True)
 
 
 def test_dropout_does_not_matter_in_evaluation() -> None:

@@ -79,7 +79,7 @@ def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], 
     """Return the stacks in which all blocks attend, and the modules in these that do.
 
     Raises:
-        NotSlicedError: If there are none, or the model draws random numbers.
+        NotSlicedError: If there are none, or they draw random numbers.
     """
     watch = ForwardWatch()
     inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
@@ -92,11 +92,6 @@ def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], 
         raise NotSlicedError(
             f"it cannot be compared with one device: {type(error).__name__}: {error}"
         ) from error
-    if watch.drawing is not None:
-        raise NotSlicedError(
-            f"{watch.drawing or 'the model'!r} draws random numbers, of which one device would "
-            "draw others than ranks on their slices; set dropout to 0 (of attention, too)"
-        )
     found = [stack for stack in block_stacks(base) if {*stack} <= watch.attending]
     if not found:
         raise NotSlicedError(
@@ -104,6 +99,13 @@ def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], 
             "transformers' attention interface, by which a rank attends to all of the sequence"
         )
     stacks = frozenset(map(name_of, found))
+    drawing = [at for stack, at in watch.drawing.items() if stack in stacks]
+    if drawing:
+        raise NotSlicedError(
+            f"{drawing[0]!r} draws random numbers, of which one device would draw others than "
+            "ranks on their slices; set dropout to 0 in blocks (of attention, too); before and "
+            "behind them dropout is one device's"
+        )
     inside = tuple(f"{stack}." for stack in stacks)
     return stacks, frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
 
