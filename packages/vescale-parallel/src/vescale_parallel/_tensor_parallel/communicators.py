@@ -134,15 +134,12 @@ class Turns(Protocol):
 
 
 class ThreadExchange:
-    """Where threads exchange tensors.
-
-    With ``turns``, only one thread runs at a time, between what they exchange.
-    """
+    """Where threads exchange tensors; only one of them runs at a time, between exchanges."""
 
     # A rank that sends less than the others would have them wait for ever.
     _TIMEOUT_SECONDS = 60
 
-    def __init__(self, size: int, turns: Turns | None = None) -> None:
+    def __init__(self, size: int, turns: Turns) -> None:
         self.size, self.turns = size, turns
         self._barrier = threading.Barrier(size, timeout=self._TIMEOUT_SECONDS)
         self._given: list[Any] = [None] * size
@@ -150,7 +147,7 @@ class ThreadExchange:
     def exchange(self, rank: int, x: T) -> list[T]:
         """Return what all ranks gave, in rank order."""
         self._given[rank] = x
-        with contextlib.nullcontext() if self.turns is None else self.turns.passed_on(rank):
+        with self.turns.passed_on(rank):
             self._barrier.wait()
             found = [each for each in self._given if each is not None]
             self._barrier.wait()

@@ -14,12 +14,15 @@ from vescale_parallel._trace.generators import set_generators, states_of_generat
 T = TypeVar("T")
 
 
-class _OwnGenerators:
-    """Turns of threads, each with the host's generators as if it alone drew from them."""
+class _Turns:
+    """Turns of threads, of which one runs at a time.
 
-    def __init__(self, size: int) -> None:
+    Models, libraries and torch keep things that two threads must not use at once: under a
+    ``TorchFunctionMode`` ``torch.promote_types`` of torch 2.13 ends the process.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._states = [states_of_generators() for _ in range(size)]
 
     @contextlib.contextmanager
     def turn(self, rank: int) -> Iterator[None]:
@@ -39,30 +42,44 @@ class _OwnGenerators:
 
     def _take(self, rank: int) -> None:
         self._lock.acquire()
+
+    def _give(self, rank: int) -> None:
+        self._lock.release()
+
+
+class _TurnsWithGenerators(_Turns):
+    """Turns of threads, each with the host's generators as if it alone drew from them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._states = [states_of_generators() for _ in range(size)]
+
+    def _take(self, rank: int) -> None:
+        super()._take(rank)
         set_generators(self._states[rank])
 
     def _give(self, rank: int) -> None:
         self._states[rank] = states_of_generators()
-        self._lock.release()
+        super()._give(rank)
 
 
 def run_in_threads(
     size: int, on_rank: Callable[[int, ThreadExchange], Any], *, draw_alike: bool = False
 ) -> list[Any]:
-    """Call a function on every rank, each in a thread of its own.
+    """Call a function on every rank, each in a thread of its own; one runs at a time.
 
     It gets the rank, and where ranks exchange tensors. With ``draw_alike`` all draw the same
-    numbers from the host's generators, as processes do; only one runs at a time then. What the
-    first rank that failed raised is raised.
+    numbers from the host's generators, as processes do. What the first rank that failed raised is
+    raised.
     """
-    turns = _OwnGenerators(size) if draw_alike else None
+    turns = _TurnsWithGenerators(size) if draw_alike else _Turns()
     exchange = ThreadExchange(size, turns)
     results: list[Any] = [None] * size
     errors: list[Exception] = []
 
     def work(rank: int) -> None:
         try:
-            with contextlib.nullcontext() if turns is None else turns.turn(rank):
+            with turns.turn(rank):
                 results[rank] = on_rank(rank, exchange)
         # Handed to the caller below.
         except Exception as error:
