@@ -10,6 +10,9 @@ def test_public_names_are_these() -> None:
         "ParallelPlan",
         "PeerError",
         "Progress",
+        "Span",
+        "Timeline",
+        "TimelineSummary",
         "VerifyReport",
         "data_parallel_rank",
         "declare_matrices",
@@ -22,6 +25,7 @@ def test_public_names_are_these() -> None:
         "load_pretrained",
         "parallelize",
         "save",
+        "timeline",
         "verify",
     ]
     for name in vescale.__all__:

@@ -16,6 +16,12 @@ from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
+from ._timeline import (
+    Span as Span,
+    Timeline as Timeline,
+    TimelineSummary as TimelineSummary,
+    timeline as timeline,
+)
 from ._verify import VerifyReport as VerifyReport, verify as verify
 
 __version__ = "0.1.0"
@@ -25,6 +31,9 @@ __all__ = [
     "ParallelPlan",
     "PeerError",
     "Progress",
+    "Span",
+    "Timeline",
+    "TimelineSummary",
     "VerifyReport",
     "data_parallel_rank",
     "declare_matrices",
@@ -37,5 +46,6 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "save",
+    "timeline",
     "verify",
 ]
