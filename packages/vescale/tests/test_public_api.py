@@ -18,6 +18,7 @@ def test_public_names_are_these() -> None:
         "declare_matrices",
         "declare_optimizer",
         "deferred_init",
+        "detect_nonfinite",
         "emulate",
         "export",
         "generate_plan",

@@ -14,6 +14,7 @@ from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 from ._checkpoint import load as load, save as save
 from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
+from ._nonfinite import detect_nonfinite as detect_nonfinite
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
 from ._timeline import (
@@ -39,6 +40,7 @@ __all__ = [
     "declare_matrices",
     "declare_optimizer",
     "deferred_init",
+    "detect_nonfinite",
     "emulate",
     "export",
     "generate_plan",
