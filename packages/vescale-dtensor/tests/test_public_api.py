@@ -41,6 +41,7 @@ def test_public_names_are_these() -> None:
         "full",
         "is_sharded",
         "layout_text",
+        "listening_to_ranges",
         "local_boxes",
         "local_shape",
         "manual_seed",

@@ -10,11 +10,15 @@ def test_public_names_are_these() -> None:
         "ParallelPlan",
         "PeerError",
         "Progress",
+        "Span",
+        "Timeline",
+        "TimelineSummary",
         "VerifyReport",
         "data_parallel_rank",
         "declare_matrices",
         "declare_optimizer",
         "deferred_init",
+        "detect_nonfinite",
         "emulate",
         "export",
         "generate_plan",
@@ -22,6 +26,7 @@ def test_public_names_are_these() -> None:
         "load_pretrained",
         "parallelize",
         "save",
+        "timeline",
         "verify",
     ]
     for name in vescale.__all__:

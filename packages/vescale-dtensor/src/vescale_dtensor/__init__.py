@@ -51,7 +51,11 @@ from ._comm.failures import (
     announced_failures as announced_failures,
     named_failures as named_failures,
 )
-from ._comm.profiling import name_group as name_group, profiler_range as profiler_range
+from ._comm.profiling import (
+    listening_to_ranges as listening_to_ranges,
+    name_group as name_group,
+    profiler_range as profiler_range,
+)
 from ._comm.waiting import abandon as abandon, while_waiting as while_waiting
 from ._debug.comm_counter import CommCounter as CommCounter
 from ._debug.explain import Explanation as Explanation, Operation as Operation, explain as explain
@@ -129,6 +133,7 @@ __all__ = [
     "full",
     "is_sharded",
     "layout_text",
+    "listening_to_ranges",
     "local_boxes",
     "local_shape",
     "manual_seed",

@@ -80,7 +80,10 @@ from ._plan.plan import (
 from ._plan.supported import check_supported as check_supported
 from ._runtime.optimizer.kinds import declare_optimizer as declare_optimizer
 from ._runtime.optimizer.matrices import declare_matrices as declare_matrices
-from ._runtime.position import data_parallel_rank as data_parallel_rank
+from ._runtime.position import (
+    data_parallel_rank as data_parallel_rank,
+    mesh_coordinate as mesh_coordinate,
+)
 from ._tensor_parallel.explain import (
     ParallelExplanation as ParallelExplanation,
     explain as explain,

@@ -14,8 +14,15 @@ from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 from ._checkpoint import load as load, save as save
 from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
+from ._nonfinite import detect_nonfinite as detect_nonfinite
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
+from ._timeline import (
+    Span as Span,
+    Timeline as Timeline,
+    TimelineSummary as TimelineSummary,
+    timeline as timeline,
+)
 from ._verify import VerifyReport as VerifyReport, verify as verify
 
 __version__ = "0.1.0"
@@ -25,11 +32,15 @@ __all__ = [
     "ParallelPlan",
     "PeerError",
     "Progress",
+    "Span",
+    "Timeline",
+    "TimelineSummary",
     "VerifyReport",
     "data_parallel_rank",
     "declare_matrices",
     "declare_optimizer",
     "deferred_init",
+    "detect_nonfinite",
     "emulate",
     "export",
     "generate_plan",
@@ -37,5 +48,6 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "save",
+    "timeline",
     "verify",
 ]

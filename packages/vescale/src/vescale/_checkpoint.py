@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import vescale_ckpt
+from vescale_dtensor import profiler_range
 from vescale_parallel import ParallelPlan
 
 
@@ -29,7 +30,8 @@ def save(
         vescale.CheckpointError: If it could not be written on some rank, ranks disagree, or
             a value is of a kind that checkpoints do not hold.
     """
-    vescale_ckpt.save(path, _plans_as_text(state), keep_last=keep_last)
+    with profiler_range("save checkpoint"):
+        vescale_ckpt.save(path, _plans_as_text(state), keep_last=keep_last)
 
 
 def load(
@@ -60,9 +62,10 @@ def load(
     Raises:
         vescale.CheckpointError: If there is no checkpoint, it is damaged, or it does not fit.
     """
-    loaded = vescale_ckpt.load(
-        path, _plans_as_text(state), strict=strict, only=only, rename=rename, cast=cast
-    )
+    with profiler_range("load checkpoint"):
+        loaded = vescale_ckpt.load(
+            path, _plans_as_text(state), strict=strict, only=only, rename=rename, cast=cast
+        )
     return {
         key: ParallelPlan.from_json(value) if isinstance(state.get(key), ParallelPlan) else value
         for key, value in loaded.items()

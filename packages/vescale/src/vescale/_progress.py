@@ -87,7 +87,7 @@ class Progress:
         self._samples = None if known is None else known.samples
         self._tokens = tokens_per_step or (None if known is None else known.tokens)
         self._flops = flops_per_step or (None if known is None else known.flops)
-        self._peak = peak_flops_per_second or _peak_of_this_device(plan)
+        self._peak = peak_flops_per_second or peak_of_this_device(plan)
         self._total, self._every, self._step = _steps_of(total, epochs), every, step
         self._clock, self._is_first = clock, _is_rank_0()
         self._writers = tuple(writers) if self._is_first else ()
@@ -196,7 +196,7 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _peak_of_this_device(plan: ParallelPlan | None) -> float | None:
+def peak_of_this_device(plan: ParallelPlan | None) -> float | None:
     """Return the peak of the GPU that a plan was made for, None on other devices."""
     estimate = None if plan is None else plan.estimate
     if estimate is None or not estimate.device or not torch.cuda.is_available():

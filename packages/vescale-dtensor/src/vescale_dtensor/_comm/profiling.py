@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor._caches import forget_with_world
+from vescale_dtensor._caches import forget_with_world, own_list
 from vescale_dtensor._torch_private import is_profiler_enabled
 
 from .groups import Peers
@@ -20,6 +21,34 @@ _PREFIX = "mesh_"  # of the descriptions that torch gives to the groups of a mes
 
 _names: dict[str, str] = {}
 forget_with_world(_names.clear)
+
+# Called with the words of a range and its bytes as it begins; returns what is called at its end.
+RangeListener = Callable[[tuple[object, ...], int], Callable[[], None]]
+_listeners: list[RangeListener] = []
+own_list(_listeners)
+
+
+@contextlib.contextmanager
+def listening_to_ranges(listener: RangeListener) -> Iterator[None]:
+    """Call ``listener`` for every range of this rank inside the block, profiler or not.
+
+    Args:
+        listener: Called as a range begins, with the words of its name and, for what is sent from
+            rank to rank, the bytes; returns what is called when the range ends.
+
+    Example:
+        >>> seen = []
+        >>> with listening_to_ranges(lambda words, nbytes: lambda: seen.append(words)):
+        ...     with profiler_range("load", "shard", 3):
+        ...         pass
+        >>> seen
+        [('load', 'shard', 3)]
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
@@ -49,8 +78,8 @@ def name_of(peers: Peers) -> str:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch or Nsight Systems would see a range."""
-    return is_profiler_enabled() or _takes_nvtx()
+    """Whether a profiler of torch, Nsight Systems or a listener would see a range."""
+    return bool(_listeners) or is_profiler_enabled() or _takes_nvtx()
 
 
 def _takes_nvtx() -> bool:
@@ -58,7 +87,7 @@ def _takes_nvtx() -> bool:
     return _UNDER_NSYS and torch.cuda.is_initialized()
 
 
-def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
+def profiler_range(*words: object, nbytes: int = 0) -> contextlib.AbstractContextManager[object]:
     """Return a range that profilers show by a name; it does nothing while none runs.
 
     It is a ``torch.profiler.record_function``, and under Nsight Systems an NVTX range. One that
@@ -66,6 +95,7 @@ def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
 
     Args:
         *words: The name; joined only if a profiler runs.
+        nbytes: Sent inside of it from this rank to another, for :func:`listening_to_ranges`.
 
     Example:
         >>> with torch.profiler.profile() as profile, profiler_range("load", "shard", 3):
@@ -75,7 +105,7 @@ def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """
     if not is_profiled():
         return _NO_RANGE
-    return _Range(f"vescale: {' '.join(map(str, words))}")
+    return _Range(words, nbytes)
 
 
 def collective_range(kind: str, peers: Peers) -> contextlib.AbstractContextManager[object]:
@@ -86,19 +116,26 @@ def collective_range(kind: str, peers: Peers) -> contextlib.AbstractContextManag
 class _Range:
     """A range of whatever profilers run. It may end on another thread than it began."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, words: tuple[object, ...], nbytes: int) -> None:
+        self._words, self._nbytes = words, nbytes
         self._record: torch.profiler.record_function | None = None
         self._nvtx: object = None
+        self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        if is_profiler_enabled():
-            self._record = torch.profiler.record_function(self._name)
-            self._record.__enter__()
-        if _takes_nvtx():
-            self._nvtx = torch.cuda.nvtx.range_start(self._name)
+        is_recorded, takes_nvtx = is_profiler_enabled(), _takes_nvtx()
+        if is_recorded or takes_nvtx:
+            name = f"vescale: {' '.join(map(str, self._words))}"
+            if is_recorded:
+                self._record = torch.profiler.record_function(name)
+                self._record.__enter__()
+            if takes_nvtx:
+                self._nvtx = torch.cuda.nvtx.range_start(name)
+        self._ends = [listener(self._words, self._nbytes) for listener in _listeners]
 
     def __exit__(self, *problem: object) -> None:
+        for end in self._ends:
+            end()
         if self._record is not None:
             self._record.__exit__(None, None, None)
         if self._nvtx is not None:

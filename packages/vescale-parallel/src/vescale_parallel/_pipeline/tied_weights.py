@@ -96,8 +96,10 @@ def _transfers(
 
 
 def _move(tensor: Tensor, group: dist.ProcessGroup, source: int, target: int) -> None:
-    with profiler_range("move tied weights over pp"), named_failures():
-        if dist.get_rank(group) == source:
+    is_sent = dist.get_rank(group) == source
+    nbytes = tensor.numel() * tensor.element_size() * is_sent
+    with profiler_range("move tied weights over pp", nbytes=nbytes), named_failures():
+        if is_sent:
             tell_sent("send tied weights", tensor)
             dist.send(tensor.detach().contiguous(), group=group, group_dst=target)
         else:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor import all_gather, all_to_all, named_failures
+from vescale_dtensor import all_gather, all_to_all, named_failures, profiler_range
 from vescale_parallel._mesh.transfers import tell_sent
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 
@@ -130,7 +130,8 @@ class ContextProcesses:
         received = x.new_empty(numel)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         tell_sent("send slices", x)
-        with named_failures():
+        sent = x.numel() * x.element_size()
+        with profiler_range("send over cp to rank", after, nbytes=sent), named_failures():
             works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, x, group=self._group, group_peer=after),
@@ -139,7 +140,7 @@ class ContextProcesses:
             )
 
         def arrived() -> Tensor:
-            with named_failures():
+            with profiler_range("receive over cp from rank", before), named_failures():
                 for work in works:
                     work.wait()
             return received

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
-from vescale_dtensor import announced_failures
+from vescale_dtensor import announced_failures, profiler_range
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._plan.config import Batch
 from vescale_parallel._plan.plan import ParallelPlan
@@ -115,17 +115,17 @@ class ParallelLoader:
         with announced_failures():
             batches = self._source.begin(self._epoch, self._taken)
         while True:
-            with announced_failures():
+            with announced_failures(), profiler_range("load data"):
                 found = next(batches, None)
                 if found is None:
                     break
                 num_rows, batch = found
                 self._share.check_rows(num_rows, trains=torch.is_grad_enabled())
-            # Counted before the batch is handed out: a state saved after its step is past it.
-            self._taken += num_rows
-            self.is_at_uneven = not self._share.is_even(num_rows)
-            batch = self._moved(batch)
-            self._note(batch)
+                # Counted before the batch is handed out: a state saved after its step is past it.
+                self._taken += num_rows
+                self.is_at_uneven = not self._share.is_even(num_rows)
+                batch = self._moved(batch)
+                self._note(batch)
             yield batch
         self._last_end, self.is_at_uneven = self._taken, False
         self._epoch += 1

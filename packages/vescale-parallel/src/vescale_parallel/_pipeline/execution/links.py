@@ -209,7 +209,8 @@ class Links:
     def _send(self, message: Message, tensor: Tensor) -> dist.Work:
         lane = message.lane
         tell_sent("send activations" if lane.kind == "F" else "send gradients", tensor)
-        with profiler_range("send over pp to stage", message.stage), named_failures():
+        sent = tensor.numel() * tensor.element_size()
+        with profiler_range("send over pp to stage", message.stage, nbytes=sent), named_failures():
             work = dist.isend(tensor, group=self.groups[message.channel], group_dst=lane.target)
         assert work is not None
         return work
