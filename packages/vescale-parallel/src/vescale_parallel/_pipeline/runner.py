@@ -25,6 +25,7 @@ from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
+from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
@@ -292,7 +293,7 @@ class Pipeline:
         known = functools.partial(self._known_count, run, counts)
         means, (args, kwargs) = TokenMeans(self._parts.num_like(index), known), microbatches[index]
         try:
-            with run.running(), means:
+            with run.running(), hooks_where_real(self.staging.around, run), means:
                 output = forward(*args, **kwargs)
         except StageDone as done:
             return done.activations
@@ -349,7 +350,7 @@ class Pipeline:
         values: ObservedValues | None = None,
     ) -> Any:
         run, device = StageRun.counting(self.num_blocks, values), self.mesh.device_type
-        with run.running():
+        with run.running(), hooks_where_real(self.staging.around, run):
             return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
 
     @property
