@@ -52,7 +52,8 @@ class Pipeline:
         draws: Random numbers in forward; None leaves them to each stage.
         trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
-        reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule.
+        reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule: those
+            of a micro-batch, None for all.
     """
 
     plan: ParallelPlan
@@ -64,7 +65,7 @@ class Pipeline:
     draws: StageDraws | None = None
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
-    reduce: Callable[[int], None] = lambda _: None
+    reduce: Callable[[int, int | None], None] = lambda *_: None
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -263,9 +264,9 @@ class Pipeline:
         )
         step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():
-            outputs = execution.execute(
-                operations_of_step(schedule, self._rank, self._placement, len(microbatches))
-            )
+            every = self.plan.pipeline_parallel.reduce_every
+            order = schedule, self._rank, self._placement, len(microbatches), every
+            outputs = execution.execute(operations_of_step(*order))
         self._seen.check()
         return outputs
 
@@ -369,6 +370,8 @@ class Pipeline:
             refusal = f"recompute={self.plan.recompute!r} would run blocks again for each part"
         elif self.plan.data_parallel.zero_stage == 3:
             refusal = "data_parallel.zero_stage 3 frees weights behind the first part"
+        elif self.plan.pipeline_parallel.reduce_every == "microbatch":
+            refusal = "pipeline_parallel.reduce_every 'microbatch' reduces block after block"
         if refusal is not None:
             self._say_whole(self._placement.stages_of(self._rank)[-1], refusal)
         return refusal is None
