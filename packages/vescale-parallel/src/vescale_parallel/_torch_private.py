@@ -23,6 +23,12 @@ from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
 )
 
+# Hooks of all modules; without them one could not leave them out where a module runs on zeros.
+from torch.nn.modules.module import (
+    _global_forward_hooks as global_forward_hooks,
+    _global_forward_pre_hooks as global_forward_pre_hooks,
+)
+
 # The function mode that sees calls first; without it one could not leave it for a while.
 from torch.overrides import _get_current_function_mode as current_function_mode
 
@@ -57,6 +63,8 @@ __all__ = [
     "follow_step",
     "foreach_copy_",
     "foreach_zero_",
+    "global_forward_hooks",
+    "global_forward_pre_hooks",
     "group_timeout",
     "is_in_backward",
     "loss_kernels",

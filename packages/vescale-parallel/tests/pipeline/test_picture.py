@@ -42,6 +42,13 @@ def test_a_chart_has_a_box_for_every_pass(schedule: str, virtual: int, kinds: in
     assert f"wait {found.bubble:.0%} of the time" in title
 
 
+def test_a_chart_has_a_bar_for_every_reduction_of_a_micro_batch() -> None:
+    said = {"pipeline_parallel.reduce_every": "microbatch", "data_parallel.zero_stage": 2}
+    often = with_constraints(PIPELINED, {**said, "data_parallel.size": 2})
+    assert draw_schedule(often).count("<line") == 2 * 4
+    assert draw_schedule(PIPELINED).count("<line") == 0
+
+
 def test_a_chart_is_written_as_svg_and_as_png(tmp_path: Path) -> None:
     svg = draw_schedule(PIPELINED, path=tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").read_text() == svg == draw_schedule(PIPELINED)

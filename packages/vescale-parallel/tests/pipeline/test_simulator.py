@@ -16,6 +16,7 @@ from vescale_parallel._pipeline.schedules.messages import (
     Message,
     Operation,
     Receive,
+    Reduce,
     Retire,
     Send,
     channels_of,
@@ -93,6 +94,27 @@ def test_no_schedule_of_many_ranks_deadlocks(size: int) -> None:
     counts = (*range(1, 9), 12, 16, 24, 31, 32, 48, 63, 64, size, 2 * size, 3 * size)
     for case in cases(range(size, size + 1), tuple(sorted({n for n in counts if n <= 64}))):
         check(case)
+
+
+@pytest.mark.parametrize("case", cases(range(2, 4), (1, 4)), ids=str)
+def test_every_micro_batch_is_reduced_once_and_one_stage_has_whole_gradients(case: Case) -> None:
+    schedule, size, virtual, count = case
+    shape = {"size": size, "virtual_stages": virtual, "microbatches": count}
+    often = simulate_schedule(schedule, "microbatch", **shape)
+    once = simulate_schedule(schedule, **shape)
+    assert often.seconds == once.seconds
+    reduced = [(stage, microbatch) for _, stage, microbatch, _ in often.reductions]
+    assert sorted(reduced) == [(s, m) for s in range(size * virtual) for m in range(count)]
+    assert often.peak_gradients == (1,) * size
+    assert once.reductions == ()
+    assert max(once.peak_gradients) <= virtual
+
+
+def test_a_micro_batch_without_gradients_cannot_be_reduced() -> None:
+    placement = StagePlacement(1)
+    order: list[Operation] = [Compute(Action("F", 0, 0)), Reduce(0, 0)]
+    with pytest.raises(ValueError, match="reduces micro-batch 0 of stage 0, of which it has no"):
+        simulate([order], placement)
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])

@@ -218,3 +218,19 @@ def test_a_loss_is_a_name_or_a_place(loss: Any) -> None:
 def test_what_a_pipeline_returns_is_kept_in_json(loss: str | int | None) -> None:
     plan = ParallelPlan(pipeline_parallel=PipelineParallel(loss=loss, outputs="last"))
     assert ParallelPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"pipeline_parallel.size": 2}, "expected data_parallel.zero_stage 2 or 3, got 0, where"),
+        ({"data_parallel.zero_stage": 2}, "'step' without a pipeline, got 'microbatch'; batch.gr"),
+    ],
+)
+def test_reducing_micro_batches_needs_a_pipeline_and_sharded_gradients(
+    constraints: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_constraints(
+            ParallelPlan(), {"pipeline_parallel.reduce_every": "microbatch", **constraints}
+        )

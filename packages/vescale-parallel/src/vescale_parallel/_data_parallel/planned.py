@@ -88,7 +88,8 @@ def planned_zero_state(
         root,
         param_groups,
         stage=plan.data_parallel.zero_stage,
-        pipelined=plan.pipeline_parallel.size > 1,
+        sums_first=plan.pipeline_parallel.size > 1
+        and plan.pipeline_parallel.reduce_every == "step",
         prefetch=plan.data_parallel.prefetch,
         runs_again=plan.recompute == "full",
     )

@@ -42,7 +42,7 @@ class ZeroState:
         blocks: The blocks that this rank runs, with theirs; hooks are added to them.
         stage: 1, 2 or 3: whether gradients are reduced as soon as a block has them, and whether
             its parameters are freed.
-        pipelined: All gradients of a step are summed first then, and reduced once.
+        sums_first: Whether all gradients of a step are summed on a rank, and then reduced once.
         prefetch: How many blocks are gathered ahead under stage 3.
         runs_again: Whether blocks run again in backward.
 
@@ -63,7 +63,7 @@ class ZeroState:
         blocks: Sequence[tuple[nn.Module, ParamGroup]],
         *,
         stage: int,
-        pipelined: bool,
+        sums_first: bool,
         prefetch: int = 0,
         runs_again: bool = False,
     ) -> None:
@@ -77,7 +77,7 @@ class ZeroState:
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
         self._open: list[ParamGroup] = []
-        self._reduces_early, self._frees = stage >= 2 and not pipelined, stage == 3
+        self._reduces_early, self._frees = stage >= 2 and not sums_first, stage == 3
         self._gathers = Prefetch(prefetch)
         groups = (root, *self._param_groups)
         self.writes = ForwardWrites(groups, runs_again=runs_again)
@@ -102,7 +102,7 @@ class ZeroState:
                     num_backwards=lambda: self._num_backwards,
                 )
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
-        self._writes = not pipelined and not self._reduces_early
+        self._writes = not sums_first and not self._reduces_early
         # On every rank, whichever of its gradients come first.
         self._order = [*reversed(self._param_groups), root]
         compared = self._exchanges if self._guarded else None
@@ -127,7 +127,7 @@ class ZeroState:
         return any(cut) or any(param.is_expert for param in self.params)
 
     def recover(self) -> None:
-        """Drop what a backward pass left that raised before its end; refuse other gradients."""
+        """Drop what a backward pass left that raised; refuse other gradients."""
         self._reduced_early, self._held_back = [], False
         failed, self._in_backward = self._in_backward, False
         if failed:
@@ -138,10 +138,9 @@ class ZeroState:
             self._exchanges.forget()
             for param_group in self._order:
                 param_group.forget()
+            self._unsynced.lose()
         self._gathers.abandon()
         self._reductions.abandon()
-        if failed:
-            self._unsynced.lose()
         refuse_stray_gradients(self.params)
 
     def begin_forward(self) -> None:
@@ -200,12 +199,14 @@ class ZeroState:
         """Parameters with a gradient on this rank, of what was reduced in this call."""
         return set().union(*(each.used for each in self._reduced_early))
 
-    def reduce_stage(self, stage: int) -> None:
+    def reduce_stage(self, stage: int, microbatch: int | None) -> None:
         """Begin to reduce a stage of a pipeline; not what others add to. Every rank must call."""
-        if self.rows_are_coupled or self._unsynced.num_passes or not self.syncs:
-            return
         own = [p for p in self._order if {each.stages for each in p.params} == {(stage,)}]
-        if own and self._end.has_copies:
+        if microbatch is not None:  # the other blocks were when backward had left them
+            self.end_microbatch()
+            own = [p for p in own if p is self._root]
+        held_back = self.rows_are_coupled or self._unsynced.num_passes or not self.syncs
+        if own and self._end.has_copies and not held_back:
             reduce_together(own)
             self._reduced_early += own
 
@@ -345,7 +346,8 @@ class ZeroState:
         if not self._reduces_early and not self._reduced_early:
             return self._order[self._num_reduced :]
         if self._reduces_early and not self._unsynced.num_passes and not self._held_back:
-            return [*self._open, self._root]
+            root = [] if self._root in self._reduced_early else [self._root]
+            return [*self._open, *root]
         # Also blocks through which this pass did not go.
         done = {*map(id, self._reduced_early)}
         done -= {*map(id, self._open if self._reduces_early else ())}

@@ -25,6 +25,7 @@ from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
 from .agreed_outputs import AgreedOutputs
+from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
@@ -51,7 +52,8 @@ class Pipeline:
         draws: Random numbers in forward; None leaves them to each stage.
         trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
-        reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule.
+        reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule: those
+            of a micro-batch, None for all.
     """
 
     plan: ParallelPlan
@@ -63,7 +65,7 @@ class Pipeline:
     draws: StageDraws | None = None
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
-    reduce: Callable[[int], None] = lambda _: None
+    reduce: Callable[[int, int | None], None] = lambda *_: None
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -262,9 +264,9 @@ class Pipeline:
         )
         step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():
-            outputs = execution.execute(
-                operations_of_step(schedule, self._rank, self._placement, len(microbatches))
-            )
+            every = self.plan.pipeline_parallel.reduce_every
+            order = schedule, self._rank, self._placement, len(microbatches), every
+            outputs = execution.execute(operations_of_step(*order))
         self._seen.check()
         return outputs
 
@@ -292,7 +294,7 @@ class Pipeline:
         known = functools.partial(self._known_count, run, counts)
         means, (args, kwargs) = TokenMeans(self._parts.num_like(index), known), microbatches[index]
         try:
-            with run.running(), means:
+            with run.running(), hooks_where_real(self.staging.around, run), means:
                 output = forward(*args, **kwargs)
         except StageDone as done:
             return done.activations
@@ -349,7 +351,7 @@ class Pipeline:
         values: ObservedValues | None = None,
     ) -> Any:
         run, device = StageRun.counting(self.num_blocks, values), self.mesh.device_type
-        with run.running():
+        with run.running(), hooks_where_real(self.staging.around, run):
             return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
 
     @property
@@ -368,6 +370,8 @@ class Pipeline:
             refusal = f"recompute={self.plan.recompute!r} would run blocks again for each part"
         elif self.plan.data_parallel.zero_stage == 3:
             refusal = "data_parallel.zero_stage 3 frees weights behind the first part"
+        elif self.plan.pipeline_parallel.reduce_every == "microbatch":
+            refusal = "pipeline_parallel.reduce_every 'microbatch' reduces block after block"
         if refusal is not None:
             self._say_whole(self._placement.stages_of(self._rank)[-1], refusal)
         return refusal is None

@@ -13,7 +13,7 @@ between blocks is computed behind the first of them. See [Note: what crosses a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,16 @@ _CALLED_AGAIN = (
 
 @dataclass(eq=False)
 class Staging:
-    """What the staged modules of one model share: the run in progress, if any."""
+    """What the staged modules of one model share: the run in progress, if any.
+
+    ``outlines`` are of modules by what they are called with; ``around`` are the modules, with
+    their names, that all stages call, since no stage has them: they have no parameters or are
+    around the blocks.
+    """
 
     run: StageRun | None = None
     outlines: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    around: Mapping[nn.Module, str] = field(default_factory=dict[nn.Module, str])
 
 
 @dataclass(eq=False)
@@ -119,6 +125,7 @@ def stage_model(
         stage_module(
             module, staging, fqn=fqn, index=index, stages=(owner,), param_dtype=param_dtype
         )
+    staging.around = _around(model, {*stages.blocks, *stages.outside})
     users: dict[nn.Module, tuple[str, set[int]]] = {}
     for fqn in stages.outside:
         _, found = users.setdefault(model.get_submodule(fqn), (fqn, set()))
@@ -128,6 +135,12 @@ def stage_model(
         stage_module(
             module, staging, fqn=fqn, index=None, stages=[*owners], param_dtype=param_dtype
         )
+
+
+def _around(model: nn.Module, staged: Collection[str]) -> dict[nn.Module, str]:
+    """Return the modules that are neither staged nor in one that is, with their names."""
+    inside = {each for fqn in staged for each in model.get_submodule(fqn).modules()}
+    return {module: fqn for fqn, module in model.named_modules() if module not in inside}
 
 
 def _refuse_closures(model: nn.Module, stages: StageMap) -> None:

@@ -30,8 +30,8 @@ class EarlyReductions(Protocol):
         """Those with a gradient on this rank, of what was reduced."""
         ...
 
-    def reduce_stage(self, stage: int) -> None:
-        """Begin to reduce what a stage of a pipeline has."""
+    def reduce_stage(self, stage: int, microbatch: int | None) -> None:
+        """Begin to reduce what a stage of a pipeline has, of a micro-batch or (None) of all."""
         ...
 
     def take_reduced(self) -> Callable[[], None]:

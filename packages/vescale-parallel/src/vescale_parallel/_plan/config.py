@@ -103,6 +103,9 @@ class PipelineParallel:
             ``batch.gradient_accumulation`` too.
         outputs: Who gets tensors that forward returns: the ranks of the last stage, or all. None:
             all ranks in evaluation, and in steps that are differentiated nobody.
+        reduce_every: When gradients are summed over data-parallel ranks: once a step, or with
+            ``data_parallel.zero_stage`` 2 or 3 behind every backward pass of a micro-batch, which
+            keeps them sharded and sends as many times the bytes.
     """
 
     size: int = 1
@@ -118,6 +121,7 @@ class PipelineParallel:
     )
     loss: str | int | None = None
     outputs: Literal["last", "broadcast"] | None = None
+    reduce_every: Literal["step", "microbatch"] = "step"
 
     @property
     def num_stages(self) -> int:

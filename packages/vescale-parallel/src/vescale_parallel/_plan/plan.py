@@ -112,6 +112,7 @@ class ParallelPlan:
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
         self._check_experts()
+        self._check_reductions()
         shards = self.data_parallel.size * self.num_microbatches
         size = self.batch.global_size
         if size is not None and size % shards:
@@ -155,6 +156,21 @@ class ParallelPlan:
                 "expected data_parallel.replicate_zero_stage 0 with expert_parallel.size "
                 f"{experts}, got 1: the copies are the ranks that share experts then, whose "
                 "optimizer state has no copy"
+            )
+
+    def _check_reductions(self) -> None:
+        zero_stage, name = self.data_parallel.zero_stage, "pipeline_parallel.reduce_every"
+        if self.pipeline_parallel.reduce_every == "step":
+            return
+        if zero_stage < 2:
+            raise ValueError(
+                f"{name} 'microbatch' keeps gradients sharded between micro-batches: expected "
+                f"data_parallel.zero_stage 2 or 3, got {zero_stage}, where ranks keep whole ones"
+            )
+        if self.pipeline_parallel.size == 1:
+            raise ValueError(
+                f"expected {name} 'step' without a pipeline, got 'microbatch'; "
+                "batch.gradient_accumulation reduces every micro-batch with ZeRO 2 and 3"
             )
 
     @property

@@ -39,8 +39,8 @@ class NamesDerived(TorchFunctionMode):
         given = kwargs or {}
         if self.is_paused or func in SHAPE_QUESTIONS:
             return func(*args, **given)
-        leaves = pytree.tree_leaves((without_shape_questions(func, args, self._has_name), given))
-        held = [leaf for leaf in leaves if self._has_name(leaf)]
+        leaves = pytree.tree_leaves((without_shape_questions(func, args, self.has_name), given))
+        held = [leaf for leaf in leaves if self.has_name(leaf)]
         if not held:
             return func(*args, **given)
         versions = [*versions_of(leaves)]
@@ -48,13 +48,13 @@ class NamesDerived(TorchFunctionMode):
         result = func(*args, **given)
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         new = [leaf for leaf in found if not any(leaf is each for each in held)]
-        if writes(func) and self._has_name(args[0]):
+        if writes(func) and self.has_name(args[0]):
             new = [args[0]]
         else:
             new += [
                 leaf
                 for leaf, before in versions
-                if leaf._version != before and not self._has_name(leaf)
+                if leaf._version != before and not self.has_name(leaf)
             ]
         call = self.values.of_function(func, names)
         for place, each in enumerate(new):
@@ -62,5 +62,6 @@ class NamesDerived(TorchFunctionMode):
             self.values.made((*call, place), each)
         return result
 
-    def _has_name(self, leaf: object) -> bool:
+    def has_name(self, leaf: object) -> bool:
+        """Whether something is a tensor with a name."""
         return isinstance(leaf, Tensor) and id(leaf) in self._names

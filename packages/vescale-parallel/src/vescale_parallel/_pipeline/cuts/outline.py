@@ -14,6 +14,8 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 
+from .hooks import without_global_hooks
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -52,6 +54,11 @@ def outline_of(
         ValueError: If it runs on neither.
     """
     given = args, dict(kwargs)
+    with without_global_hooks():
+        return _found(skeleton, fqn, given)
+
+
+def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) -> Outline:
     try:
         # Tensors of inference mode do not tell that they are written to.
         with torch.inference_mode(False), torch.no_grad(), _GroupedShapes():

@@ -15,6 +15,10 @@ from vescale_parallel._torch_private import pytree
 from .values import Name, Values, versions_of, without_shape_questions, writes
 
 
+class PlaceholderUsedError(ValueError):
+    """Something reads a tensor that another stage has, where this is not allowed."""
+
+
 class Placeholder(Tensor):
     """Zeros without memory, of the shape of a tensor that this stage does not have.
 
@@ -50,7 +54,7 @@ class Placeholder(Tensor):
         if not held:
             return func(*args, **given)
         if not cls.usable:
-            raise ValueError(
+            raise PlaceholderUsedError(
                 f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
                 "computes and that was not seen to be needed here when its cuts were decided, or "
                 "a parameter that no module with a forward of its own holds, which the first and "

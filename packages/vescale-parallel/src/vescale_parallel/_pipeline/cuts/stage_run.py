@@ -123,6 +123,25 @@ class StageRun:
             self._derived.is_paused = False
         return output
 
+    @contextlib.contextmanager
+    def unnamed(self) -> Iterator[None]:
+        """Give what functions compute within this no names."""
+        derived = self._derived
+        if derived is None:
+            yield
+            return
+        was_paused, derived.is_paused = derived.is_paused, True
+        try:
+            yield
+        finally:
+            derived.is_paused = was_paused
+
+    def is_named(self, tensor: Tensor) -> bool:
+        """Whether a later stage may take a tensor by its name."""
+        kept = self.values.tensors.values()
+        is_kept = any(tensor is each for each in kept) and not isinstance(tensor, Placeholder)
+        return is_kept or (self._derived is not None and self._derived.has_name(tensor))
+
     def _made(self, name: Name, tensor: Tensor) -> None:
         self.values.made(name, tensor)
         if self._derived is not None:

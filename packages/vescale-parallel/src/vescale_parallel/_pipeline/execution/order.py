@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 
 from vescale_parallel._pipeline.schedules import actions_of, forward_order
-from vescale_parallel._pipeline.schedules.messages import Operation, operations_of
+from vescale_parallel._pipeline.schedules.messages import Operation, ReduceEvery, operations_of
 from vescale_parallel._plan.pipeline_schedules import StagePlacement
 
 
 @functools.cache
 def operations_of_step(
-    schedule: str | None, rank: int, placement: StagePlacement, microbatches: int
+    schedule: str | None,
+    rank: int,
+    placement: StagePlacement,
+    microbatches: int,
+    reduce_every: ReduceEvery = "step",
 ) -> tuple[Operation, ...]:
     """Return what a rank does in a step, None being forward passes alone."""
     size, virtual = placement.size, placement.virtual_stages
@@ -20,4 +24,4 @@ def operations_of_step(
     else:
         shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
         orders = [actions_of(schedule, r, **shape) for r in range(size)]
-    return operations_of(orders, rank, placement)
+    return operations_of(orders, rank, placement, reduce_every=reduce_every)

@@ -87,7 +87,8 @@ class Execution:
         loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
         shares: Of the rows, that every micro-batch has; None for equal ones.
-        reduce: Begins to sum a stage's gradients over data-parallel ranks.
+        reduce: Begins to sum a stage's gradients over data-parallel ranks: of a micro-batch, None
+            for all.
         outputs: What was kept, in the order of micro-batches.
     """
 
@@ -101,7 +102,7 @@ class Execution:
     loss_scale: float
     say_whole: Callable[[int, str], None]
     shares: Sequence[float] | None = None
-    reduce: Callable[[int], None] = lambda _: None
+    reduce: Callable[[int, int | None], None] = lambda *_: None
     outputs: list[Any] = field(default_factory=list[Any])
     _tensors: dict[_Key, Bundle] = field(default_factory=dict[_Key, Bundle])
     _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
@@ -115,7 +116,7 @@ class Execution:
             if isinstance(operation, Compute):
                 self._compute(operation.action)
             elif isinstance(operation, Reduce):
-                self.reduce(operation.stage)
+                self.reduce(operation.stage, operation.microbatch)
             else:
                 self._communicate(operation)
             if not isinstance(operation, Await):

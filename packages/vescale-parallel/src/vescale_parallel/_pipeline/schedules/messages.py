@@ -30,6 +30,7 @@ from vescale_parallel._plan.pipeline_schedules import StagePlacement
 
 from .action import Action
 
+ReduceEvery = Literal["step", "microbatch"]
 # Tensors of a lane, of which nothing will be heard, that are kept: one moves while the next is
 # computed.
 _WINDOW = 2
@@ -104,16 +105,26 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Begin to sum the gradients of a stage over data-parallel ranks: it has all of them."""
+    """Begin to sum the gradients of a stage over data-parallel ranks.
+
+    Attributes:
+        stage: Index of the stage.
+        microbatch: Of which these are, None if of all: then the stage has all of them.
+    """
 
     stage: int
+    microbatch: int | None = None
 
 
 Operation = Compute | Receive | Await | Send | Retire | Reduce
 
 
 def operations_of(
-    orders: Sequence[Sequence[Action]], rank: int, placement: StagePlacement
+    orders: Sequence[Sequence[Action]],
+    rank: int,
+    placement: StagePlacement,
+    *,
+    reduce_every: ReduceEvery = "step",
 ) -> tuple[Operation, ...]:
     """Return what a rank does in order: its actions, and the messages around them.
 
@@ -124,8 +135,9 @@ def operations_of(
         orders: The actions of every rank; those of its neighbours are looked at.
         rank: Whose.
         placement: Where stages are.
+        reduce_every: Whether a stage is reduced behind its last backward pass, or behind each.
     """
-    operations = list(_without_retiring(orders[rank], placement))
+    operations = list(_without_retiring(orders[rank], placement, reduce_every))
     sent = [each.message for each in operations if isinstance(each, Send)]
     targets = {message.lane.target for message in sent}
     told: dict[Message, frozenset[Message]] = {}
@@ -156,7 +168,9 @@ def operations_of(
     return (*done, *(Retire(each) for kept in in_flight.values() for each in kept))
 
 
-def _without_retiring(actions: Sequence[Action], placement: StagePlacement) -> Iterator[Operation]:
+def _without_retiring(
+    actions: Sequence[Action], placement: StagePlacement, reduce_every: ReduceEvery = "step"
+) -> Iterator[Operation]:
     needs = [received_by(action, placement) for action in actions]
     # Every stage's last action that gives its weights gradients.
     ends = {action.stage: action for action in actions if action.kind in ("B", "W")}
@@ -172,7 +186,9 @@ def _without_retiring(actions: Sequence[Action], placement: StagePlacement) -> I
         if message is not None:
             yield Send(message)
         # Behind what others wait for.
-        if ends.get(action.stage) == action:
+        if reduce_every == "microbatch" and action.kind in ("B", "W"):
+            yield Reduce(action.stage, action.microbatch)
+        if reduce_every == "step" and ends.get(action.stage) == action:
             yield Reduce(action.stage)
 
 

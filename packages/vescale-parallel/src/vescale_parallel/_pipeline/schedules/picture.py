@@ -32,7 +32,8 @@ def draw_schedule(
     """Return a Gantt chart of a plan's pipeline as SVG, simulated or of a run.
 
     In the simulator a forward pass of a stage takes a second, a backward pass two, each of its
-    parts one; messages take none. Later stages of a rank are darker; numbers are micro-batches.
+    parts one; messages take none. A bar is where the gradients of a micro-batch are reduced, if
+    the plan does that. Later stages of a rank are darker; numbers are micro-batches.
 
     Args:
         plan: With a pipeline or without one.
@@ -56,6 +57,7 @@ def draw_schedule(
     if spans is None:
         found = simulate_schedule(
             pipeline.schedule,
+            pipeline.reduce_every,
             size=pipeline.size,
             virtual_stages=pipeline.virtual_stages,
             microbatches=plan.num_microbatches,
@@ -89,6 +91,13 @@ def _svg(found: Simulated, size: int, title: str, second: float) -> str:
     lines += [f'<text x="8" y="{_TOP + r * _ROW + 16}">rank {r}</text>' for r in range(size)]
     for span in found.spans:
         lines += _box(span, size, second)
+    # A bar behind the pass whose gradients are reduced there.
+    lines += [
+        f'<line x1="{x:g}" x2="{x:g}" y1="{y}" y2="{y + _ROW - 4}" stroke="#d62728" '
+        'stroke-width="3"/>'
+        for rank, _, _, seconds in found.reductions
+        for x, y in ((_LEFT + seconds * second, _TOP + rank * _ROW),)
+    ]
     lines += _legend({span.action.kind for span in found.spans}, height - 18)
     return "\n".join([*lines, "</svg>\n"])
 

@@ -23,6 +23,7 @@ from .messages import (
     Operation,
     Receive,
     Reduce,
+    ReduceEvery,
     Retire,
     Send,
     operations_of,
@@ -58,6 +59,9 @@ class Simulated:
         peak_activations: For every rank, the most micro-batches of its stages that wait for their
             backward at a time.
         peak_sends: For every rank, the most messages that it keeps at a time.
+        peak_gradients: For every rank, the most stages at a time whose whole gradients it has,
+            those that no reduction over data-parallel ranks has taken.
+        reductions: Rank, stage and micro-batch of what was reduced by micro-batches, and when.
     """
 
     spans: tuple[Span, ...]
@@ -65,6 +69,8 @@ class Simulated:
     bubble: float
     peak_activations: tuple[int, ...]
     peak_sends: tuple[int, ...]
+    peak_gradients: tuple[int, ...] = ()
+    reductions: tuple[tuple[int, int, int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -95,16 +101,30 @@ class _Rank:
     peak_activations: int = 0
     num_sends: int = 0
     peak_sends: int = 0
+    unreduced: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    peak_gradients: int = 0
+    reductions: list[tuple[int, int, int, float]] = field(
+        default_factory=list[tuple[int, int, int, float]]
+    )
 
 
 def simulate_schedule(
-    schedule: str, *, size: int, virtual_stages: int, microbatches: int
+    schedule: str,
+    reduce_every: ReduceEvery = "step",
+    /,
+    *,
+    size: int,
+    virtual_stages: int,
+    microbatches: int,
 ) -> Simulated:
     """Simulate a training step of a schedule by its name; see :func:`simulate`."""
     placement = StagePlacement(size, virtual_stages, rule_of(schedule).style)
     shape = {"size": size, "virtual_stages": virtual_stages, "microbatches": microbatches}
     orders = [actions_of(schedule, rank, **shape) for rank in range(size)]
-    return simulate([operations_of(orders, rank, placement) for rank in range(size)], placement)
+    every: list[Sequence[Operation]] = [
+        operations_of(orders, rank, placement, reduce_every=reduce_every) for rank in range(size)
+    ]
+    return simulate(every, placement)
 
 
 def simulate(
@@ -143,6 +163,8 @@ def simulate(
         1 - busy / (end * len(ranks)) if end else 0.0,
         tuple(rank.peak_activations for rank in ranks),
         tuple(rank.peak_sends for rank in ranks),
+        tuple(rank.peak_gradients for rank in ranks),
+        tuple(each for rank in ranks for each in rank.reductions),
     )
 
 
@@ -198,8 +220,8 @@ def _run(
             rank.issued[is_send, message] = queued
             rank.num_sends += is_send
             rank.peak_sends = max(rank.peak_sends, rank.num_sends)
-        case Reduce(stage):
-            _check_all_done(rank, stage)
+        case Reduce():
+            _reduce(rank, operation)
         case Await(message) | Retire(message):
             is_send = isinstance(operation, Retire)
             queued = rank.issued[is_send, message]
@@ -219,13 +241,27 @@ def _count(rank: _Rank, action: Action) -> None:
         rank.peak_activations = max(rank.peak_activations, len(rank.waiting))
     elif action.kind != "I":
         rank.waiting.discard(key)
+        rank.unreduced.add(key)
+        held = len({stage for stage, _ in rank.unreduced})
+        rank.peak_gradients = max(rank.peak_gradients, held)
 
 
-def _check_all_done(rank: _Rank, stage: int) -> None:
-    """Raise if a stage is reduced that has a pass left."""
+def _reduce(rank: _Rank, operation: Reduce) -> None:
+    """Take gradients away; raise if a stage is reduced that has a pass left that gives some."""
+    stage, microbatch = operation.stage, operation.microbatch
+    if microbatch is not None:
+        if (stage, microbatch) not in rank.unreduced:
+            raise ValueError(
+                f"rank {rank.index} reduces micro-batch {microbatch} of stage {stage}, of which "
+                "it has no gradients"
+            )
+        rank.unreduced.discard((stage, microbatch))
+        rank.reductions.append((rank.index, stage, microbatch, rank.clock))
+        return
     later = [each.action for each in rank.left if isinstance(each, Compute)]
     if any(action.stage == stage for action in later):
         raise ValueError(f"rank {rank.index} reduces stage {stage} before its last pass")
+    rank.unreduced = {each for each in rank.unreduced if each[0] != stage}
 
 
 def _check_dependencies(rank: _Rank, action: Action, placement: StagePlacement) -> None:
