@@ -18,11 +18,6 @@ class FoundExperts:
     stacked: Sequence[Experts] = ()
     listed: Sequence[ListedExperts] = ()
 
-    @property
-    def modules(self) -> list[str]:
-        """FQNs of the modules whose forward sends tokens to other ranks."""
-        return [each.fqn for each in (*self.stacked, *self.listed)]
-
     def parameters(self, model: nn.Module, num_ranks: int) -> dict[str, int | None]:
         """Return the FQNs of experts' parameters, and the one rank that has each, None if all do.
 

@@ -64,6 +64,7 @@ def _check_compile(plan: ParallelPlan) -> None:
     sizes = {
         "tensor_parallel.size": plan.tensor_parallel.size,
         "context_parallel.size": plan.context_parallel.size,
+        "expert_parallel.size": plan.expert_parallel.size,
     }
     for name, size in sizes.items():
         if size > 1:

@@ -142,7 +142,6 @@ def compile_blocks(
     blocks: Sequence[str],
     backend: str,
     is_coupled: _CoupledIn,
-    eager: Sequence[str],
 ) -> None:
     """Have the blocks of a model be compiled when they are first called, in place.
 
@@ -151,11 +150,7 @@ def compile_blocks(
         blocks: FQNs of those of this rank.
         backend: What compiles, by the name that torch.compile knows.
         is_coupled: Whether rows of the call that runs depend on each other in a block.
-        eager: FQNs of modules in which graphs break.
     """
-    for fqn in eager:
-        module = model.get_submodule(fqn)
-        module.forward = cast("Any", torch.compiler).disable(module.forward)
     found: dict[str, _CompiledForward] = {}
     for fqn in blocks:
         block = model.get_submodule(fqn)
