@@ -240,30 +240,6 @@ def test_a_third_length_does_not_compile_again(world2: World) -> None:
     world2.run(lengths)
 
 
-def many_blocks() -> None:
-    """More blocks, and modules in them, than torch compiles one code object for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "compile")
-        model = vescale.parallelize(make_plan(PLAN), net(depth=12, dropout=0.1))
-        torch.manual_seed(1)
-        for _ in range(2):
-            loss = model(part(ids()))
-            loss.backward()
-    report = compile_report(model)
-    assert all(block.num_graphs >= 2 and not block.eager for block in report.values())
-    assert all(len(block.breaks) == 1 for block in report.values())
-    (where,) = report["blocks.11"].breaks
-    file, line, why = where.split(":", 2)
-    assert file == __file__
-    assert "self.drop" in linecache.getline(file, int(line))
-    assert "drawn in part" in why
-
-
-@nightly
-def test_more_blocks_than_torch_compiles_of_one_code_all_compile(world2: World) -> None:
-    world2.run(many_blocks)
-
-
 def loss_with_dropout(kind: type[Block], compiled: bool) -> tuple[float, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
