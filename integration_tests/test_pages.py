@@ -31,8 +31,7 @@ from integration_tests.pages import (
     prose_of,
     run_on_rank,
 )
-from vescale_parallel import ParallelPlan, constraint_keys, with_constraints
-from vescale_planner import generate_plan
+from vescale_parallel import constraint_keys
 from vescale_testing import World
 
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
@@ -236,8 +235,6 @@ def test_constraints_that_a_page_mentions_exist(page: Path) -> None:
 
 # --- What is refused.
 
-supported = importlib.import_module("vescale_parallel._plan.supported")
-_REFUSED = {"compile": True}
 KEYS_PAGE = ROOT / "docs" / "guide" / "plans.md"
 
 
@@ -252,27 +249,6 @@ def _key_rows() -> dict[str, str]:
 
 def test_every_constraint_has_a_row_in_the_guide() -> None:
     assert set(_key_rows()) == set(constraint_keys())
-
-
-def test_what_the_guide_calls_not_available_is_what_the_code_refuses() -> None:
-    said = {key for key, rest in _key_rows().items() if "not available" in rest}
-    assert said == set(_REFUSED)
-    model = _linear()
-    for key in constraint_keys():
-        if key not in _REFUSED:
-            continue
-        with pytest.raises(ValueError, match="not available"):
-            supported.check_supported(
-                with_constraints(ParallelPlan(), {key: _REFUSED[key]}), model
-            )
-        with pytest.raises(ValueError, match="not available"):
-            generate_plan(model, {key: _REFUSED[key]}, world_size=1)
-
-
-def _linear() -> Any:
-    from torch import nn
-
-    return nn.Linear(2, 2)
 
 
 @of_pages

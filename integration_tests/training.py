@@ -40,6 +40,8 @@ class Recipe:
         in_halves: Whether linear layers add two products of half their input features, which is
             how two tensor-parallel ranks round.
         device: Where to train. Parameters are drawn on the CPU.
+        compiled: The backend of torch.compile that compiles the blocks, on one device and under
+            a plan; empty to run them as they are written.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Recipe:
     reversed_rows: bool = False
     in_halves: bool = False
     device: str = "cpu"
+    compiled: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,10 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
     optimizer_fn = OPTIMIZERS[recipe.optimizer]
     dataset = samples(recipe.steps * recipe.accumulate, uneven=recipe.uneven)
     loader: Any
+    if recipe.compiled and constraints is not None:
+        constraints = {**constraints, "compile": "blocks", "compile_backend": recipe.compiled}
+    elif recipe.compiled:
+        compile_in_place(model, recipe.compiled)
     if constraints is None:
         optimizer = optimizer_fn(model)
         loader = DataLoader(dataset, batch_size=ROWS)  # pyright: ignore[reportArgumentType]: a list is a data set
@@ -174,6 +181,14 @@ def train(recipe: Recipe, constraints: Mapping[str, Any] | None = None) -> Recor
         evaluations=evaluations,
         parameters={name: whole(p).cpu() for name, p in model.named_parameters()},
     )
+
+
+def compile_in_place(model: nn.Module, backend: str) -> None:
+    """Compile the blocks of a model of one device."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                block.compile(backend=backend)
 
 
 def whole(parameter: Tensor) -> Tensor:

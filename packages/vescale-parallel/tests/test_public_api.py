@@ -4,6 +4,7 @@ import vescale_parallel
 def test_public_names_are_these() -> None:
     assert vescale_parallel.__all__ == [
         "Batch",
+        "CompiledBlock",
         "ContextParallel",
         "DataParallel",
         "Estimate",
@@ -18,6 +19,7 @@ def test_public_names_are_these() -> None:
         "Precision",
         "RecordedSchedule",
         "TensorParallel",
+        "compile_report",
         "constraint_keys",
         "data_parallel_rank",
         "declare_matrices",

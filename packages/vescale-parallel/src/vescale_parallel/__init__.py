@@ -78,6 +78,10 @@ from ._plan.plan import (
     constraint_keys as constraint_keys,
 )
 from ._plan.supported import check_supported as check_supported
+from ._runtime.compiled_blocks import (
+    CompiledBlock as CompiledBlock,
+    compile_report as compile_report,
+)
 from ._runtime.optimizer.kinds import declare_optimizer as declare_optimizer
 from ._runtime.optimizer.matrices import declare_matrices as declare_matrices
 from ._runtime.position import (
@@ -95,6 +99,7 @@ from ._trace.observe import observe as observe
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
+    "CompiledBlock",
     "ContextParallel",
     "DataParallel",
     "Estimate",
@@ -109,6 +114,7 @@ __all__ = [
     "Precision",
     "RecordedSchedule",
     "TensorParallel",
+    "compile_report",
     "constraint_keys",
     "data_parallel_rank",
     "declare_matrices",

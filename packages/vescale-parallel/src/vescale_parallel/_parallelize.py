@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -67,13 +67,14 @@ from ._runtime.checks import (
     check_arguments,
     described_arguments,
 )
+from ._runtime.compiled_blocks import compile_blocks
 from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
 from ._runtime.optimizer.kinds import declared_block
 from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
 from ._runtime.outside import refuse_parts
 from ._runtime.planned_engine import planned_engine
-from ._runtime.recompute import Around, keep_no_caches, recompute
+from ._runtime.recompute import recompute_blocks
 from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
@@ -235,16 +236,16 @@ def _change(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
-    lengths: dict[str, int] = {} if boundary is None else boundary.lengths
-    rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
-    if forms is not None:
-        rng.install(model)
+    rows = _batch_rows(mesh, row_guard, lift, plan)
+    if plan.compile == "blocks":
+        compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in)
+    rng = _add_draws(plan, model, mesh, boundary, forms)
     for param in params:
         param.refuse_calls_outside()
-    rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.recompute == "full":
+        rows.prepare(model, run_here)
         as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
-        _recompute(model, run_here, rows, as_now)
+        recompute_blocks(model, run_here, as_now)
     parameters = planned_zero_state(plan, model, mesh, params, run_here)
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
@@ -276,13 +277,18 @@ def _slice_blocks(
     return sequence.install(model, ContextProcesses(group)), group
 
 
-def _recompute(
-    model: nn.Module, blocks: Sequence[str], rows: BatchRows, as_now: Callable[[], Around]
-) -> None:
-    keep_no_caches(model)
-    rows.prepare(model, blocks)
-    for fqn in blocks:
-        recompute(model.get_submodule(fqn), as_now, fqn)
+def _add_draws(
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    boundary: Boundary | None,
+    forms: DrawForms | None,
+) -> ShardedRng:
+    lengths = {} if boundary is None else boundary.lengths
+    rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
+    if forms is not None:
+        rng.install(model, compiled=plan.compile != "none")
+    return rng
 
 
 def _train_parts(

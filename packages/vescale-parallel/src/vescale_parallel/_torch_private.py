@@ -6,9 +6,9 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,14 +29,22 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks as global_forward_pre_hooks,
 )
 
-# The function mode that sees calls first; without it one could not leave it for a while.
-from torch.overrides import _get_current_function_mode as current_function_mode
+# The function modes, of which the last one sees calls first; without them one could not leave a
+# mode for a while.
+from torch.overrides import (
+    _get_current_function_mode as current_function_mode,
+    _get_current_function_mode_stack as function_modes,
+)
 
 # The nested structures that modules take and return; torch has no public name for it.
 from torch.utils import _pytree as pytree
 
-# Documented, though its module has an underscore.
-from torch.utils._python_dispatch import TorchDispatchMode
+# TorchDispatchMode is documented, though its module has an underscore; of the other one, the mode
+# that sees operators first, which a compiled program would pass by.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode as current_dispatch_mode,
+)
 
 # Where F.cross_entropy and F.nll_loss look up what they end in, at every call; without it a
 # function mode would have to see every function to hear of these two.
@@ -57,15 +65,19 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "call_after_backward",
+    "compiled_graph",
+    "current_dispatch_mode",
     "current_function_mode",
     "default_store",
     "fake_like",
     "follow_step",
     "foreach_copy_",
     "foreach_zero_",
+    "function_modes",
     "global_forward_hooks",
     "global_forward_pre_hooks",
     "group_timeout",
+    "is_dynamo_error",
     "is_in_backward",
     "loss_kernels",
     "num_views",
@@ -173,3 +185,22 @@ def set_timeout(group: ProcessGroup) -> None:
 def is_in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
+    """Return a graph of torch.compile as one of its backends compiles it.
+
+    Random numbers are those of eager operators, which inductor else replaces by its own; torch
+    takes such options only together with the name of a backend, and not from a backend of ours.
+    """
+    if backend == "inductor":
+        from torch import _inductor
+
+        compile_graph = cast("Any", _inductor).compile
+        return compile_graph(graph, list(inputs), options={"fallback_random": True})
+    return cast("Any", torch._dynamo).lookup_backend(backend)(graph, inputs)
+
+
+def is_dynamo_error(error: Exception) -> bool:
+    """Whether torch.compile could not compile, as opposed to what a program itself raises."""
+    return isinstance(error, cast("Any", torch._dynamo).exc.TorchDynamoException)

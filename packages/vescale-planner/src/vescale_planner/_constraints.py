@@ -21,10 +21,6 @@ from vescale_parallel import (
 from ._candidates import SHARE_STATE
 from ._workload import Workload
 
-_NOT_YET = {
-    "compile": (False, "compilation"),
-}
-
 _WITHIN_DATA = ("data_parallel.replicate_size", "expert_parallel.size")
 
 
@@ -67,12 +63,6 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         ValueError: Naming the constraint, its value, and what to do.
     """
-    for key, (allowed, what) in _NOT_YET.items():
-        if constraints.get(key, allowed) != allowed:
-            raise ValueError(
-                f"{what} is not available in this version: expected {key} {allowed!r}, "
-                f"got {constraints[key]!r}; leave the constraint out"
-            )
     _check_context(constraints)
     _check_pipeline(constraints)
     others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}

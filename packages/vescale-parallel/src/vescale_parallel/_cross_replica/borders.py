@@ -97,6 +97,11 @@ class RowCoupling:
         """Whether rows depend on each other in a module's own code."""
         return self._named(fqn) in self.regions
 
+    def is_within(self, fqn: str) -> bool:
+        """Whether rows depend on each other in the code of a module or of one of its parts."""
+        name = self._named(fqn)
+        return any(f"{region}.".startswith(f"{name}.") for region in self.regions)
+
     def as_patterns(self) -> RowCoupling:
         """Return the same for a model with more layers of the same kinds."""
         return RowCoupling(

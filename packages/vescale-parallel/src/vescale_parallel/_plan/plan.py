@@ -102,13 +102,15 @@ class ParallelPlan:
     batch: Batch = field(default_factory=Batch)
     precision: Precision = field(default_factory=Precision)
     recompute: Literal["none", "full"] = "none"
-    compile: bool = False
+    compile: Literal["none", "blocks"] = "none"
+    compile_backend: str = "inductor"
     model: ModelSignature | None = None
     estimate: Estimate | None = None
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_sections()
+        self._check_compile()
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
         self._check_experts()
@@ -137,6 +139,22 @@ class ParallelPlan:
                     f"expected {name} to be a {kind.__name__}, got {value!r}; write for example "
                     f"{name}={kind.__name__}({fields(kind)[0].name}=..)"
                 )
+
+    def _check_compile(self) -> None:
+        given = cast("object", self.compile)
+        if given is False:  # what plans of before "blocks" say
+            object.__setattr__(self, "compile", "none")
+        if given is True or given == "model":
+            raise ValueError(
+                f"expected compile to be 'none' or 'blocks', got {self.compile!r}: a whole model "
+                "is not compiled, whose forward gathers, sends and averages between its blocks; "
+                "use 'blocks'"
+            )
+        if type(self.compile_backend) is not str or not self.compile_backend:
+            raise ValueError(
+                "expected compile_backend to be a name that torch.compile knows ('inductor', "
+                f"'aot_eager', ..), got {self.compile_backend!r}"
+            )
 
     def _check_experts(self) -> None:
         data, experts = self.data_parallel, self.expert_parallel.size

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.compiler import list_backends
 
 from .plan import ParallelPlan
 
 
 def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
-    asked = {
-        "compile": plan.compile,
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            raise ValueError(f"{name} is not available in this version; leave it out of the plan")
     _check_context(plan)
+    _check_compile(plan)
     parts = plan.data_parallel.size * plan.num_microbatches
     names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]
@@ -58,4 +54,27 @@ def _check_context(plan: ParallelPlan) -> None:
             f"expected tensor_parallel.sequence False with context_parallel.size {size}, got "
             "True: activations between layers are sliced along the sequence once, over "
             "context-parallel ranks"
+        )
+
+
+def _check_compile(plan: ParallelPlan) -> None:
+    """Refuse to compile blocks whose forward does what a compiler does not see."""
+    if plan.compile == "none":
+        return
+    sizes = {
+        "tensor_parallel.size": plan.tensor_parallel.size,
+        "context_parallel.size": plan.context_parallel.size,
+        "expert_parallel.size": plan.expert_parallel.size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ValueError(
+                f"compile 'blocks' is not available with {name} {size} in this version, under "
+                "which blocks send activations; leave compile out of the plan"
+            )
+    backends = list_backends(exclude_tags=None)
+    if plan.compile_backend not in backends:
+        raise ValueError(
+            f"expected compile_backend to be one of {sorted(backends)}, which torch.compile "
+            f"knows here, got {plan.compile_backend!r}"
         )

@@ -79,3 +79,18 @@ class KnownDraws:
 def mark(fqn: str, index: int) -> str:
     """Return the name that a sharding plan has for a draw of a module."""
     return f"{fqn}.<random:{index}>".lstrip(".")
+
+
+@dataclass(frozen=True)
+class CallDraws:
+    """The call that runs: its modules that may draw, and how many rows this rank has."""
+
+    scopes: Mapping[str, Scope]
+    num_rows: int
+
+
+@dataclass(eq=False)
+class ModuleDraws:
+    """What a module draws in the call that runs; None for nothing."""
+
+    scope: Scope | None = None

@@ -8,8 +8,9 @@ it sees what dropout and attention are made of, and gradients are torch's own.
 
 Which dims are cut is found out for every new form of call before it runs, see
 :mod:`vescale_parallel._rng.call_forms`. The mode begins and ends with the forward of the very
-module that draws: other modules pay a look into a table, and one that is run again in backward,
-because its activations were not kept, draws the same again.
+module that draws: other modules pay a look at what they hold, and one that is run again in
+backward, because its activations were not kept, draws the same again. A compiler sees a module
+that draws nothing as if it were not wrapped, whatever its name; one that draws is left out.
 
 What cannot be drawn in part (kernels that make their own random numbers, dims that nothing is
 known about) is drawn from a stream of this rank's own: right in distribution, but not what one
@@ -23,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from vescale_dtensor import DTensor, LocalBox, local_boxes
 from vescale_dtensor.random import RandomOperator, Window, draw_part
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
+from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
@@ -41,7 +43,7 @@ from vescale_parallel._trace.memory_order import order_in_whole, split_in_order,
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 
 from .empty_dropout import DrawsForNothing, has_empty
-from .known_draws import KnownDraws, Place, Scope, ShardedDraw, mark
+from .known_draws import CallDraws, KnownDraws, ModuleDraws, Place, Scope, ShardedDraw, mark
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
 _WHOLE_MASK_NUMEL = 1 << 27
@@ -55,14 +57,6 @@ class _Part:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
-
-
-@dataclass(frozen=True)
-class _Now:
-    """The call that runs: its modules that may draw, and how many rows this rank has."""
-
-    scopes: Mapping[str, Scope]
-    num_rows: int
 
 
 class ShardedRng:
@@ -86,14 +80,19 @@ class ShardedRng:
         | None = None,
     ) -> None:
         self._place, self._lengths, self._known = place, lengths, known
-        self._now = _Now({}, 0)
+        self._now = CallDraws({}, 0)
+        self._modules: dict[str, ModuleDraws] = {}
         self.is_drawing = self._has_drawn = self._begins_late = False
         self._warned: set[str] = set()
 
-    def install(self, model: nn.Module) -> None:
-        """Have modules draw in parts while their forward runs, in place."""
+    def install(self, model: nn.Module, *, compiled: bool = False) -> None:
+        """Have modules draw in parts while their forward runs, in place.
+
+        ``compiled`` says whether they are parts of what torch.compile compiles.
+        """
         for fqn, module in model.named_modules():
-            module.forward = self._drawing(module.forward, fqn)
+            self._modules[fqn] = ModuleDraws()
+            module.forward = self._drawing(module.forward, fqn, self._modules[fqn], compiled)
 
     @contextlib.contextmanager
     def of_call(
@@ -107,7 +106,8 @@ class ShardedRng:
         scopes = known.scopes
         if scopes is None or self._begins_late:
             scopes = known.otherwise()
-        self._now, self._has_drawn = _Now(scopes, num_rows), False
+        self._begin(CallDraws(scopes, num_rows))
+        self._has_drawn = False
         before = generator_state() if not scopes and model.training else None
         yield
         if known.scopes is None and not self._has_drawn:
@@ -139,26 +139,45 @@ class ShardedRng:
         return functools.partial(self._as_in, self._now)
 
     @contextlib.contextmanager
-    def _as_in(self, call: _Now) -> Iterator[None]:
-        held, self._now = self._now, call
+    def _as_in(self, call: CallDraws) -> Iterator[None]:
+        held = self._now
+        self._begin(call)
         try:
             yield
         finally:
-            self._now = held
+            self._begin(held)
 
-    def _drawing(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            scope = self._now.scopes.get(fqn)
-            if scope is None:
-                return forward(*args, **kwargs)
-            with _Drawing(self, fqn, scope) as drawing:
+    def _begin(self, call: CallDraws) -> None:
+        for fqn in self._now.scopes:
+            if fqn in self._modules:
+                self._modules[fqn].scope = None
+        self._now = call
+        for fqn, scope in call.scopes.items():
+            if fqn in self._modules:
+                self._modules[fqn].scope = scope
+
+    def _drawing(
+        self, forward: Callable[..., Any], fqn: str, drawn: ModuleDraws, compiled: bool
+    ) -> Callable[..., Any]:
+        def draw(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with _Drawing(self, fqn, scope) as mode:
                 if not has_empty(args, kwargs):
                     return forward(*args, **kwargs)
-                with DrawsForNothing(drawing.draw):
+                with DrawsForNothing(mode.draw):
                     return forward(*args, **kwargs)
 
-        return run
+        drawing: Callable[..., Any] = draw
+        if compiled:
+            why = "random numbers are drawn in part, as one device draws them"
+            drawing = cast("Any", torch.compiler).disable(draw, reason=why)
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if drawn.scope is None:
+                return forward(*args, **kwargs)
+            return drawing(drawn.scope, args, kwargs)
+
+        return with_own_code(run) if compiled else run
 
     def draw(
         self,
@@ -361,6 +380,11 @@ class _Drawing(DrawMode):
             return func(*args, **kwargs)
         index, self._count = self._count, self._count + 1
         return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
+
+
+def draws_in_part(mode: object) -> bool:
+    """Whether a dispatch mode has a module draw this rank's part of random numbers."""
+    return isinstance(mode, _Drawing)
 
 
 def _placement(dim: int | None) -> Placement:

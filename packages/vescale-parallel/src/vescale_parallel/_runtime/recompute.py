@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,15 @@ from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
 
 Around = Callable[[], AbstractContextManager[None]]
+
+
+def recompute_blocks(
+    model: nn.Module, blocks: Sequence[str], as_now: Callable[[], Around]
+) -> None:
+    """Have blocks of a model run again in backward, in place; see :func:`recompute`."""
+    keep_no_caches(model)
+    for fqn in blocks:
+        recompute(model.get_submodule(fqn), as_now, fqn)
 
 
 def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> None:

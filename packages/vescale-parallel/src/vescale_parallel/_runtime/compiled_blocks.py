@@ -1,0 +1,197 @@
+"""Blocks of a model that torch.compile compiles, one by one.
+
+[Note: what is compiled] The forward of a block, as its author wrote it. Around it, eager, stays
+what has effects that a compiler does not see: the hooks that gather, free and reduce parameters,
+the borders of a pipeline's stages, the run again in backward. So a compiled program has a block's
+plain parameters and its arguments as inputs, and knows of no plan.
+
+A block runs as it is written where operators have to be seen one by one: in calls in which rows
+depend on each other in it, or its own forward draws random numbers. A module within it that draws
+runs so alone, and the graph breaks there.
+
+Every block has code of its own to compile, since the guards of a compiled program name one block,
+and torch gives code up that was compiled more often than ``torch._dynamo.config.recompile_limit``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from vescale_parallel._model.own_code import with_own_code
+from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._pipeline.cuts.derived import NamesDerived
+from vescale_parallel._pipeline.execution.split_backward import HookedNodes
+from vescale_parallel._rng.sharded_rng import draws_in_part
+from vescale_parallel._torch_private import (
+    compiled_graph,
+    current_dispatch_mode,
+    function_modes,
+    is_dynamo_error,
+    unseen_functions,
+)
+
+# Modes that need not see what blocks compute: they are about code between blocks, or go on without
+# what they did not see. Others look at the first call of a form, which then runs as it is written.
+_PASSED_BY = (HookedNodes, NamesDerived)
+
+# Whose lines are not those of the user's model.
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+_CoupledIn = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class CompiledBlock:
+    """What became of a block that was to be compiled.
+
+    Attributes:
+        num_graphs: Graphs that were compiled so far: for training and evaluation, for other
+            shapes, and behind breaks.
+        breaks: Where a graph ends before the block does: ``"file:line: why"``.
+        eager: Why the block runs as it is written, always or in some calls; ``""`` if it does not.
+    """
+
+    num_graphs: int
+    breaks: tuple[str, ...]
+    eager: str
+
+
+class _CompiledForward:
+    """Runs the forward of one block, compiled when it is first called."""
+
+    def __init__(
+        self, fqn: str, forward: Callable[..., Any], backend: str, is_coupled: _CoupledIn
+    ) -> None:
+        self._fqn, self._forward, self._backend = fqn, forward, backend
+        self._is_coupled = is_coupled
+        self._compiled = torch.compile(_calling(forward), backend=self._compile_graph)
+        self._breaks: dict[str, None] = {}
+        self._num_graphs, self._has_run = 0, False
+        self._failure = self._eager = ""
+
+    def report(self) -> CompiledBlock:
+        return CompiledBlock(self._num_graphs, tuple(self._breaks), self._failure or self._eager)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._failure or self._is_seen():
+            return self._forward(*args, **kwargs)
+        self._has_run = False
+        try:
+            with unseen_functions() if function_modes() else contextlib.nullcontext():
+                output = self._compiled(*args, **kwargs)
+        except Exception as error:
+            # Of what has run in part, effects would come twice.
+            if self._has_run or not is_dynamo_error(error):
+                raise
+            output = self._forward(*args, **kwargs)  # which raises what is the block's own fault
+            self._failure = _first_line(error)
+        if self._failure:
+            warn_at_user_line(
+                f"compile 'blocks': {self._fqn!r} is not compiled and runs as it is written, for "
+                f"this rank: {self._failure}"
+            )
+        return output
+
+    def _is_seen(self) -> bool:
+        """Whether somebody has to see the operators of this call, or functions, one by one."""
+        mode = current_dispatch_mode()
+        if draws_in_part(mode):
+            self._run_eager_as("its own forward draws random numbers")
+        elif mode is None and self._is_coupled(self._fqn):
+            self._run_eager_as("rows of the batch depend on each other in it")
+        elif mode is None:
+            return not all(isinstance(each, _PASSED_BY) for each in function_modes())
+        return True
+
+    def _run_eager_as(self, why: str) -> None:
+        if not self._eager:
+            self._eager = why
+            warn_at_user_line(
+                f"compile 'blocks': {self._fqn!r} runs as it is written in calls such as this "
+                f"one, since {why}"
+            )
+
+    def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph, or hand it back as it is; itself a backend of torch.compile."""
+        self._num_graphs += 1
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            self._breaks[_said(reason)] = None
+        run = cast("Callable[..., Any]", graph.forward)
+        try:
+            run = compiled_graph(graph, inputs, self._backend)
+        except Exception as error:  # whatever a compiler raises: the graph is right without it
+            self._failure = _first_line(error)
+
+        def run_graph(*inputs: Any) -> Any:
+            self._has_run = True
+            return run(*inputs)
+
+        return run_graph
+
+
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[str],
+    backend: str,
+    is_coupled: _CoupledIn,
+) -> None:
+    """Have the blocks of a model be compiled when they are first called, in place.
+
+    Args:
+        model: The model.
+        blocks: FQNs of those of this rank.
+        backend: What compiles, by the name that torch.compile knows.
+        is_coupled: Whether rows of the call that runs depend on each other in a block.
+    """
+    found: dict[str, _CompiledForward] = {}
+    for fqn in blocks:
+        block = model.get_submodule(fqn)
+        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled)
+        block.forward = found[fqn]
+    object.__setattr__(model, "_vescale_compiled", found)
+
+
+def compile_report(model: nn.Module) -> dict[str, CompiledBlock]:
+    """Return what became of the blocks that a plan with ``compile`` has compiled, by FQN.
+
+    Only of blocks of this rank, and as of now: a block is compiled when it is first called, again
+    for calls of another kind.
+
+    Raises:
+        ValueError: If the model's plan compiles nothing.
+    """
+    found: Mapping[str, _CompiledForward] | None = getattr(model, "_vescale_compiled", None)
+    if found is None:
+        raise ValueError(
+            f"expected a model that was parallelized by a plan with compile 'blocks', got a "
+            f"{type(model).__name__} of which nothing is compiled"
+        )
+    return {fqn: forward.report() for fqn, forward in found.items()}
+
+
+def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return with_own_code(run)
+
+
+def _said(reason: Any) -> str:
+    """Return the user's line at which a graph breaks, and why."""
+    lines = [line for line in reason.user_stack if not line.filename.startswith(_LIBRARIES)]
+    where = f"{lines[-1].filename}:{lines[-1].lineno}: " if lines else ""
+    what, _, explained = reason.reason.partition("Explanation: ")
+    return where + _first_line(explained or what)
+
+
+def _first_line(error: object) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
