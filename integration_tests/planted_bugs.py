@@ -116,6 +116,8 @@ class Bug:
         partial: The module whose output ranks still hold as terms of a sum.
         level: The level that fails.
         clips: Whether gradients are clipped.
+        is_behind_backward: Whether it is in what ranks compute alone behind backward. It is put in
+            when all have made their first step; others when the first one has, for all at once.
         source: Where one of its kind was reported, empty if it was made up.
     """
 
@@ -127,10 +129,11 @@ class Bug:
     partial: str = ""
     level: str = "N4"
     clips: bool = False
+    is_behind_backward: bool = False
     source: str = ""
 
 
-def _method(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
+def replaced(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
     """Put ``wrong(right, *args, **kwargs)`` in the place of a function or method."""
 
     def plant(stack: ExitStack) -> None:
@@ -144,12 +147,17 @@ def _method(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
     return plant
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _no_sum_in_forward(right: Any, ranks: ProcessRanks, x: Tensor) -> Tensor:
-    return right(ranks, x) if torch._C._current_graph_task_id() != -1 else x.clone()
+    return right(ranks, x) if is_in_backward() else x.clone()
 
 
 def _no_sum_in_backward(right: Any, ranks: ProcessRanks, x: Tensor) -> Tensor:
-    return x.clone() if torch._C._current_graph_task_id() != -1 else right(ranks, x)
+    return x.clone() if is_in_backward() else right(ranks, x)
 
 
 def _twice(right: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +240,7 @@ def _slice_of_other(right: Any, x: Tensor, dim: int, slices: Any, ranks: Any) ->
 
 
 def _half_gradient(right: Any, x: Tensor, *args: Any) -> Tensor:
-    return right(x, *args) / (2 if torch._C._current_graph_task_id() != -1 else 1)
+    return right(x, *args) / (2 if is_in_backward() else 1)
 
 
 TP2: Mapping[str, Any] = {TP: 2}
@@ -248,7 +256,7 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#7452, sums over TP that are missing",
         model="blocks",
         plan=TP2,
-        plant=_method(ProcessRanks, "all_reduce", _no_sum_in_forward),
+        plant=replaced(ProcessRanks, "all_reduce", _no_sum_in_forward),
         what="activation",
         name="blocks.0.0",
         partial="embed",
@@ -257,79 +265,79 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#7452, number 11",
         model="blocks",
         plan=TP2,
-        plant=_method(ProcessRanks, "all_reduce", _no_sum_in_backward),
+        plant=replaced(ProcessRanks, "all_reduce", _no_sum_in_backward),
         what="gradient",
     ),
     "gradients are summed over tensor-parallel ranks twice": Bug(
         model="blocks",
         plan=TP2,
-        plant=_method(ProcessRanks, "all_reduce", _twice),
+        plant=replaced(ProcessRanks, "all_reduce", _twice),
         what="activation",
     ),
     "sequence-parallel activations are not summed": Bug(
         model="llama",
         plan={TP: 2, SEQUENCE: True},
-        plant=_method(ProcessRanks, "reduce_scatter", _twice),
+        plant=replaced(ProcessRanks, "reduce_scatter", _twice),
         what="activation",
     ),
     "losses are divided by the targets of a rank": Bug(
         source="pytorch/torchtitan#1842",
         model="blocks",
         plan=DP2,
-        plant=_method(TokenMeans, "_mean", _local_count),
+        plant=replaced(TokenMeans, "_mean", _local_count),
         what="loss",
     ),
     "gradients of ranks are added in another order": Bug(
         model="blocks",
         plan=DP4,
-        plant=_method(gradient_rows, "ordered_sum", _reversed_sum),
+        plant=replaced(gradient_rows, "ordered_sum", _reversed_sum),
         what="gradient",
         level="N3",
     ),
     "gradients are reduced in fewer digits": Bug(
         model="blocks",
         plan=DP4,
-        plant=_method(gradient_rows, "ordered_sum", _rounded_sum),
+        plant=replaced(gradient_rows, "ordered_sum", _rounded_sum),
         what="gradient",
     ),
     "a rank's gradient is left out": Bug(
         model="blocks",
         plan=DP4,
-        plant=_method(gradient_rows, "ordered_sum", _without_own),
+        plant=replaced(gradient_rows, "ordered_sum", _without_own),
         what="gradient",
     ),
     "gradients are summed where they should be averaged": Bug(
         source="NVIDIA/Megatron-LM#906",
         model="blocks",
         plan=ZERO3,
-        plant=_method(GradientRows, "_kept", _twice),
+        plant=replaced(GradientRows, "_kept", _twice),
         what="gradient",
     ),
     "gathered parameters are those of the step before": Bug(
         model="blocks",
         plan={DP: 2, ZERO: 1},
-        plant=_method(GatheredOnce, "gather", _nothing),
+        plant=replaced(GatheredOnce, "gather", _nothing),
         what="activation",
         name="embed",
     ),
     "batch norm normalizes over a rank's rows": Bug(
         model="batch norm",
         plan=DP2,
-        plant=_method(RowRegions, "of_call", _not_coupled),
+        plant=replaced(RowRegions, "of_call", _not_coupled),
         what="activation",
         name="norm",
     ),
     "micro-batches get the labels of the first": Bug(
         model="blocks",
         plan=PP2,
-        plant=_method(runner, "split_batch", _labels_of_first),
+        plant=replaced(runner, "split_batch", _labels_of_first),
         what="loss",
     ),
     "a tied weight has the gradient of one stage": Bug(
         source="uw-syfi/piper#13",
         model="tied",
         plan=PP2,
-        plant=_method(tied_weights, "_return_gradient", _only_own),
+        plant=replaced(tied_weights, "_return_gradient", _only_own),
         what="gradient",
         name="embed.weight",
     ),
@@ -337,7 +345,7 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#299",
         model="tied",
         plan=PP2,
-        plant=_method(tied_weights, "_move", _nothing),
+        plant=replaced(tied_weights, "_move", _nothing),
         what="activation",
         name="head",
     ),
@@ -345,7 +353,7 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#206",
         model="dropout",
         plan=DP2,
-        plant=_method(sharded_rng, "draw_part", _own_mask),
+        plant=replaced(sharded_rng, "draw_part", _own_mask),
         what="activation",
         name="blocks.0.4",
     ),
@@ -353,34 +361,34 @@ BUGS: dict[str, Bug] = {
         source="huggingface/transformers#48687",
         model="mixtral",
         plan=EP2,
-        plant=_method(dispatch, "combined", _detached_weights),
+        plant=replaced(dispatch, "combined", _detached_weights),
         what="gradient",
         name="gate",
     ),
     "experts are added up without their scores": Bug(
         model="mixtral",
         plan=EP2,
-        plant=_method(dispatch, "combined", _equal_weights),
+        plant=replaced(dispatch, "combined", _equal_weights),
         what="activation",
         name="experts",
     ),
     "the gradient of a slice is that of another": Bug(
         model="llama",
         plan=CP2,
-        plant=_method(conversions, "keep_slice", _slice_of_other),
+        plant=replaced(conversions, "keep_slice", _slice_of_other),
         what="gradient",
     ),
     "attention's gradients are off by the number of ranks": Bug(
         source="NVIDIA/Megatron-LM#1464",
         model="llama",
         plan=CP2,
-        plant=_method(conversions, "_send_slices", _half_gradient),
+        plant=replaced(conversions, "_send_slices", _half_gradient),
         what="gradient",
     ),
     "what a region computes counts twice": Bug(
         model="llama",
         plan={TP: 2, SEQUENCE: True},
-        plant=_method(Boundary, "leave", _twice),
+        plant=replaced(Boundary, "leave", _twice),
         what="activation",
         name="embed_tokens",
     ),
@@ -388,7 +396,7 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#1446",
         model="llama",
         plan={TP: 2, SEQUENCE: True},
-        plant=_method(ParamGroup, "sum_copies", _nothing),
+        plant=replaced(ParamGroup, "sum_copies", _nothing),
         what="gradient",
         name="norm",
     ),
@@ -396,20 +404,20 @@ BUGS: dict[str, Bug] = {
         source="huggingface/transformers#48205",
         model="blocks",
         plan={DP: 4},
-        plant=_method(GradientRows, "_all_reduce", _not_exchanged),
+        plant=replaced(GradientRows, "_all_reduce", _not_exchanged),
         what="gradient",
     ),
     "tokens beyond the capacity of an expert are dropped": Bug(
         model="mixtral",
         plan=EP2,
-        plant=_method(dispatch, "combined", _dropped),
+        plant=replaced(dispatch, "combined", _dropped),
         what="activation",
         name="experts",
     ),
     "activations are sent in fewer digits": Bug(
         model="blocks",
         plan=PP2,
-        plant=_method(Links, "_wait", _fewer_digits),
+        plant=replaced(Links, "_wait", _fewer_digits),
         what="activation",
         name="blocks.2.0",
     ),
@@ -417,7 +425,7 @@ BUGS: dict[str, Bug] = {
         source="pytorch/pytorch#170862",
         model="blocks",
         plan=ZERO3,
-        plant=_method(torch.nn.utils.clip_grad, "_get_total_norm", _local_norm),
+        plant=replaced(torch.nn.utils.clip_grad, "_get_total_norm", _local_norm),
         what="norm of gradients",
         clips=True,
     ),
@@ -428,17 +436,18 @@ BUGS: dict[str, Bug] = {
 def planted(bug: Bug) -> Iterator[tuple[Callable[[], nn.Module], Callable[..., Optimizer]]]:
     """Make the model, and an optimizer whose first step of a run puts the bug in."""
     build, _ = MODELS[bug.model]
-    stack, is_in = ExitStack(), [False]
+    stack, num_steps = ExitStack(), [0]
 
     def model_fn() -> nn.Module:
         stack.close()
-        is_in[0] = False
+        num_steps[0] = 0
         return build()
 
     def put_in(*_: object) -> None:
-        if dist.is_initialized() and not is_in[0]:
-            is_in[0] = True
-            bug.plant(stack)
+        if dist.is_initialized():
+            num_steps[0] += 1
+            if num_steps[0] == (dist.get_world_size() if bug.is_behind_backward else 1):
+                bug.plant(stack)
 
     def optimizer_fn(model: nn.Module) -> Optimizer:
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import vescale
 from vescale.cli.main import main
 
+from . import planted_in_steps
 from .families import CONFIGS, hugging_face
 from .plans import (
     COPIES,
@@ -42,6 +43,7 @@ RIGHT: dict[str, tuple[str, Constraints]] = {
     "pp": ("dropout", {PP: 2, PARTS: 4}),
     "ep": ("mixtral", {DP: 2, EP: 2, ZERO: 3}),
     "accumulation": ("blocks", {DP: 2, "batch.gradient_accumulation": 2}),
+    "cp-ring": ("llama", {CP: 2, "context_parallel.method": "ring"}),
 }
 RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
     "tp-sequence-zero3": ("llama", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
@@ -49,6 +51,14 @@ RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
     "pp-tp": ("blocks", {PP: 2, PARTS: 2, TP: 2}),
     "zbv-dp": ("tied", {PP: 2, PARTS: 4, SCHEDULE: "zbv", VIRTUAL: 2, DP: 2, ZERO: 1}),
     "cp": ("llama", {CP: 2, DP: 2}),
+    "cp-ring-4": ("llama", {CP: 4, "context_parallel.method": "ring"}),
+    "accumulation-zero2": ("blocks", {DP: 2, ZERO: 2, "batch.gradient_accumulation": 2}),
+    "accumulation-zero3": ("blocks", {DP: 2, ZERO: 3, "batch.gradient_accumulation": 2}),
+    "cp-tp": ("llama", {CP: 2, TP: 2}),
+    "pp-dp-microbatch": (
+        "blocks",
+        {PP: 2, PARTS: 2, DP: 2, ZERO: 2, "pipeline_parallel.reduce_every": "microbatch"},
+    ),
     "pp-tp-dp": ("blocks", {PP: 2, PARTS: 2, TP: 2, DP: 2}),
     "hybrid": ("blocks", {DP: 4, ZERO: 3, COPIES: 2}),
 }
@@ -68,10 +78,13 @@ def test_a_plan_that_is_right_passes(name: str) -> None:
     assert all("experts" in module for module in report.not_compared), report
 
 
+ALL_BUGS = BUGS | planted_in_steps.BUGS
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", ALL_BUGS)
 def test_a_planted_bug_is_found_where_it_is(name: str) -> None:
-    bug = BUGS[name]
+    bug = ALL_BUGS[name]
     report = found(bug)
     assert bug.level in {result.level for result in report.levels if result.status == "failed"}
     divergence = report.divergence

@@ -126,9 +126,12 @@ def _joined(
     for blocks in (2, 3):
         if all(x.shape[dim] % blocks == 0 for row in parts for x in row):
             yield f" of each of {blocks} blocks", [_interleaved(row, dim, blocks) for row in parts]
-    # Balanced causal attention: a rank has one chunk from the front and one from the back.
-    if all(x.shape[dim] % 2 == 0 for row in parts for x in row):
-        yield " from both ends", [_from_both_ends(row, dim) for row in parts]
+    # Balanced causal attention: a rank has one part from the front and one from the back.
+    num_parts = 2 * len(parts[0])
+    sizes = [size // num_parts + (part < size % num_parts) for part in range(num_parts)]
+    ends = [*zip(sizes, reversed(sizes), strict=True)][: len(parts[0])]
+    if all([x.shape[dim] for x in row] == [*map(sum, ends)] for row in parts):
+        yield " from both ends", [_from_both_ends(row, ends, dim) for row in parts]
 
 
 def _interleaved(shards: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
@@ -136,8 +139,8 @@ def _interleaved(shards: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
     return torch.cat([row[i] for i in range(blocks) for row in chunks], dim)
 
 
-def _from_both_ends(shards: Sequence[Tensor], dim: int) -> Tensor:
-    halves = [shard.chunk(2, dim) for shard in shards]
+def _from_both_ends(shards: Sequence[Tensor], ends: Sequence[tuple[int, int]], dim: int) -> Tensor:
+    halves = [shard.split(sizes, dim) for shard, sizes in zip(shards, ends, strict=True)]
     return torch.cat([row[0] for row in halves] + [row[1] for row in reversed(halves)], dim)
 
 

@@ -99,7 +99,8 @@ def shard_after_shard(program: Program, plan: ParallelPlan, change: Change = Non
     """Train on one device that runs every rank's micro-batches on their own.
 
     Gradients of a rank are accumulated in the order of its micro-batches, those of ranks summed
-    in the order of ranks: over the shards of a copy first, over copies then.
+    in the order of ranks: over the shards of a copy first, over copies then. Where a plan reduces
+    every micro-batch, its means over ranks are accumulated.
     """
     model, record = _plain_model(program), Record()
     if change is not None:
@@ -114,28 +115,35 @@ def shard_after_shard(program: Program, plan: ParallelPlan, change: Change = Non
         batch = program.on_device(whole_batch)
         means = _counted_means(program, plan, model, batch)
         with recorded_activations(model, record):
-            loss, of_ranks = _gradients_of_ranks(program, plan, model, batch, means)
-        for parameter, *grads in zip(model.parameters(), *of_ranks, strict=True):
-            parameter.grad = _mean_in_order(grads, copies)
+            loss, reduced = _gradients_of_ranks(program, plan, model, batch, means)
+        model.zero_grad()
+        for of_ranks in reduced:
+            for parameter, *grads in zip(model.parameters(), *of_ranks, strict=True):
+                mean = _mean_in_order(grads, copies)
+                if mean is not None:
+                    parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         _end_of_step(program, model, optimizer, loss, record)
     return record
 
 
 def _gradients_of_ranks(
     program: Program, plan: ParallelPlan, model: nn.Module, batch: Any, means: _GlobalMeans
-) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """Return the loss, and every rank's gradients."""
+) -> tuple[Tensor, list[list[list[Tensor | None]]]]:
+    """Return the loss, and for every reduction every rank's gradients."""
     ranks, parts = num_data_ranks(plan), num_parts(plan)
-    losses, found = list[Tensor](), list[list[Tensor | None]]()
+    num_reductions = parts if plan.pipeline_parallel.reduce_every == "microbatch" else 1
+    losses = list[Tensor]()
+    found: list[list[list[Tensor | None]]] = [[] for _ in range(num_reductions)]
     for rank in range(ranks):
-        model.zero_grad()
-        for part in range(parts):
-            with means:
-                own = shard_of(batch, rank * parts + part, ranks * parts)
-                loss = program.loss_of(model, own)
-            (loss / parts).backward()
-            losses.append(loss.detach())
-        found.append([p.grad for p in model.parameters()])
+        for reduction in range(num_reductions):
+            model.zero_grad()
+            for part in range(reduction, parts, num_reductions):
+                with means:
+                    own = shard_of(batch, rank * parts + part, ranks * parts)
+                    loss = program.loss_of(model, own)
+                (loss / parts).backward()
+                losses.append(loss.detach())
+            found[reduction].append([p.grad for p in model.parameters()])
     return torch.stack(losses).double().mean().to(losses[0].dtype), found
 
 

@@ -279,6 +279,8 @@ def _micro_batches(
         reason = "data_parallel.reduction is the library's"
     elif plan.precision.param or plan.precision.reduce:
         reason = "other dtypes than the model's"
+    elif plan.batch.gradient_accumulation > 1 and plan.data_parallel.zero_stage >= 2:
+        reason = "gradients of blocks are reduced for every micro-batch, others once a step"
     elif expected.record.draws and num_parts(plan) == 1:
         reason = "random numbers are drawn for whole batches"
     if reason:
