@@ -176,7 +176,8 @@ def test_an_unknown_constraint_names_the_near_ones() -> None:
         ({"batch.global_size": 6, "data_parallel.size": 4}, "nearest sizes are 4 and 8"),
         ({"precision.param": "fp8"}, "one of .*'bfloat16'.* got 'fp8'"),
         ({"recompute": "some"}, "one of .*'full'.* got 'some'"),
-        ({"compile": "yes"}, "True or False, got 'yes'"),
+        ({"compile": "yes"}, "one of .*'blocks'.* got 'yes'"),
+        ({"tensor_parallel.sequence": "yes"}, "True or False, got 'yes'"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(

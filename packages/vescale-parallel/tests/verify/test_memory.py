@@ -41,8 +41,9 @@ IDS = (torch.arange(12).view(2, 6),)
 
 def _doubles() -> int:
     """Return the bytes of float64 tensors that Python knows of."""
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    storages = [x.untyped_storage() for x in tensors if x.dtype is torch.float64]
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    doubles = [x for x in tensors if x.dtype is torch.float64 and x.device.type == "cpu"]
+    storages = [x.untyped_storage() for x in doubles]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
