@@ -35,6 +35,7 @@ def detect_nonfinite(model: nn.Module, *, infinities: bool = True) -> Iterator[N
         FloatingPointError: In the call of the model, or in ``backward()``.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> with torch.no_grad(), detect_nonfinite(model):
         ...     _ = model[0].bias.fill_(float("nan"))
