@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
+from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._verify import compared_runs
 
 
@@ -22,11 +25,18 @@ class Block(nn.Module):
         return x_BSF + self.down(self.up(x_BSF).relu())
 
 
+class Attention(Block):
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        heads = x_BSF.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return super().forward(y.transpose(1, 2).flatten(2))
+
+
 class Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.head = nn.Linear(16, 32)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -47,13 +57,22 @@ def _doubles() -> int:
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
-def test_a_comparison_leaves_nothing_to_the_garbage_collector() -> None:
-    model = Deep(3)
+def _of_a_plan() -> None:
+    assert propose_sharding(Deep(3), "auto", 2, example_batch=IDS).plan
+
+
+def _of_slices() -> None:
+    model = Deep(3, Attention)
+    assert proven_slicing(model, {"ids_BS": IDS[0]}, 2, training=True).stacks
+
+
+@pytest.mark.parametrize("compare", [_of_a_plan, _of_slices])
+def test_a_comparison_leaves_nothing_to_the_garbage_collector(compare: Callable[[], None]) -> None:
     gc.collect()
     before = _doubles()
     gc.disable()
     try:
-        assert propose_sharding(model, "auto", 2, example_batch=IDS).plan
+        compare()
         after = _doubles()
     finally:
         gc.enable()

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.compared_runs import Given, Results, close, run_once
+from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
@@ -68,10 +70,14 @@ def proven_slicing(
         cotangents = [torch.randn_like(x) for x in outputs]
         seen.clear()
         expected = run_once(whole, Given([*region.inputs], region.spec, cotangents))
+        discard(whole)
         slicing = Slicing(stacks, modules)
         make = functools.partial(SlicedBlocks, method=method)
         runs, notes, slices = _on_ranks(region, base, size, slicing, cotangents, make)
+        discard(base)
     _compare(expected, runs, _first_difference(seen, notes, slices, stacks))
+    del expected, runs, seen, notes
+    give_memory_back()
     return slicing
 
 
@@ -84,9 +90,10 @@ def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], 
     watch = ForwardWatch()
     inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
     args, kwargs = pytree.tree_unflatten(inputs, region.spec)
+    watched = sharing_copy(base)
     try:
         with InDouble():
-            watch.run(sharing_copy(base), args, kwargs)
+            watch.run(watched, args, kwargs)
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise NotSlicedError(
@@ -130,6 +137,7 @@ def _on_ranks(
         notes = noted_outputs(local)
         result = run_once(local, Given([*region.inputs], region.spec, cotangents))
         found.append(blocks.slices)
+        discard(local)
         return result, notes
 
     try:
