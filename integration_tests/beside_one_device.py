@@ -33,35 +33,41 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 class Convolutions(nn.Module):
-    """Odd widths, weights of four dims, norms of one, a head."""
+    """Odd widths, weights of four dims or of five, norms of one, a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, convolution: type[nn.Conv2d | nn.Conv3d] = nn.Conv2d) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 10, 3, padding=1)
+        self.stem = convolution(3, 10, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(10, 10, 3, padding=1), nn.GroupNorm(2, 10), nn.GELU())
+            nn.Sequential(convolution(10, 10, 3, padding=1), nn.GroupNorm(2, 10), nn.GELU())
             for _ in range(2)
         )
         self.head = nn.Linear(10, 7)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x_BCHW = self.stem(pixels)
+        x = self.stem(pixels)  # (rows, channels, ...)
         for block in self.blocks:
-            x_BCHW = x_BCHW + block(x_BCHW)
-        return self.head(x_BCHW.mean((2, 3)))
+            x = x + block(x)
+        return self.head(x.flatten(2).mean(2))
+
+
+CONVOLUTIONS: dict[str, type[nn.Conv2d | nn.Conv3d]] = {"conv": nn.Conv2d, "conv3d": nn.Conv3d}
 
 
 def build(name: str) -> nn.Module:
     """Return a tiny model in float32, the same each time."""
     torch.manual_seed(3)
-    return Convolutions() if name == "conv" else hugging_face(name, "sdpa", **CONFIGS[name])
+    if name in CONVOLUTIONS:
+        return Convolutions(CONVOLUTIONS[name])
+    return hugging_face(name, "sdpa", **CONFIGS[name])
 
 
 def batch_of(name: str, step: int, rows: int) -> tuple[Tensor, Tensor]:
     """Return the inputs and the targets of a global batch."""
     generator = torch.Generator().manual_seed(step)
-    if name == "conv":
-        pixels = torch.randn(rows, 3, 6, 6, generator=generator)
+    if name in CONVOLUTIONS:
+        space = (6, 6) if name == "conv" else (4, 4, 4)
+        pixels = torch.randn(rows, 3, *space, generator=generator)
         return pixels, torch.randint(0, 7, (rows,), generator=generator)
     most = min(VOCABULARY, CONFIGS[name]["vocab_size"])
     ids_BS = torch.randint(0, most, (rows, LENGTH), generator=generator)

@@ -18,6 +18,7 @@ from vescale_testing import World
 
 from .beside_one_device import adamw, batch_of, build, loss_of, train_beside
 from .test_hfsdp import HFSDP
+from .test_pipeline_schedules import compared, constraints_of
 from .training import whole
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,20 @@ def _clamp(module: nn.Module, args: object) -> None:
         module.get_parameter("weight").clamp_(-0.1, 0.1)
 
 
+def channels_last_3d(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last_3d)  # pyright: ignore[reportCallIssue]: as above
+
+
+def in_bfloat16(model: nn.Module) -> None:
+    model.bfloat16()
+    both(model)
+    model.register_forward_pre_hook(_to_bfloat16)
+
+
+def _to_bfloat16(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.bfloat16() for tensor in args)
+
+
 def muon(model: nn.Module) -> Optimizer:
     return Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
 
@@ -76,21 +91,21 @@ def test_three_ranks_that_accumulate_and_evaluate_have_them(world3: World, stage
 MORE = {
     "llama-zero1": ("llama", transposed, zero(1), {"steps": 3}),
     "gpt2-zero3": ("gpt2", transposed, zero(3), {"steps": 3}),
+    "conv3d-zero0": ("conv3d", channels_last_3d, zero(0), {"steps": 3}),
+    "conv3d-zero3": ("conv3d", channels_last_3d, zero(3), {"steps": 3}),
+    "bfloat16-zero0": ("conv", in_bfloat16, zero(0), {"steps": 3}),
+    "bfloat16-zero3": ("conv", in_bfloat16, zero(3), {"steps": 3}),
     "written-zero1": ("conv", both_and_written, zero(1), {"steps": 4}),
     "written-zero3": ("conv", both_and_written, zero(3), {"steps": 4}),
     "host-zero1": ("conv", both, zero(1) | {"data_parallel.offload": "optimizer"}, {"steps": 3}),
     "host-zero3": ("conv", both, zero(3) | {"data_parallel.offload": "parameters"}, {"steps": 3}),
 }
+BY_DAY = ("written-zero3", "host-zero3", "conv3d-zero3", "bfloat16-zero3")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=() if name in ("written-zero3", "host-zero3") else pytest.mark.nightly
-        )
-        for name in MORE
-    ],
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in MORE],
 )
 def test_other_loops_and_places_have_them(world2: World, name: str) -> None:
     world2.run(_train, *MORE[name])
@@ -101,6 +116,17 @@ def test_copies_of_shards_have_them(world4: World, change: Callable[[nn.Module],
     world4.run(_train, "conv", change, HFSDP, {"steps": 3})
     hybrid = {**HFSDP, "data_parallel.replicate_zero_stage": 0}
     world4.run(_train, "conv", change, hybrid, {"steps": 3})
+
+
+PIPELINED = {
+    "gpt2": (constraints_of("1f1b", 2, 4), torch.float64),  # keeps its matrices as (in, out)
+    "llama": (constraints_of("interleaved_1f1b", 2, 4), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_stages_have_them(world2: World, name: str) -> None:
+    world2.run(compared, name, *PIPELINED[name], transposed)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -85,15 +85,20 @@ def accumulated(model: nn.Module, microbatches: int) -> tuple[list[Tensor], dict
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compared(name: str, constraints: Constraints, dtype: torch.dtype) -> None:
-    """Two steps of a pipeline, compared with one device."""
+def compared(
+    name: str,
+    constraints: Constraints,
+    dtype: torch.dtype,
+    change: Callable[[nn.Module], object] = lambda model: None,
+) -> None:
+    """Two steps of a pipeline, compared with one device; both models are changed first."""
     plan = make_plan(constraints)
     pipeline = plan.pipeline_parallel
-    depth = pipeline.num_stages
-    losses, grads = accumulated(model_of(name, depth, dtype), pipeline.microbatches)
-    model, _ = vescale.parallelize(
-        plan, model_of(name, depth, dtype), lambda m: SGD(m.parameters(), lr=0.1)
-    )
+    alone, given = (model_of(name, pipeline.num_stages, dtype) for _ in range(2))
+    change(alone)
+    change(given)
+    losses, grads = accumulated(alone, pipeline.microbatches)
+    model, _ = vescale.parallelize(plan, given, lambda m: SGD(m.parameters(), lr=0.1))
     for batch, expected in zip(batches(2, rows=8, length=6), losses, strict=True):
         model.zero_grad()
         loss = model(batch)
