@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,18 +61,40 @@ def same_micro_batches(
         rounded: Names of parameters whose bits are not promised.
         text: What to say about them.
     """
-    # What they are updated to, and what is computed of that, has no bits to compare.
-    num_steps = 1 if rounded else len(reference.losses)
-    for step in range(num_steps):
-        for rank, record in enumerate(ranks):
-            pairs = [("gradient", reference.gradients[step], record.gradients[step])]
-            if not rounded:
-                pairs.append(("parameter", reference.parameters[step], record.parameters[step]))
-            for what, one, other in pairs:
-                for name, divergence in _bits(what, step, one, other):
-                    if divergence and name not in rounded:
-                        return _failed("N3", rank, divergence)
+    for step in range(len(reference.losses)):
+        if failure := _other_bits("gradient", step, reference, ranks, without=rounded):
+            return failure
+        if rounded:  # what is computed of a number without promised bits has none either
+            break
+        if not _same_norms(step, reference, ranks):
+            text = f"gradients up to step {step}, whose norm is added up over shards and rounded"
+            break
+        if failure := _other_bits("parameter", step, reference, ranks):
+            return failure
     return LevelResult(level="N3", status="passed", text=text)
+
+
+def _other_bits(
+    what: Literal["gradient", "parameter"],
+    step: int,
+    reference: Record,
+    ranks: Sequence[Record],
+    without: Sequence[str] = (),
+) -> LevelResult | None:
+    def of(record: Record) -> Mapping[str, Tensor]:
+        return (record.gradients if what == "gradient" else record.parameters)[step]
+
+    for rank, record in enumerate(ranks):
+        for name, divergence in _bits(what, step, of(reference), of(record)):
+            if divergence and name not in without:
+                return _failed("N3", rank, divergence)
+    return None
+
+
+def _same_norms(step: int, reference: Record, ranks: Sequence[Record]) -> bool:
+    if not reference.norms:  # gradients are not clipped
+        return True
+    return all(same_bits(reference.norms[step], record.norms[step]) for record in ranks)
 
 
 def _bits(
