@@ -10,12 +10,18 @@ python -m integration_tests.matrix --page docs/reference/matrix.md cells.jsonl .
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 import vescale
 
@@ -105,15 +111,14 @@ def names() -> Iterator[tuple[str, str, str]]:
 def verified(family: str, plan: str, kind: str) -> Cell:
     """Verify one cell."""
     constraints, dtype = KINDS[kind]
-    batch = make(family)[1]
-    batch = batch.get("batch", batch)
     name = {"family": family, "plan": plan, "kind": kind}
+    batch = _built(family)[1]
     try:
         made = make_plan({**PLANS[plan], **constraints})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of transformers' models
             report = vescale.verify(
-                made, lambda: make(family)[0], batch, steps=2, dtype=dtype, max_grad_norm=0.5
+                made, lambda: _built(family)[0], batch, steps=2, dtype=dtype, max_grad_norm=0.5
             )
     except (ValueError, NotImplementedError) as error:
         return Cell(**name, status="refused", detail=str(error))
@@ -123,3 +128,97 @@ def verified(family: str, plan: str, kind: str) -> Cell:
         return Cell(**name, status="failed", detail=str(report))
     has_bits = any(result.level == "N3" and result.status == "passed" for result in report.levels)
     return Cell(**name, status="bits" if has_bits else "rounding")
+
+
+def _built(family: str) -> tuple[nn.Module, Any]:
+    """Return a model and its batch."""
+    model, batch = make(family)
+    if isinstance(model, PreTrainedModel):  # grouped products of experts do not run in float64
+        model.config._experts_implementation = "eager"
+    return model, batch.get("batch", batch)
+
+
+PAGE = """# Families and plans
+
+Every cell is one call of [`vescale.verify`](../guide/verify.md): a tiny model of the family trains
+for two steps of AdamW with clipped gradients, on one device and on all ranks of the plan, emulated
+in one process. Compared are initial values, random numbers, what modules return, losses, every
+gradient, parameters and buffers.
+
+- **bits**: gradients have the bits of one device that runs the same micro-batches.
+- **yes**: everything is one device's within rounding, which is measured; in float64 that hides
+  nothing. Sums over `tp`, `cp` and `ep` are in another order than on one device.
+- **-**: refused by name before it runs; why is below the table.
+
+`python -m integration_tests.matrix > cells.jsonl` runs all cells, and with
+`--page docs/reference/matrix.md cells.jsonl` writes this page.
+{tables}"""
+SHOWN: Mapping[Status, str] = {
+    "bits": "bits",
+    "rounding": "yes",
+    "refused": "-",
+    "failed": "**no**",
+}
+
+
+def page(cells: Sequence[Cell]) -> str:
+    """Return the page of all cells: a table for each kind, and why plans were refused."""
+    tables = "".join(_table(kind, [cell for cell in cells if cell.kind == kind]) for kind in KINDS)
+    return PAGE.format(tables=tables)
+
+
+def _table(kind: str, cells: Sequence[Cell]) -> str:
+    families = [family for family in FAMILIES if any(cell.family == family for cell in cells)]
+    found = {(cell.plan, cell.family): cell for cell in cells}
+    lines = [
+        f"\n## {kind}\n",
+        f"| | {' | '.join(families)} |",
+        "| --- " * (1 + len(families)) + "|",
+    ]
+    for plan in dict.fromkeys(cell.plan for cell in cells):
+        row = [found.get((plan, family)) for family in families]
+        shown = " | ".join("" if cell is None else SHOWN[cell.status] for cell in row)
+        lines.append(f"| {plan} | {shown} |")
+    good = sum(cell.status in ("bits", "rounding") for cell in cells)
+    bad = sum(cell.status == "failed" for cell in cells)
+    refused = [cell for cell in cells if cell.status == "refused"]
+    lines.append(f"\n{good} equal one device, {len(refused)} are refused, {bad} do not.\n")
+    lines += [f"- {which}: {why}" for why, which in _reasons(refused).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(refused: Sequence[Cell]) -> dict[str, str]:
+    """Return of each reason the plans, and of each plan the families."""
+    plans: dict[str, dict[str, list[str]]] = {}
+    for cell in refused:
+        why = " ".join(cell.detail.split())[:200].replace("|", "/")
+        plans.setdefault(why, {}).setdefault(cell.plan, []).append(cell.family)
+    return {
+        why: "; ".join(f"{plan} of {', '.join(names)}" for plan, names in of_plan.items())
+        for why, of_plan in plans.items()
+    }
+
+
+def main() -> None:
+    """Verify the cells that the command line names, a JSON line each; or write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("jsonl", nargs="*", type=Path)
+    parser.add_argument("--families", nargs="*", default=FAMILIES)
+    parser.add_argument("--plans", nargs="*", default=[*PLANS])
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS])
+    parser.add_argument("--page", type=Path, help="write it, of the cells in the files")
+    parsed = parser.parse_args()
+    if parsed.page is not None:
+        lines = [line for path in parsed.jsonl for line in path.read_text("utf-8").splitlines()]
+        cells = [Cell(**json.loads(line)) for line in lines]
+        latest = {(cell.family, cell.plan, cell.kind): cell for cell in cells}
+        parsed.page.write_text(page([latest[name] for name in names() if name in latest]), "utf-8")
+        return
+    for family, plan, kind in names():
+        if family in parsed.families and plan in parsed.plans and kind in parsed.kinds:
+            print(json.dumps(asdict(verified(family, plan, kind))), flush=True)
+            print(f"{family}, {plan}, {kind}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import announced_failures, profiler_range
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import call_after_backward, is_in_backward
 
 from .block_hooks import on_block
@@ -83,11 +84,9 @@ class ZeroState:
         self.writes = ForwardWrites(groups, runs_again=runs_again)
         self._gathered_first = (root,) if self._frees else groups
         self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
-        self._guarded = (
-            {param for param_group in self._param_groups for param in param_group.params}
-            if self._frees or self._reduces_early
-            else set[ShardedParameter]()
-        )
+        self._stale_graphs = StaleGraphs(params)
+        guarded = self._param_groups if self._frees or self._reduces_early else ()
+        self._guarded = {param for param_group in guarded for param in param_group.params}
         if self._guarded:
             # Otherwise all ranks exchange in one order, whatever they run.
             self._exchanges.with_gathers = self._frees
@@ -167,8 +166,9 @@ class ZeroState:
             if sys.exception() is None:  # else other ranks may come to no comparison
                 self._end.compare_gathers()
 
-    def tell_changed(self, publics: Iterable[object]) -> None:
+    def tell_changed(self, publics: Sequence[object]) -> None:
         """Say that public parameters were written, on all ranks alike."""
+        self._stale_graphs.tell_changed(publics)
         self._kept.tell_changed(publics)
         for param_group in self._order:
             param_group.tell_changed()
@@ -307,10 +307,9 @@ class ZeroState:
         if not self._frees:
             return
         self.writes.keep(param_group)
-        if has_backward:
-            self._gathers.leave(param_group, keeps=not param_group.reshards)
-        else:
-            self._gathers.let_go(param_group)
+        if not has_backward:
+            return self._gathers.let_go(param_group)
+        return self._gathers.leave(param_group, keeps=not param_group.reshards)
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
@@ -389,6 +388,7 @@ class ZeroState:
             param_group.free()
 
     def _show_unsharded(self) -> None:
+        self._stale_graphs.look()
         for param in self.params:
             param.check_in_place()
         for param in self.params:

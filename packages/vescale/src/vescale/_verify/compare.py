@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from vescale_parallel import ParallelPlan
@@ -49,6 +50,15 @@ def within_rounding(expected: Expected, ranks: Sequence[Record], plan: ParallelP
     )
 
 
+def same_first_gradients(expected: Expected, other: Record) -> bool:
+    """Whether another run of one device has its first loss and gradients, within rounding."""
+    found = (
+        _numbers("loss", expected, [other], 0, lambda r: r.losses),
+        _tensors("gradient", expected, [other], 0, lambda r: r.gradients, backward=True),
+    )
+    return found == (None, None)
+
+
 def _of_step(
     expected: Expected, ranks: Sequence[Record], step: int, activations: Activations
 ) -> Iterator[Divergence | None]:
@@ -56,8 +66,41 @@ def _of_step(
     yield _numbers("loss", expected, ranks, step, lambda r: r.losses)
     yield _tensors("gradient", expected, ranks, step, lambda r: r.gradients, backward=True)
     yield _numbers("norm of gradients", expected, ranks, step, lambda r: r.norms)
-    yield _tensors("parameter", expected, ranks, step, lambda r: r.parameters)
+    known = [_without_noise(expected, record, step) for record in ranks]
+    yield _tensors("parameter", expected, known, step, lambda r: r.parameters)
     yield _tensors("buffer", expected, ranks, step, lambda r: r.buffers)
+
+
+def _without_noise(expected: Expected, rank: Record, step: int) -> Record:
+    """Return a rank's record with one device's parameters where only noise decides on an update.
+
+    An optimizer that divides by the size of gradients, as Adam does, makes as large a step of
+    one that is nothing but rounding as of any other: of a bias of keys, say, which softmax does
+    not see. Such an element may be off by what its tensor was updated by, in either direction.
+    """
+    one, parameters = expected.record, dict[str, Tensor]()
+    for name, found in rank.parameters[step].items():
+        own = one.parameters[step].get(name)
+        if own is None or own.shape != found.shape or not own.is_floating_point():
+            parameters[name] = found
+            continue
+        is_noise = torch.zeros_like(own, dtype=torch.bool)
+        reach, before = 0.0, one.initial[name]
+        for at in range(step + 1):
+            gradient = one.gradients[at].get(name)
+            if gradient is not None:
+                others = [r.gradients[at][name] for r in expected.perturbed]
+                least = _NOTHING * _largest_of(one.gradients[at])
+                is_noise |= gradient.abs() <= expected.bound(gradient, others, least)
+            reach += 2 * distance(one.parameters[at][name], before)
+            before = one.parameters[at][name]
+        may_differ = is_noise & ((found - own).abs() <= reach)
+        parameters[name] = torch.where(may_differ, own, found)
+    return replace(rank, parameters=[*rank.parameters[:step], parameters])
+
+
+def _largest_of(tensors: Mapping[str, Tensor]) -> float:
+    return max(map(largest, tensors.values()), default=0.0)
 
 
 def _numbers(
@@ -88,7 +131,7 @@ def _tensors(
     backward: bool = False,
 ) -> Divergence | None:
     ones, others = of(expected.record)[step], [of(r)[step] for r in expected.perturbed]
-    least = _NOTHING * max(map(largest, ones.values()), default=0.0) if backward else 0.0
+    least = _NOTHING * _largest_of(ones) if backward else 0.0
     for rank, record in enumerate(ranks):
         found = of(record)[step]
         if found.keys() != ones.keys():

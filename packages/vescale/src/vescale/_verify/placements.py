@@ -11,6 +11,9 @@ from torch import Tensor
 
 Place = tuple[int, int]  # on the axes of ranks that share a batch: cp, tp
 
+# Within a dim that is sharded block after block: more than are rows of batches one verifies with.
+_MOST_BLOCKS = 32
+
 
 @dataclass(frozen=True)
 class Match:
@@ -87,10 +90,32 @@ def _candidates(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tupl
                     f"sharded over {name} along dim {dims[0]}{order}",
                     [(min(group), x, whole) for group, x in zip(groups, joined, strict=True)],
                 )
+    if dims == [0] and whole.dim() == 2:
+        yield from _in_any_order(whole, locals_)
     if len(dims) == 2:
         yield from _two_dims(whole, locals_, dims)
     if len(dims) == 1:
         yield from _slices(whole, locals_, dims[0])
+
+
+def _in_any_order(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tuple[str, Pairs]]:
+    """Yield the tokens of all ranks beside those of one device, both sorted: an expert's, say.
+
+    Whose expert chose which tokens decides on their order, and on how many a rank has of them.
+    """
+    direction = torch.linspace(1.0, 2.0, whole.shape[1], dtype=torch.float64).cos()
+    groups = _along(0, locals_)
+    found = [torch.cat([locals_[place] for place in group]) for group in groups]
+    if any(x.shape != whole.shape for x in found):
+        return
+
+    def by_value(rows: Tensor) -> Tensor:
+        return rows[(rows.double() @ direction.to(rows.device)).argsort()]
+
+    yield (
+        "sharded over cp along dim 0 in another order",
+        [(min(g), by_value(x), by_value(whole)) for g, x in zip(groups, found, strict=True)],
+    )
 
 
 def _two_dims(
@@ -121,22 +146,32 @@ def _joined(
     parts = [[locals_[place] for place in group] for group in groups]
     if any(sum(x.shape[dim] for x in row) != size for row in parts):
         return
-    yield "", [torch.cat(row, dim) for row in parts]
-    # Queries, keys and values in one matrix; gate and up projections.
-    for blocks in (2, 3):
-        if all(x.shape[dim] % blocks == 0 for row in parts for x in row):
-            yield f" of each of {blocks} blocks", [_interleaved(row, dim, blocks) for row in parts]
-    # Balanced causal attention: a rank has one part from the front and one from the back.
-    num_parts = 2 * len(parts[0])
+    if len({x.shape[:dim] + x.shape[dim + 1 :] for row in parts for x in row}) > 1:
+        return  # they are shards along another dim, too
+    # Queries, keys and values in one matrix, gate and up projections; tokens of several rows.
+    for blocks in range(1, _MOST_BLOCKS + 1):
+        if any(x.shape[dim] % blocks for row in parts for x in row):
+            continue
+        inner = [[x.unflatten(dim, (blocks, -1)) for x in row] for row in parts]
+        text = f" of each of {blocks} blocks" if blocks > 1 else ""
+        yield text, [torch.cat(row, dim + 1).flatten(dim, dim + 1) for row in inner]
+        if (ends := _ends(inner[0], dim + 1)) is not None:
+            text = " from both ends" + text
+            yield (
+                text,
+                [_from_both_ends(row, ends, dim + 1).flatten(dim, dim + 1) for row in inner],
+            )
+
+
+def _ends(shards: Sequence[Tensor], dim: int) -> Sequence[tuple[int, int]] | None:
+    """Return the lengths of balanced causal attention: a part from the front, one from the back.
+
+    None if shards have other lengths.
+    """
+    size, num_parts = sum(x.shape[dim] for x in shards), 2 * len(shards)
     sizes = [size // num_parts + (part < size % num_parts) for part in range(num_parts)]
-    ends = [*zip(sizes, reversed(sizes), strict=True)][: len(parts[0])]
-    if all([x.shape[dim] for x in row] == [*map(sum, ends)] for row in parts):
-        yield " from both ends", [_from_both_ends(row, ends, dim) for row in parts]
-
-
-def _interleaved(shards: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
-    chunks = [shard.chunk(blocks, dim) for shard in shards]
-    return torch.cat([row[i] for i in range(blocks) for row in chunks], dim)
+    ends = [*zip(sizes, reversed(sizes), strict=True)][: len(shards)]
+    return ends if [x.shape[dim] for x in shards] == [*map(sum, ends)] else None
 
 
 def _from_both_ends(shards: Sequence[Tensor], ends: Sequence[tuple[int, int]], dim: int) -> Tensor:

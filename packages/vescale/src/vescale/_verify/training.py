@@ -318,16 +318,19 @@ class _GlobalMeans(TorchFunctionMode):
 
 def _mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:
     """Return the mean of ranks' gradients, summed over the shards of a copy, then over copies."""
-    found = [torch.zeros(()) if grad is None else grad for grad in grads]
-    if all(grad is None for grad in grads):
+    like = next((grad for grad in grads if grad is not None), None)
+    if like is None:
         return None
+    found = [torch.zeros_like(like) if grad is None else grad for grad in grads]
     shards = len(found) // copies
     sums = [_sum(found[at : at + shards]) for at in range(0, len(found), shards)]
     return _sum(sums) / len(found)
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
+    """Add up in order; those of half precision in float32, rounded once, as all_reduce does."""
+    dtype = tensors[0].dtype
+    total = tensors[0].float() if dtype.itemsize == 2 else tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor
-    return total
+    return total.to(dtype)
