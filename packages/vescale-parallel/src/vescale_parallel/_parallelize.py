@@ -47,7 +47,7 @@ from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
-from ._pipeline.call_order import places_seen
+from ._pipeline.call_order import places_seen, with_block_calls
 from ._pipeline.cuts.observed_split import with_split_points
 from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
@@ -172,11 +172,17 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
-    decided = _with_split_points(plan, model, batch, dataset)
+    decided = _with_stages(plan, model, batch, dataset)
     barrier()  # a data set that failed on one rank; what comes next may take long
     if decided is not plan:
-        points = str(decided.pipeline_parallel.split_points)
-        check_agreement(stages={"pipeline_parallel.split_points": points})
+        pipeline = decided.pipeline_parallel
+        points, calls = str(pipeline.split_points), str(pipeline.block_calls)
+        check_agreement(
+            stages={
+                "pipeline_parallel.split_points": points,
+                "pipeline_parallel.block_calls": calls,
+            }
+        )
         plan = decided
     block = declared_block()  # of copies, too, whatever is declared by then
 
@@ -189,11 +195,12 @@ def _carry_out(
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
 
 
-def _with_split_points(
+def _with_stages(
     plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None
 ) -> ParallelPlan:
     if plan.pipeline_parallel.size == 1:
         return plan
+    plan = with_block_calls(plan, model, batch)
     rows = dataset.batch_size if isinstance(dataset, DataLoader) else None
     outside = places_outside(plan, model, places_seen(plan, model, batch))
     return with_split_points(plan, model, batch, outside, global_size=rows)
@@ -219,17 +226,20 @@ def _change(
     draws = None
     if stages is not None:
         input_dtype = param_dtype if plan.precision.cast_inputs else None
-        draws = StageDraws(model, stages.stage_of_modules, mesh, param_dtype, input_dtype)
+        draws = StageDraws(model, stages.stages_of_calls, mesh, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
-        draws.borders.install(model, stages.stage_of_modules)
+        draws.borders.install(model, stages.stages_of_calls)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
-    run_here = stages.blocks if stages is not None else blocks
+    run_here = units = blocks
+    if stages is not None:
+        run_here = stages.distinct_blocks
+        units = stages.blocks_of_one_rank(plan.pipeline_parallel.placement)
     own, on = experts.parameters(model, plan.expert_parallel.size), state_mesh(plan, mesh)
     params = shard_parameters(
-        plan, model, on, sharding, run_here, stages_of, placeholder, read, own, block=block
+        plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
     if own:
         dispatch(model, experts, mesh)
@@ -246,7 +256,7 @@ def _change(
         rows.prepare(model, run_here)
         as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
         recompute_blocks(model, run_here, as_now)
-    parameters = planned_zero_state(plan, model, mesh, params, run_here)
+    parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)

@@ -14,7 +14,7 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
-from .call_order import places_seen
+from .call_order import places_seen, with_block_calls
 from .cuts.observed_split import with_split_points
 from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
@@ -42,6 +42,7 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     """
     if plan.pipeline_parallel.size == 1:
         return
+    plan = with_block_calls(plan, model, batch)
     seen = places_seen(plan, model, batch)
     plan = with_split_points(plan, model, batch, places_outside(plan, model, seen))
     stages = stage_map(plan, model, seen)
