@@ -37,6 +37,7 @@ class ParameterSize:
 
 # Parameters of what runs before the blocks, of each block, and of what runs behind them.
 Owned = list[tuple[ParameterSize, ...]]
+_Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +153,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
 
 
 def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str] = ()) -> Workload:
-    """Observe a model, or estimate from its parameters if that is not possible.
-
-    ``block_calls`` is what a plan is to say of them; none is what is seen.
-    """
+    """Observe a model, or estimate from its parameters if that is not possible."""
     said = tuple(block_calls) or calls_of_blocks(model, example_batch)
     blocks, block_names, no_pipeline = _blocks(model, said)
     notes: list[str] = []
@@ -226,9 +224,7 @@ def _products_once(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _blocks(
-    model: nn.Module, said: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+def _blocks(model: nn.Module, said: tuple[str, ...]) -> tuple[_Names, _Names, str]:
     """Return the block of every call, the names of the calls, and why there is none."""
     plan = with_constraints(ParallelPlan(), {"pipeline_parallel.block_calls": said})
     try:

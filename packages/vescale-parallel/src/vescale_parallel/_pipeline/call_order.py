@@ -18,9 +18,10 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.observe import observe
 
-from .block_calls import called_blocks, first_names, names_of_calls, said_calls
+from .cuts.block_calls import called_blocks, first_names, names_of_calls, said_calls
+from .cuts.observed_split import with_split_points
 from .cuts.values import Name, Values
-from .stage_assignment import StageMap, modules_outside_blocks
+from .stage_assignment import StageMap, modules_outside_blocks, places_outside
 from .stage_module import StageRun, Staging, stage_model
 
 _log = package_logger(__name__)
@@ -56,22 +57,22 @@ class _Places(Values):
         return super().of_call(fqn)
 
 
-def with_block_calls(plan: ParallelPlan, model: nn.Module, batch: Any) -> ParallelPlan:
-    """Return a plan that says in which order blocks are called, if not once each in order.
+def with_stages(
+    plan: ParallelPlan, model: nn.Module, batch: Any, *, global_size: int | None = None
+) -> ParallelPlan:
+    """Return a plan that says what stages are: in which order blocks are called, where it is cut.
 
-    A plan that says it, or has one stage, is returned as it is, and without an example, or if the
-    model's own code cannot be run on it, any plan. Nobody communicates.
-
-    Args:
-        plan: How the model is cut.
-        model: Real, on the meta device, or deferred; not changed.
-        batch: An example; None if there is none.
+    What it says already stays; the order is left out if blocks are called once each in that of
+    definition, or if it is not seen. Nobody communicates. Arguments are those of
+    :func:`with_split_points`.
     """
     pipeline = plan.pipeline_parallel
-    if pipeline.size == 1 or pipeline.block_calls:
+    if pipeline.size == 1:
         return plan
-    calls = calls_of_blocks(model, batch)
-    return replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls)) if calls else plan
+    if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
+        plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
+    outside = places_outside(plan, model, places_seen(plan, model, batch))
+    return with_split_points(plan, model, batch, outside, global_size=global_size)
 
 
 def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:

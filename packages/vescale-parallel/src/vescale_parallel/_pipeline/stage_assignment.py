@@ -13,7 +13,7 @@ from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._plan.pipeline_schedules import StagePlacement
 from vescale_parallel._plan.plan import ParallelPlan
 
-from .block_calls import called_blocks, names_of_calls
+from .cuts.block_calls import called_blocks, names_of_calls
 from .cuts.partition import stage_starts
 
 _Where = Literal["before", "after"]

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel._pipeline.block_calls import called_blocks, names_of_calls
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.observation import Observation
 from vescale_parallel._trace.observe import observe
 
+from .block_calls import called_blocks, names_of_calls
 from .partition import stage_starts
 from .stage_costs import PartCost, StageRule, balanced_starts
 
