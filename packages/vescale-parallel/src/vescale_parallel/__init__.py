@@ -35,8 +35,15 @@ from ._model.signature import (
     model_signature as model_signature,
 )
 from ._parallelize import parallelize as parallelize
-from ._pipeline.call_order import calls_between_blocks as calls_between_blocks
+from ._pipeline.call_order import (
+    calls_between_blocks as calls_between_blocks,
+    calls_of_blocks as calls_of_blocks,
+)
 from ._pipeline.check import check_pipeline as check_pipeline
+from ._pipeline.cuts.block_calls import (
+    called_blocks as called_blocks,
+    names_of_calls as names_of_calls,
+)
 from ._pipeline.cuts.stage_costs import (
     PartCost as PartCost,
     StageRule as StageRule,

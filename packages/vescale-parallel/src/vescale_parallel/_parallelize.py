@@ -47,11 +47,10 @@ from ._model.inputs import bind, example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
-from ._pipeline.call_order import places_seen
-from ._pipeline.cuts.observed_split import with_split_points
+from ._pipeline.call_order import places_seen, with_stages
 from ._pipeline.cuts.placeholders import placeholder
 from ._pipeline.layer_outputs import give_no_layers
-from ._pipeline.stage_assignment import places_outside, stage_map
+from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_module import Staging, stage_model
 from ._plan.plan import ParallelPlan
 from ._plan.supported import check_supported
@@ -172,11 +171,12 @@ def _carry_out(
     read: Read,
 ) -> Any:
     batch = example_of(model) if dataset is None else example_from(dataset)
-    decided = _with_split_points(plan, model, batch, dataset)
+    rows = dataset.batch_size if isinstance(dataset, DataLoader) else None
+    decided = with_stages(plan, model, batch, global_size=rows)
     barrier()  # a data set that failed on one rank; what comes next may take long
     if decided is not plan:
-        points = str(decided.pipeline_parallel.split_points)
-        check_agreement(stages={"pipeline_parallel.split_points": points})
+        keys = "pipeline_parallel.split_points", "pipeline_parallel.block_calls"
+        check_agreement(stages={key: decided.described()[key] for key in keys})
         plan = decided
     block = declared_block()  # of copies, too, whatever is declared by then
 
@@ -187,16 +187,6 @@ def _carry_out(
     loader = _change(plan, model, batch, dataset, read, block)
     object.__setattr__(model, "_vescale_copies", copies)
     return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
-
-
-def _with_split_points(
-    plan: ParallelPlan, model: nn.Module, batch: Any, dataset: Any | None
-) -> ParallelPlan:
-    if plan.pipeline_parallel.size == 1:
-        return plan
-    rows = dataset.batch_size if isinstance(dataset, DataLoader) else None
-    outside = places_outside(plan, model, places_seen(plan, model, batch))
-    return with_split_points(plan, model, batch, outside, global_size=rows)
 
 
 def _change(
@@ -219,17 +209,17 @@ def _change(
     draws = None
     if stages is not None:
         input_dtype = param_dtype if plan.precision.cast_inputs else None
-        draws = StageDraws(model, stages.stage_of_modules, mesh, param_dtype, input_dtype)
+        draws = StageDraws(model, stages.stages_of_calls, mesh, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
-        draws.borders.install(model, stages.stage_of_modules)
+        draws.borders.install(model, stages.stages_of_calls)
         give_no_layers(model)
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
-    run_here = stages.blocks if stages is not None else blocks
+    run_here, units = _blocks_here(plan, stages, blocks)
     own, on = experts.parameters(model, plan.expert_parallel.size), state_mesh(plan, mesh)
     params = shard_parameters(
-        plan, model, on, sharding, run_here, stages_of, placeholder, read, own, block=block
+        plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
     if own:
         dispatch(model, experts, mesh)
@@ -246,7 +236,7 @@ def _change(
         rows.prepare(model, run_here)
         as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
         recompute_blocks(model, run_here, as_now)
-    parameters = planned_zero_state(plan, model, mesh, params, run_here)
+    parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
@@ -260,6 +250,16 @@ def _change(
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     tell_result(plan, mesh, params, stages)
     return loader
+
+
+def _blocks_here(
+    plan: ParallelPlan, stages: StageMap | None, blocks: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the blocks that are run, and those whose parameters travel together."""
+    if stages is None:
+        return blocks, blocks
+    placement = plan.pipeline_parallel.placement
+    return stages.distinct_blocks, stages.blocks_of_one_rank(placement)
 
 
 def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:

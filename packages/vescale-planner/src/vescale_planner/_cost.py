@@ -313,7 +313,7 @@ def _data_parallel(
 
 def _units(owned: PipelineRank) -> int:
     """Return how many collectives all parameters take: one a block, one for all outside."""
-    blocks = sum(p.is_block and p.numel > 0 for p in owned.parts)
+    blocks = sum(p.is_block and p.numel > 0 for p in owned.distinct)
     return max(1, blocks + any(not p.is_block and p.numel > 0 for p in owned.parts))
 
 
@@ -322,7 +322,7 @@ def _gather_and_reduce(
 ) -> tuple[float, float]:
     """Return the seconds to gather all parameters once, and to reduce all gradients once."""
     layout, shard = candidate.layout, candidate.shard
-    numel = sum(p.numel for p in owned.parts)
+    numel = sum(p.numel for p in owned.distinct)
     sent = numel * numerics.compute_itemsize
     summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
     inner = layout.tp * layout.cp
@@ -346,12 +346,12 @@ def _gather_of_copies(
     if not candidate.shares_state:
         return 0.0
     layout, shard = candidate.layout, candidate.shard
-    sent = sum(p.numel for p in owned.parts) * numerics.compute_itemsize / shard
+    sent = sum(p.numel for p in owned.distinct) * numerics.compute_itemsize / shard
     replicas = Group(candidate.replicate, layout.tp * layout.cp * shard)
     return all_gather(sent, replicas, cluster, messages=units)
 
 
 def _optimizer(candidate: Candidate, owned: PipelineRank, cluster: Cluster, states: int) -> float:
     """Return the time to read gradients, and read and write parameters and states."""
-    nbytes = sum(p.nbytes for p in owned.parts) / candidate.state_shard
+    nbytes = sum(p.nbytes for p in owned.distinct) / candidate.state_shard
     return (3 + 2 * states) * nbytes / cluster.reached_memory_bytes_per_second

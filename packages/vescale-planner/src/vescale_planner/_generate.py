@@ -113,7 +113,9 @@ def generate_plans(
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
     begin, states = time.perf_counter(), optimizer_states(optimizer)
     cluster = as_cluster(cluster, world_size)
-    workload = workload_of(model, example_batch)
+    workload = workload_of(
+        model, example_batch, constraints.get("pipeline_parallel.block_calls", ())
+    )
     check_split_points(constraints, workload, type(model).__name__)
     split: SplitMethod = constraints.get(
         "pipeline_parallel.split_method", "flops" if workload.observed else "uniform"
@@ -202,6 +204,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules
         chosen["pipeline_parallel.called_behind"] = search.workload.called_behind
+        chosen["pipeline_parallel.block_calls"] = search.workload.block_calls
     if "tensor_parallel.sharding_plan" in search.constraints:
         chosen["tensor_parallel.sharding_policy"] = "manual"
     if "pipeline_parallel.split_points" in search.constraints:

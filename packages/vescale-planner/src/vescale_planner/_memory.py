@@ -123,9 +123,9 @@ def _of_rank(
     compute_itemsize: int,
     output_bytes: float,
 ) -> Memory:
-    nbytes = sum(part.nbytes for part in owned.parts)
-    numel = sum(part.numel for part in owned.parts)
-    units = sorted((part.nbytes for part in owned.parts), reverse=True)
+    nbytes = sum(part.nbytes for part in owned.distinct)
+    numel = sum(part.numel for part in owned.distinct)
+    units = sorted((part.nbytes for part in owned.distinct), reverse=True)
     shard, zero_stage = candidate.shard, candidate.zero_stage
     compute = numel * compute_itemsize
     copied = compute if abs(compute - nbytes) > 1 else 0.0

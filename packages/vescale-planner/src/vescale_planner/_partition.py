@@ -92,6 +92,13 @@ class PipelineRank:
         """The parts of all its stages."""
         return tuple(part for stage in self.stages for part in stage)
 
+    @cached_property
+    def distinct(self) -> tuple[LocalPart, ...]:
+        """Those parts, of calls of one block the first: the rank has its parameters once."""
+        first = {part.part.parameters: part for part in reversed(self.parts) if part.part.numel}
+        kept = {id(part) for part in first.values()}
+        return tuple(p for p in self.parts if not p.part.numel or id(p) in kept)
+
 
 def local_parts(
     workload: Workload,

@@ -61,7 +61,7 @@ def predict(
             f"{plan.expert_parallel.size}: experts on other ranks are not priced yet"
         )
     cluster = as_cluster(cluster, plan.world_size)
-    workload = workload_of(model, example_batch)
+    workload = workload_of(model, example_batch, plan.pipeline_parallel.block_calls)
     workload = computed_in(workload, itemsize_of(plan.precision.param, workload.itemsize))
     notes = list(workload.assumptions)
     if plan.data_parallel.offload != "none":

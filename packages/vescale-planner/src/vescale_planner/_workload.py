@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,14 @@ from torch import nn
 from vescale_parallel import (
     Observation,
     ObservationError,
+    ParallelPlan,
+    called_blocks,
     calls_between_blocks,
+    calls_of_blocks,
     modules_outside_blocks,
+    names_of_calls,
     observe,
-    pipeline_blocks,
+    with_constraints,
 )
 
 # Without an example batch: tokens of one row.
@@ -33,6 +37,7 @@ class ParameterSize:
 
 # Parameters of what runs before the blocks, of each block, and of what runs behind them.
 Owned = list[tuple[ParameterSize, ...]]
+_Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,11 @@ class Workload:
 
     Attributes:
         before: What runs before the blocks; everything if there are none to cut between.
-        blocks: What a pipeline can be cut between.
+        blocks: What a pipeline can be cut between; one for each call of a block, with the
+            parameters of the block.
         after: What runs behind them.
         tied: Parameters of ``before`` that ``after`` uses too.
-        block_names: FQN of each block.
+        block_names: Of each call of a block, the FQN or ``fqn#2``, as split points have it.
         no_pipeline: Why there are no blocks; empty if there are.
         rows: Rows of the example batch; None without one.
         itemsize: Bytes of the largest parameter's element.
@@ -86,6 +92,7 @@ class Workload:
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
         called_behind: Blocks behind which modules between them are called.
+        block_calls: As a plan says in which order blocks are called; empty if once each in order.
         assumptions: Sentences that say what was assumed.
     """
 
@@ -105,6 +112,7 @@ class Workload:
     called_behind: Mapping[str, tuple[str, ...]]
     assumptions: tuple[str, ...]
     returns_loss: bool = False
+    block_calls: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -144,14 +152,15 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
     )
 
 
-def workload_of(model: nn.Module, example_batch: Any) -> Workload:
+def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str] = ()) -> Workload:
     """Observe a model, or estimate from its parameters if that is not possible."""
-    blocks, no_pipeline = _blocks(model)
+    said = tuple(block_calls) or calls_of_blocks(model, example_batch)
+    blocks, block_names, no_pipeline = _blocks(model, said)
     notes: list[str] = []
     try:
-        observation = observe(model, example_batch)
+        observation = observe(model, example_batch, blocks)
     except ObservationError as error:
-        observation = observe(model)
+        observation = observe(model, None, blocks)
         notes.append(f"the example batch could not be run without memory ({error})")
     if not observation.ran:
         if example_batch is None:
@@ -175,7 +184,7 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         blocks=inner,
         after=after,
         tied=tied,
-        block_names=blocks,
+        block_names=block_names,
         no_pipeline=no_pipeline,
         rows=rows if observation.ran else None,
         itemsize=4 if largest is None else largest.element_size(),
@@ -184,7 +193,8 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         observed=observation.ran,
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
-        called_behind=calls_between_blocks(model, example_batch) if blocks else {},
+        called_behind=calls_between_blocks(model, example_batch, said) if blocks else {},
+        block_calls=said,
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
     )
@@ -214,11 +224,15 @@ def _products_once(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _blocks(model: nn.Module) -> tuple[tuple[str, ...], str]:
+def _blocks(model: nn.Module, said: tuple[str, ...]) -> tuple[_Names, _Names, str]:
+    """Return the block of every call, the names of the calls, and why there is none."""
+    plan = with_constraints(ParallelPlan(), {"pipeline_parallel.block_calls": said})
     try:
-        return pipeline_blocks(model), ""
+        return called_blocks(plan, model), names_of_calls(plan, model), ""
     except ValueError as error:
-        return (), str(error)
+        if said:
+            raise
+        return (), (), str(error)
 
 
 def _behind(model: nn.Module, blocks: tuple[str, ...], observation: Observation) -> set[str]:
@@ -245,7 +259,7 @@ def _moved(
             for each in observation.outside
             if each.fqn == name or each.fqn.startswith(f"{name}.")
         }
-        for name, where in modules_outside_blocks(model).items()
+        for name, where in modules_outside_blocks(model, blocks).items()
         if where == defined
     }
     return tuple(name for name, seen in positions.items() if seen == {runs})
@@ -259,7 +273,7 @@ def _ownership(
     model: nn.Module, blocks: tuple[str, ...], behind: set[str]
 ) -> tuple[Owned, tuple[ParameterSize, ...]]:
     """Return the parameters of every part, and the tied ones used before and behind."""
-    index = {block: position + 1 for position, block in enumerate(blocks)}
+    index = {block: blocks.index(block) + 1 for block in blocks}  # of the first call
     parts: list[list[ParameterSize]] = [[] for _ in range(len(blocks) + 2)]
     homes: dict[int, int] = {}
     tied: list[ParameterSize] = []
@@ -273,6 +287,9 @@ def _ownership(
             parts[home].append(sized)
         elif homes[id(parameter)] != home:
             tied.append(sized)
+    for position, block in enumerate(blocks):
+        if index[block] != position + 1:
+            parts[position + 1] = parts[index[block]]
     return [tuple(part) for part in parts], tuple(tied)
 
 

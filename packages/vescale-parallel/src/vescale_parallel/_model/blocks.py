@@ -60,9 +60,9 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
         raise ValueError(
             f"pipeline parallelism splits between the blocks of an nn.ModuleList or "
             f"nn.Sequential, and {type(model).__name__} has none of two or more blocks. One block "
-            "that forward calls again and again, as ALBERT's, cannot be split: use "
-            "pipeline_parallel.size 1, with data_parallel.zero_stage or tensor_parallel.size for "
-            "memory"
+            "that forward calls again and again, as ALBERT's, is split between its calls if these "
+            "are known: from a dataset given to parallelize, an example_batch given to "
+            "generate_plan, or pipeline_parallel.block_calls; else use pipeline_parallel.size 1"
         )
     sizes = [sum(numel_of(model.get_submodule(fqn)) for fqn in stack) for stack in stacks]
     large = [stack for stack, size in zip(stacks, sizes, strict=True) if 5 * size >= max(sizes)]

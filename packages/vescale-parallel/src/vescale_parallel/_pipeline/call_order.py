@@ -1,36 +1,129 @@
-"""Where between the blocks other modules are called, seen in a run on an example."""
+"""In which order blocks, and other modules between them, are called: seen in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._model.blocks import numel_of, pipeline_blocks
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._trace.fake_tensors import ObservationError
+from vescale_parallel._trace.observe import observe
 
+from .cuts.block_calls import called_blocks, first_names, names_of_calls, said_calls
+from .cuts.observed_split import with_split_points
 from .cuts.values import Name, Values
-from .stage_assignment import StageMap, modules_outside_blocks
+from .stage_assignment import StageMap, modules_outside_blocks, places_outside
 from .stage_module import StageRun, Staging, stage_model
 
 _log = package_logger(__name__)
 
 
-class _Places(Values):
-    """Notes how many blocks have been called before every call of a module."""
+@dataclass(frozen=True)
+class _Seen:
+    """What one forward was seen to call.
 
-    def __init__(self) -> None:
+    Attributes:
+        calls: The block of every call, in order.
+        behind: How many blocks have been called before each call of modules outside of them.
+    """
+
+    calls: tuple[str, ...]
+    behind: Mapping[str, tuple[int, ...]]
+
+
+class _Places(Values):
+    """Notes which blocks are called, and how many before every call of another module."""
+
+    def __init__(self, blocks: Sequence[str]) -> None:
         super().__init__()
+        self.calls: list[str] = []
         self.behind: dict[str, list[int]] = {}
+        self._blocks = frozenset(blocks)
 
     def of_call(self, fqn: str) -> Name:
-        self.behind.setdefault(fqn, []).append(self.blocks_called)
+        if fqn in self._blocks:
+            self.calls.append(fqn)
+        else:
+            self.behind.setdefault(fqn, []).append(len(self.calls))
         return super().of_call(fqn)
+
+
+def with_stages(
+    plan: ParallelPlan, model: nn.Module, batch: Any, *, global_size: int | None = None
+) -> ParallelPlan:
+    """Return a plan that says what stages are: in which order blocks are called, where it is cut.
+
+    What it says already stays; the order is left out if blocks are called once each in that of
+    definition, or if it is not seen. Nobody communicates. Arguments are those of
+    :func:`with_split_points`.
+    """
+    pipeline = plan.pipeline_parallel
+    if pipeline.size == 1:
+        return plan
+    if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
+        plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
+    outside = places_outside(plan, model, places_seen(plan, model, batch))
+    return with_split_points(plan, model, batch, outside, global_size=global_size)
+
+
+def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:
+    """Return the block of every call, as plans have it: nothing if each is called once in order.
+
+    A module that forward calls again and again is a block, whatever it consists of; see
+    [Note: blocks that are called more than once].
+
+    Args:
+        model: Real, on the meta device, or deferred; not changed.
+        batch: An example; None if there is none.
+
+    Example:
+        >>> calls_of_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
+        ()
+    """
+    if batch is None:
+        return ()
+    try:
+        blocks = pipeline_blocks(model)
+    except ValueError:  # no list, maybe one block
+        blocks = ()
+    calls = _seen(blocks, model, batch).calls
+    if blocks and (calls == blocks or {*calls} != {*blocks}):
+        return ()
+    again = _called_again(model, batch)
+    if again and all(any(fqn.startswith(f"{each}.") for each in again) for fqn in blocks):
+        blocks, calls = again, _seen(again, model, batch).calls
+    # Those that are not called are nobody's; a plan cannot leave them out.
+    return said_calls(model, calls) if blocks and {*calls} == {*blocks} else ()
+
+
+def _called_again(model: nn.Module, batch: Any) -> tuple[str, ...]:
+    """Return the outermost modules with parameters that are called more than once.
+
+    Of those only that do a good part of the work: an embedding may be called twice, too.
+    """
+    try:
+        ran = observe(model, batch).modules
+    except ObservationError:
+        return ()
+    counts, flops = Counter(call.fqn for call in ran), Counter[str]()
+    for call in ran:
+        flops[call.fqn] += call.flops
+    found: list[str] = []
+    for fqn in first_names(model).values():
+        is_inside = any(fqn.startswith(f"{outer}.") for outer in found)
+        if counts[fqn] > 1 and not is_inside and numel_of(model.get_submodule(fqn)):
+            found.append(fqn)
+    most = max((flops[fqn] for fqn in found), default=0)
+    return tuple(fqn for fqn in found if 5 * flops[fqn] >= most > 0)
 
 
 def places_seen(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str, tuple[int, ...]]:
@@ -39,10 +132,12 @@ def places_seen(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str
     The model's own code is run on the batch with placeholders for what has parameters. Nothing is
     returned of models whose code cannot be run so: their modules are where they are defined.
     """
-    return {} if plan.pipeline_parallel.size == 1 else _places_in(model, batch)
+    return {} if plan.pipeline_parallel.size == 1 else _places_in(plan, model, batch)
 
 
-def calls_between_blocks(model: nn.Module, batch: Any) -> dict[str, tuple[str, ...]]:
+def calls_between_blocks(
+    model: nn.Module, batch: Any, block_calls: Sequence[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Return the blocks behind which modules outside of them are called, as plans have it.
 
     Of those that are called between blocks, or in several places; ``""`` is before all blocks. The
@@ -52,13 +147,17 @@ def calls_between_blocks(model: nn.Module, batch: Any) -> dict[str, tuple[str, .
     Args:
         model: Real, on the meta device, or deferred; not changed.
         batch: An example; None if there is none.
+        block_calls: As a plan has them.
 
     Example:
         >>> calls_between_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
         {}
     """
-    blocks = ("", *pipeline_blocks(model))
-    found = {fqn: sorted({*counts}) for fqn, counts in _places_in(model, batch).items()}
+    plan = ParallelPlan()
+    calls = replace(plan.pipeline_parallel, block_calls=tuple(block_calls))
+    plan = replace(plan, pipeline_parallel=calls)
+    blocks = ("", *names_of_calls(plan, model))
+    found = {fqn: sorted({*counts}) for fqn, counts in _places_in(plan, model, batch).items()}
     at_ends = [0], [len(blocks) - 1]
     return {
         fqn: tuple(blocks[count] for count in counts)
@@ -67,30 +166,41 @@ def calls_between_blocks(model: nn.Module, batch: Any) -> dict[str, tuple[str, .
     }
 
 
-def _places_in(model: nn.Module, batch: Any) -> dict[str, tuple[int, ...]]:
+def _places_in(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str, tuple[int, ...]]:
     if batch is None:
         return {}
-    blocks, outside = pipeline_blocks(model), modules_outside_blocks(model)
-    places = _Places()
+    blocks = called_blocks(plan, model)
+    seen = _seen(blocks, model, batch)
+    return seen.behind if seen.calls == blocks else {}
+
+
+def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
+    """Run the model's own code on an example, with placeholders for what has parameters."""
+    if not blocks:
+        return _Seen((), {})
+    blocks = tuple(dict.fromkeys(blocks))
+    outside = (*blocks, *modules_outside_blocks(model, blocks))
+    places = _Places(blocks)
     try:
         copied = copied_without_hooks(model, _no_parameter, _no_buffer)
         staging = Staging()
         names = {fqn: copied.get_submodule(fqn) for fqn in outside}
-        stage_model(copied, StageMap(blocks, [0], dict.fromkeys(outside, 0)), staging, None)
+        stage_model(copied, StageMap((), [0], dict.fromkeys(outside, 0)), staging, None)
         args, kwargs = bind(copied, opened(batch))
-        staging.run = StageRun.counting(len(blocks), places)
+        staging.run = StageRun.counting(0, places)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copied(*args, **kwargs)
     # Whatever a model's own code does when it runs where it was not made for. Where a module is
     # on another stage than is right, its call there is refused by name.
     except Exception as error:
         _log.info("modules outside the blocks are where they are defined: %r", error)
-        return {}
+        return _Seen((), {})
     finally:
         places.release()
     # A module may have several names.
     seen = {names[fqn]: tuple(found) for fqn, found in places.behind.items() if fqn in names}
-    return {fqn: seen[module] for fqn, module in names.items() if module in seen}
+    behind = {fqn: seen[module] for fqn, module in names.items() if module in seen}
+    return _Seen(tuple(places.calls), behind)
 
 
 def _no_parameter(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,11 +14,10 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
-from .call_order import places_seen
-from .cuts.observed_split import with_split_points
+from .call_order import places_seen, with_stages
 from .cuts.placeholders import Placeholder
 from .cuts.values import Cuts, ObservedValues
-from .stage_assignment import StageMap, places_outside, stage_map
+from .stage_assignment import StageMap, stage_map
 from .stage_module import StageDone, StageRun, Staging, stage_model
 
 
@@ -42,9 +41,8 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     """
     if plan.pipeline_parallel.size == 1:
         return
-    seen = places_seen(plan, model, batch)
-    plan = with_split_points(plan, model, batch, places_outside(plan, model, seen))
-    stages = stage_map(plan, model, seen)
+    plan = with_stages(plan, model, batch)
+    stages = stage_map(plan, model, places_seen(plan, model, batch))
     assert stages is not None
     copied = copied_without_hooks(model, meta_parameter, on_meta)
     args, kwargs = bind(copied, pytree.tree_map_only(Tensor, on_meta, opened(batch)))

@@ -10,8 +10,10 @@ from typing import Literal
 from torch import nn
 
 from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._plan.pipeline_schedules import StagePlacement
 from vescale_parallel._plan.plan import ParallelPlan
 
+from .cuts.block_calls import called_blocks, names_of_calls
 from .cuts.partition import stage_starts
 
 _Where = Literal["before", "after"]
@@ -22,17 +24,20 @@ class StageMap:
     """Where the parts of a model run.
 
     Attributes:
-        blocks: FQNs of the blocks, in order.
-        starts: Index of the first block of every stage.
+        blocks: FQNs of the blocks in the order of their calls; one that is called more than once
+            is there as often, see [Note: blocks that are called more than once].
+        starts: Index of the first call of a block of every stage.
         outside: FQN of every outermost module with parameters outside the blocks, to its
             stage: that of the block behind which it is called, the first before all blocks.
         again: Further stages of those that are called in several places.
+        aliases: Further names of blocks.
     """
 
     blocks: Sequence[str]
     starts: Sequence[int]
     outside: Mapping[str, int]
     again: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def num_stages(self) -> int:
@@ -40,13 +45,35 @@ class StageMap:
         return len(self.starts)
 
     @property
-    def stage_of_modules(self) -> dict[str, int]:
-        """The stage of every block and every module outside of them."""
-        blocks = {fqn: self.stage_of_block(index) for index, fqn in enumerate(self.blocks)}
-        return blocks | dict(self.outside)
+    def distinct_blocks(self) -> tuple[str, ...]:
+        """FQNs of the blocks, each once."""
+        return tuple(dict.fromkeys(self.blocks))
+
+    def blocks_of_one_rank(self, placement: StagePlacement) -> tuple[str, ...]:
+        """Return the blocks that one rank calls.
+
+        Those of several are sent from rank to rank before a step, and so are whole during it.
+        """
+        ranks = {
+            fqn: {placement.rank_of(stage) for stage in self.stages_of_calls[fqn]}
+            for fqn in self.distinct_blocks
+        }
+        return tuple(fqn for fqn, found in ranks.items() if len(found) == 1)
+
+    @property
+    def stages_of_calls(self) -> dict[str, tuple[int, ...]]:
+        """The stage of every call of every block, and one for each module outside of them."""
+        calls: dict[str, tuple[int, ...]] = {}
+        for index, fqn in enumerate(self.blocks):
+            calls[fqn] = (*calls.get(fqn, ()), self.stage_of_block(index))
+        return calls | {fqn: (stage,) for fqn, stage in self.outside.items()}
+
+    def calls_of_block(self, fqn: str) -> tuple[int, ...]:
+        """Return which calls of blocks are those of one."""
+        return tuple(index for index, each in enumerate(self.blocks) if each == fqn)
 
     def stage_of_block(self, index: int) -> int:
-        """Return the stage that owns block ``index``."""
+        """Return the stage that makes call ``index`` of a block."""
         return bisect.bisect_right(self.starts, index) - 1
 
     def stage_behind(self, num_blocks: int) -> int:
@@ -65,9 +92,10 @@ class StageMap:
         return tuple(sorted(stages))
 
     def _stages_of_name(self, fqn: str) -> tuple[int, ...]:
-        for index, block in enumerate(self.blocks):
-            if fqn.startswith(f"{block}."):
-                return (self.stage_of_block(index),)
+        for name in (*self.distinct_blocks, *self.aliases):
+            if fqn.startswith(f"{name}."):
+                calls = self.calls_of_block(self.aliases.get(name, name))
+                return tuple({self.stage_of_block(index) for index in calls})
         for module in self.outside:
             if fqn.startswith(f"{module}."):
                 return self.stages_of_module(module)
@@ -88,13 +116,21 @@ def stage_map(
     """
     if plan.pipeline_parallel.size == 1:
         return None
-    blocks = pipeline_blocks(model)
-    starts = stage_starts(plan, model, blocks)
+    blocks = called_blocks(plan, model)
+    starts = stage_starts(plan, model, names_of_calls(plan, model))
     behind = places_outside(plan, model, seen)
     stages = StageMap(blocks, starts, {})
     owners = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in behind.items()}
     again = {fqn: more for fqn, (_, *more) in owners.items() if more}
-    return StageMap(blocks, starts, {fqn: first for fqn, (first, *_) in owners.items()}, again)
+    outside = {fqn: first for fqn, (first, *_) in owners.items()}
+    return StageMap(blocks, starts, outside, again, _aliases(model, blocks))
+
+
+def _aliases(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
+    names = {model.get_submodule(fqn): fqn for fqn in blocks}
+    every = model.named_modules(remove_duplicate=False)
+    found = ((fqn, names[module]) for fqn, module in every if module in names)
+    return {fqn: block for fqn, block in found if fqn != block}
 
 
 def places_outside(
@@ -104,7 +140,7 @@ def places_outside(
 
     Arguments are those of :func:`stage_map`.
     """
-    blocks = pipeline_blocks(model)
+    blocks, names = called_blocks(plan, model), names_of_calls(plan, model)
     behind = {fqn: (count,) for fqn, count in _blocks_before(model, blocks).items()}
     behind |= {} if seen is None else dict(seen)
     pipeline = plan.pipeline_parallel
@@ -112,14 +148,14 @@ def places_outside(
     _move(behind, pipeline.tail_modules, [len(blocks)], "pipeline_parallel.tail_modules")
     for fqn, at in pipeline.called_behind.items():
         name = "pipeline_parallel.called_behind"
-        unknown = [block for block in at if block and block not in blocks]
+        unknown = [block for block in at if block and block not in names]
         if unknown:
             raise ValueError(
                 f"{name}: {unknown[0]!r}, behind which {fqn!r} is called, is no block of "
-                f"{type(model).__name__}; blocks are {blocks[0]!r} to {blocks[-1]!r}, and '' is "
+                f"{type(model).__name__}; blocks are {names[0]!r} to {names[-1]!r}, and '' is "
                 "before all of them"
             )
-        counts = sorted({blocks.index(block) + 1 if block else 0 for block in at})
+        counts = sorted({names.index(block) + 1 if block else 0 for block in at})
         _move(behind, [fqn], counts, name)
     return behind
 
@@ -137,15 +173,19 @@ def _move(
     behind |= dict.fromkeys(fqns, (*counts,))
 
 
-def modules_outside_blocks(model: nn.Module) -> dict[str, _Where]:
+def modules_outside_blocks(
+    model: nn.Module, blocks: Sequence[str] | None = None
+) -> dict[str, _Where]:
     """Return every outermost module with parameters outside the pipeline's blocks.
+
+    ``blocks`` are those; None: those of the lists of the model.
 
     Returns:
         Its FQN, to whether it is defined before or after the blocks. Most models call their
         modules in the order of definition; ``pipeline_parallel.head_modules`` and
         ``tail_modules`` are for others.
     """
-    before = _blocks_before(model, pipeline_blocks(model))
+    before = _blocks_before(model, pipeline_blocks(model) if blocks is None else blocks)
     return {fqn: "after" if count else "before" for fqn, count in before.items()}
 
 
@@ -154,7 +194,7 @@ def _blocks_before(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
 
     That is by definition: the blocks that are defined before it, and all before those.
     """
-    places = {fqn: index for index, fqn in enumerate(blocks)}
+    places = {model.get_submodule(fqn): index for index, fqn in enumerate(blocks)}
     found: dict[str, int] = {}
     reached = 0
 
@@ -162,8 +202,8 @@ def _blocks_before(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
         nonlocal reached
         for name, child in module.named_children():
             fqn = prefix + name
-            if fqn in places:
-                reached = max(reached, places[fqn] + 1)
+            if child in places:
+                reached = max(reached, places[child] + 1)
             elif any(block.startswith(f"{fqn}.") for block in blocks):
                 visit(child, f"{fqn}.")
             elif any(True for _ in child.parameters()):

@@ -30,10 +30,9 @@ from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun
 from .stage_assignment import StageMap
 
 _CALLED_AGAIN = (
-    ", a second call: a block that is called several times, or is in its list several times, "
-    "would be on several stages. Give each call a block of its own, copy.deepcopy(block), if "
-    "they need not share weights; else use pipeline_parallel.size 1, with tensor_parallel.size "
-    "or data_parallel.zero_stage for memory"
+    ", a second call. List blocks in pipeline_parallel.block_calls as forward calls them, or have "
+    "that be seen: give generate_plan an example_batch, or parallelize a dataset, whose batches "
+    "can be run on the processor"
 )
 
 
@@ -53,11 +52,14 @@ class Staging:
 
 @dataclass(eq=False)
 class _Role:
-    """What a staged module is: block number ``index``, or outside the blocks (None)."""
+    """What a staged module is: a block, with the numbers of its calls among those of all blocks.
+
+    None for a module outside the blocks.
+    """
 
     staging: Staging
     fqn: str
-    index: int | None
+    calls: tuple[int, ...] | None
     stages: frozenset[int]
     skeleton: nn.Module
 
@@ -72,27 +74,29 @@ class StagedModule(nn.Module):
         run = role.staging.run
         if run is None:
             return super().__call__(*args, **kwargs)
-        if role.index is None:
+        if role.calls is None:
             return self._call_outside(role, run, args, kwargs)
-        if role.index != run.blocks_called:
-            again = role.index < run.blocks_called
+        index = run.blocks_called
+        if index not in role.calls:
+            again = min(role.calls) < index
+            order = "once each and in order" if len(role.calls) == 1 else "as its plan says"
             raise ValueError(
-                f"pipeline parallelism needs the blocks to be called once each and in order, "
-                f"but {role.fqn!r} was call number {run.blocks_called}{_CALLED_AGAIN * again}"
+                f"pipeline parallelism needs the blocks to be called {order}, "
+                f"but {role.fqn!r} was call number {index}{_CALLED_AGAIN * again}"
             )
-        if role.index == run.end_block and not run.is_last:
+        if index == run.end_block and not run.is_last:
             raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))
-        if not run.first_block <= role.index < run.end_block:
-            run.values.block_called(role.index, pytree.tree_leaves((args, kwargs)))
-            run.blocks_called = run.values.blocks_called = role.index + 1
+        if not run.first_block <= index < run.end_block:
+            run.values.block_called(index, pytree.tree_leaves((args, kwargs)))
+            run.blocks_called = run.values.blocks_called = index + 1
             return _placeholder(role, run, args, kwargs)
-        if role.index == run.first_block:
+        if index == run.first_block:
             if run.stage > 0:
                 leaves, spec = pytree.tree_flatten((args, kwargs))
                 args, kwargs = pytree.tree_unflatten(run.take(role.fqn, leaves), spec)
             # No placeholder is needed any more; using one would be a mistake.
             Placeholder.usable = False
-        run.blocks_called = role.index + 1
+        run.blocks_called = index + 1
         _refuse_placeholders(role, args, kwargs)
         call = super().__call__
         return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
@@ -119,12 +123,10 @@ def stage_model(
     """Let every module with parameters be answered by a placeholder on other stages, in place."""
     _refuse_closures(model, stages)
     # Skeletons are copied from whole modules, so before any is changed.
-    for index, fqn in enumerate(stages.blocks):
-        owner = stages.stage_of_block(index)
-        module = model.get_submodule(fqn)
-        stage_module(
-            module, staging, fqn=fqn, index=index, stages=(owner,), param_dtype=param_dtype
-        )
+    for fqn in stages.distinct_blocks:
+        module, calls = model.get_submodule(fqn), stages.calls_of_block(fqn)
+        owners = [stages.stage_of_block(index) for index in calls]
+        stage_module(module, staging, fqn=fqn, calls=calls, stages=owners, param_dtype=param_dtype)
     staging.around = _around(model, {*stages.blocks, *stages.outside})
     users: dict[nn.Module, tuple[str, set[int]]] = {}
     for fqn in stages.outside:
@@ -133,7 +135,7 @@ def stage_model(
     # A module may have several names.
     for module, (fqn, owners) in users.items():
         stage_module(
-            module, staging, fqn=fqn, index=None, stages=[*owners], param_dtype=param_dtype
+            module, staging, fqn=fqn, calls=None, stages=[*owners], param_dtype=param_dtype
         )
 
 
@@ -164,17 +166,17 @@ def stage_module(
     staging: Staging,
     *,
     fqn: str,
-    index: int | None,
+    calls: tuple[int, ...] | None,
     stages: Sequence[int],
     param_dtype: torch.dtype | None,
 ) -> None:
     """Let calls of a module be answered by a placeholder, in place.
 
-    It is a block, ``index`` being its number among the blocks, or a module with parameters
-    outside of them (None). ``param_dtype`` is that of its parameters in compute, None for their
-    own; ``staging`` is shared by all staged modules of the model.
+    It is a block, ``calls`` being the numbers of its calls among those of all blocks, or a module
+    with parameters outside of them (None). ``param_dtype`` is that of its parameters in compute,
+    None for their own; ``staging`` is shared by all staged modules of the model.
     """
-    role = _Role(staging, fqn, index, frozenset(stages), _skeleton(module, param_dtype))
+    role = _Role(staging, fqn, calls, frozenset(stages), _skeleton(module, param_dtype))
     cls = type(module)
     module.__class__ = type(cls.__name__, (StagedModule, cls), {"__module__": cls.__module__})
     assert isinstance(module, StagedModule)

@@ -98,6 +98,9 @@ class PipelineParallel:
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
         called_behind: Of modules outside the blocks that are called between them, or in several
             places: by FQN, the FQNs of the blocks behind each call, ``""`` before all of them.
+        block_calls: FQNs of the blocks in the order in which forward calls them, where it calls
+            one more than once; its second call is ``fqn#2`` in ``split_points``. None: each once,
+            in the order of definition, or as an example is seen to call them.
         loss: Which scalar of what forward returns is the loss: an attribute or key, or a place in
             a tuple. None: what is called ``loss``, or the only one. Of
             ``batch.gradient_accumulation`` too.
@@ -119,6 +122,7 @@ class PipelineParallel:
     called_behind: Mapping[str, tuple[str, ...]] = field(
         default_factory=FrozenMapping[tuple[str, ...]]
     )
+    block_calls: tuple[str, ...] = ()
     loss: str | int | None = None
     outputs: Literal["last", "broadcast"] | None = None
     reduce_every: Literal["step", "microbatch"] = "step"
@@ -144,6 +148,7 @@ class PipelineParallel:
                 f"place in a tuple, got {self.loss!r}"
             )
         object.__setattr__(self, "split_points", tuple(self.split_points))
+        object.__setattr__(self, "block_calls", tuple(self.block_calls))
         object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
         object.__setattr__(self, "head_modules", tuple(self.head_modules))
         object.__setattr__(self, "called_behind", checked_places(self.called_behind))

@@ -143,11 +143,13 @@ class _Recorder(Listener):
 
     def repeat(self, first: str, others: Sequence[str]) -> None:
         """Have modules draw what an equal one drew, which was not run again for them."""
-        if (first, "leave") not in self.borders:
-            return
-        drawn = self.drawn[self.borders.index((first, "leave"))]
+        drawn: list[_Draw] | None = None
         for index, (fqn, kind) in enumerate(self.borders):
-            if fqn in others and kind == "leave":
+            if kind != "leave":
+                continue
+            if fqn == first:
+                drawn = self.drawn[index]
+            elif fqn in others and drawn is not None:
                 self.drawn[index] = drawn
 
     def _cross(self, fqn: str, kind: Literal["enter", "leave"]) -> None:

@@ -96,7 +96,8 @@ class StageDraws:
 
     Args:
         model: Whole still; it is copied without values.
-        stage_of: The stage of each module that another stage may own, none inside of another.
+        stages_of: The stage of every call of each module that another stage may make, one for all
+            calls; none inside of another.
         mesh: The plan's.
         dtype: Of the model's parameters in compute; None for their own.
         input_dtype: Of floating-point inputs; None for their own.
@@ -105,12 +106,12 @@ class StageDraws:
     def __init__(
         self,
         model: nn.Module,
-        stage_of: Mapping[str, int],
+        stages_of: Mapping[str, Sequence[int]],
         mesh: DeviceMesh,
         dtype: torch.dtype | None = None,
         input_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model, self._whole, self._stage_of = model, copied_without_values(model), stage_of
+        self._model, self._whole, self._stages_of = model, copied_without_values(model), stages_of
         self._mesh, self._ranks = mesh, DataRanks(mesh)
         self._dtype, self._input_dtype = dtype, input_dtype
         self._found: dict[object, _Found] = {}
@@ -174,7 +175,7 @@ class StageDraws:
         held = torch.default_generator.get_state()
         if self._left_at is not None and not torch.equal(held, self._left_at):
             self._say("", "between forward passes, in backward for example,")
-        own = {fqn for fqn, each in self._stage_of.items() if each == stage}
+        own = self._points.entered_on(stage, self._stages_of)
         now = self.borders.now = StagePass(self._points, microbatch, own, self._say)
         try:
             yield
@@ -225,7 +226,7 @@ class StageDraws:
 
         def find() -> ForwardDraws:
             with torch.autocast("cpu", casts, enabled=casts is not None):
-                return draws_of_forward(whole, given, self._stage_of, self._dtype)
+                return draws_of_forward(whole, given, self._stages_of, self._dtype)
 
         try:
             return _Found(in_fresh_thread(find))

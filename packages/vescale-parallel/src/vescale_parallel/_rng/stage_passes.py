@@ -10,7 +10,8 @@ stage draws is torch's own, and at the end of a step all ranks have one device's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -45,6 +46,20 @@ class StepPoints:
             self._starts.append(advanced(self._starts[-1], self.draws.total))
         return self._starts[microbatch]
 
+    def entered_on(self, stage: int, stages_of: Mapping[str, Sequence[int]]) -> set[int]:
+        """Return the borders at which a stage enters a module that it runs.
+
+        ``stages_of`` has the stage of every call of each module, or one for all of them.
+        """
+        found, calls = set[int](), Counter[str]()
+        for border, (fqn, kind) in enumerate(self.draws.borders):
+            if kind == "enter":
+                stages = stages_of[fqn]
+                if stages[min(calls[fqn], len(stages) - 1)] == stage:
+                    found.add(border)
+                calls[fqn] += 1
+        return found
+
     def at_borders(self, microbatch: int) -> Sequence[Point]:
         """Return the place at every border, and that of the end."""
         start = self.start(microbatch)
@@ -59,7 +74,7 @@ class StagePass:
     Args:
         points: Of the step.
         microbatch: Its number among those of this rank.
-        own: The modules that run on this stage.
+        own: The borders at which this stage enters a module that it runs.
         say: Called, with where, if something draws otherwise than was seen.
     """
 
@@ -67,7 +82,7 @@ class StagePass:
         self,
         points: StepPoints,
         microbatch: int,
-        own: Collection[str],
+        own: Collection[int],
         say: Callable[[str], None],
     ) -> None:
         self._draws, self._own, self._say = points.draws, own, say
@@ -86,7 +101,7 @@ class StagePass:
             self._lose(fqn)
             return
         point = self._points[index]
-        draws = fqn in self._own and bool(self._draws.moves[index + 1])
+        draws = index in self._own and bool(self._draws.moves[index + 1])
         # What was drawn outside for other stages' activations, of no value here, may have been
         # drawn for another layout of them.
         if draws and not point.may_be_of(torch.default_generator.get_state()):
@@ -100,7 +115,7 @@ class StagePass:
         moves = self._draws.moves[self._index + 1]
         self._index += 2
         point = self._points[self._index - 1]
-        if fqn in self._own:
+        if self._index - 2 in self._own:
             self._check(point, fqn)
         elif moves:
             self._is_placed = False
@@ -117,8 +132,8 @@ class StagePass:
 
         Before that is entered: a program may checkpoint it, with the state from before its call.
         """
-        moves, borders, index = self._draws.moves, self._draws.borders, self._index
-        is_own = index < len(borders) and borders[index][0] in self._own
+        moves, index = self._draws.moves, self._index
+        is_own = index in self._own
         if not self._is_placed and (moves[index] or (is_own and moves[index + 1])):
             self._place(point)
 

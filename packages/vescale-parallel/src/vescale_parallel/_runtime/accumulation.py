@@ -62,7 +62,7 @@ def let_count(model: nn.Module, staging: Staging, param_dtype: torch.dtype | Non
             model.get_submodule(fqn),
             staging,
             fqn=fqn,
-            index=None,
+            calls=None,
             stages=(0,),
             param_dtype=param_dtype,
         )

@@ -28,7 +28,9 @@ from .observation import (
 )
 
 
-def observe(model: nn.Module, batch: Any = None) -> Observation:
+def observe(
+    model: nn.Module, batch: Any = None, blocks: tuple[str, ...] | None = None
+) -> Observation:
     """Run one forward of a copy of the model that has shapes and no memory.
 
     Floating-point tensors are fake. Integers stay real, so that code that looks at masks
@@ -40,6 +42,8 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         batch: What one micro-batch looks like: a mapping (``model(**batch)``, or
             ``model(batch)`` if forward takes no such names), a tuple (``model(*batch)``), or
             a tensor. Without one nothing is run.
+        blocks: The block of every call of one, in order; None for those of
+            :func:`pipeline_blocks`, each called once.
 
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
@@ -50,7 +54,7 @@ def observe(model: nn.Module, batch: Any = None) -> Observation:
         >>> found.flops, found.rows
         (48, 3)
     """
-    blocks = _block_fqns(model)
+    blocks = _block_fqns(model) if blocks is None else blocks
     batch = opened(batch)
     if batch is None:
         return Observation(
@@ -145,24 +149,31 @@ class _Observer(Listener):
     )
     calls: list[_CountedCall] = field(default_factory=list[_CountedCall])
     call: int = -1
+    _entered: dict[str, int] = field(default_factory=dict[str, int])
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
 
     def __post_init__(self) -> None:
         self.uncounted = Uncounted(self.model.parameters())
-        self._indices = {fqn: index for index, fqn in enumerate(self.blocks)}
+        self._calls_left: dict[str, list[int]] = {}
+        for index, fqn in enumerate(self.blocks):
+            self._calls_left.setdefault(fqn, []).append(index)
         self._parameters = {each.untyped_storage() for each in self.model.parameters()}
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.calls.append(_CountedCall(fqn, self.call, _shapes((args, kwargs))))
         self.call = len(self.calls) - 1
-        self.where = self._indices.get(fqn, self.where)
+        if fqn in self._calls_left:
+            left = self._calls_left[fqn]
+            # One that is called more often than was said counts where it was called last.
+            self.where = left.pop(0) if len(left) > 1 else left[0]
+            self._entered[fqn] = self.where
         self.called.setdefault(fqn, self.where)
 
     def left(self, fqn: str, output: Any) -> None:
         call = self.calls[self.call]
         call.outputs = _shapes(output)
         self.call = call.parent
-        index = self._indices.get(fqn)
+        index = self._entered.get(fqn)
         if index is not None:
             self.output_bytes[index] = _activation_bytes(output)
             self.where = index + (index == len(self.blocks) - 1)

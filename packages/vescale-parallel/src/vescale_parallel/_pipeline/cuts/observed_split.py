@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.observation import Observation
 from vescale_parallel._trace.observe import observe
 
+from .block_calls import called_blocks, names_of_calls
 from .partition import stage_starts
 from .stage_costs import PartCost, StageRule, balanced_starts
 
@@ -45,20 +45,22 @@ def with_split_points(
     pipeline = plan.pipeline_parallel
     if pipeline.num_stages == 1 or pipeline.split_points or pipeline.split_method == "manual":
         return plan
-    blocks = pipeline_blocks(model)
+    blocks, names = called_blocks(plan, model), names_of_calls(plan, model)
     # Says what is wrong with the number of stages before anything runs.
-    stage_starts(_uniform(plan), model, blocks)
+    stage_starts(_uniform(plan), model, names)
     if pipeline.split_method == "uniform":
         return plan
     needs_run = pipeline.split_method != "parameters"
-    observation = _observed(plan, model, batch) if needs_run else observe(model)
+    observation = (
+        _observed(plan, model, batch, blocks) if needs_run else observe(model, None, blocks)
+    )
     size = plan.batch.global_size or global_size
     rows = observation.rows
     if size is not None:
         rows = size / (plan.data_parallel.size * plan.num_microbatches)
     costs = _costs(observation, rows, _sizes(model, blocks, outside))
     starts = balanced_starts(costs[0], costs[1:-1], costs[-1], StageRule.of(plan))
-    points = tuple(blocks[start] for start in starts[1:])
+    points = tuple(names[start] for start in starts[1:])
     return replace(plan, pipeline_parallel=replace(pipeline, split_points=points))
 
 
@@ -66,7 +68,9 @@ def _uniform(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, split_method="uniform"))
 
 
-def _observed(plan: ParallelPlan, model: nn.Module, batch: Any) -> Observation:
+def _observed(
+    plan: ParallelPlan, model: nn.Module, batch: Any, blocks: tuple[str, ...]
+) -> Observation:
     method = f"pipeline_parallel.split_method {plan.pipeline_parallel.split_method!r}"
     instead = "or use split_method 'parameters', or give pipeline_parallel.split_points"
     if batch is None:
@@ -76,7 +80,7 @@ def _observed(plan: ParallelPlan, model: nn.Module, batch: Any) -> Observation:
             f"{instead}"
         )
     try:
-        return observe(model, batch)
+        return observe(model, batch, blocks)
     except ObservationError as error:
         raise ValueError(
             f"{method} counts what a forward of {type(model).__name__} does, which could not be "
@@ -93,7 +97,9 @@ def _sizes(
     use counts in each.
     """
     ends = len(blocks) + 1
-    places: dict[str, tuple[int, ...]] = {fqn: (index + 1,) for index, fqn in enumerate(blocks)}
+    places: dict[str, tuple[int, ...]] = {}
+    for index, fqn in enumerate(blocks):
+        places[fqn] = (*places.get(fqn, ()), index + 1)
     for fqn, behind in outside.items():
         places[fqn] = tuple(ends if count == len(blocks) else count for count in behind)
     found, counted = [PartCost() for _ in range(ends + 1)], set[tuple[int, int]]()
