@@ -4,9 +4,10 @@
 
 Trains a Qwen3-MoE of 21 million parameters, of which 17 million are in 16 experts a layer, with
 AdamW on as many rows a rank. Every contender runs in processes of its own: gloo, one thread a
-rank. Contenders alternate; figures are medians over repeats, of the mean over ranks. CPU time is
-user and system time of a step; memory is the peak of resident memory, and how far that is above
-what imports took. Prints JSON; ``ratio`` is to the best peer (``PEERS``).
+rank; of ``one device`` every rank trains on the rows of all. Contenders alternate; figures are
+medians over repeats, of the mean over ranks. CPU time is user and system time of a step; memory is
+the peak of resident memory, and how far that is above what imports took. Prints JSON; ``ratio`` is
+to the best peer (``PEERS``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from side_by_side.contenders import (
     random_ids,
     timed,
     told,
+    with_optimizer,
 )
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -37,10 +39,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import vescale
 
 ROWS, LENGTH = 4, 64  # of a rank
+_ONE_DEVICE = "one device"
 PEERS = {
     "vescale expert parallelism": (
         "transformers' expert parallelism",
         "vescale data parallelism",
+        _ONE_DEVICE,
     ),
 }
 
@@ -67,11 +71,14 @@ def main() -> None:
 def run(name: str, steps: int) -> None:
     """Train as one rank of a contender; rank 0 prints its figures as JSON."""
     imported = begun()
-    model, optimizer = contenders(dist.get_world_size())[name]()
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, optimizer = contenders(ranks)[name]()
+    is_alone = name == _ONE_DEVICE
+    generator = torch.Generator().manual_seed(1)
 
     def step() -> float:
-        ids_BS = random_ids(generator, ROWS, LENGTH)
+        ids_BS = random_ids(generator, ROWS * ranks, LENGTH)
+        ids_BS = ids_BS if is_alone else ids_BS.chunk(ranks)[rank]
         loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
         optimizer.step()
@@ -84,6 +91,7 @@ def run(name: str, steps: int) -> None:
 def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
     """Return what is compared; each makes a fresh model and its optimizer."""
     return {
+        _ONE_DEVICE: lambda: with_optimizer(fresh()),
         "vescale data parallelism": lambda: ours({"data_parallel.size": ranks}),
         "transformers' expert parallelism": lambda: theirs(ranks),
         "vescale expert parallelism": lambda: ours(

@@ -229,7 +229,7 @@ def _change(
     rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in)
-    rng = _add_draws(plan, model, mesh, boundary, forms)
+    rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
         param.refuse_calls_outside()
     if plan.recompute == "full":
@@ -264,7 +264,13 @@ def _blocks_here(
 
 def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:
     context = plan.context_parallel
-    return None if context.size == 1 else ContextGuard(model, context.size, batch, context.method)
+    if context.size == 1:
+        return None
+
+    def draws_by(sliced: SlicedBlocks) -> ShardedRng:
+        return ShardedRng(Place.alone(), {}, None, sliced)
+
+    return ContextGuard(model, context.size, batch, draws_by, context.method)
 
 
 def _slice_blocks(
@@ -283,10 +289,12 @@ def _add_draws(
     mesh: DeviceMesh,
     boundary: Boundary | None,
     forms: DrawForms | None,
+    sliced: SlicedBlocks | None,
 ) -> ShardedRng:
     lengths = {} if boundary is None else boundary.lengths
-    rng = ShardedRng(_place(plan, mesh), lengths, None if forms is None else forms.known)
-    if forms is not None:
+    known = None if forms is None else forms.known
+    rng = ShardedRng(_place(plan, mesh), lengths, known, sliced)
+    if forms is not None or sliced is not None:
         rng.install(model, compiled=plan.compile != "none")
     return rng
 

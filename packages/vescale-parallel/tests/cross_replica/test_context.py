@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._cross_replica.context.attention import Heads, HeadsAttention
-from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, Slicing
+from vescale_parallel._cross_replica.context.blocks import (
+    ShortSequenceError,
+    SlicedBlocks,
+    Slicing,
+)
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.slices import (
@@ -23,6 +27,8 @@ from vescale_parallel._cross_replica.context.slices import (
     slice_sizes,
 )
 from vescale_parallel._plan.supported import check_supported
+from vescale_parallel._rng.known_draws import Place
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._verify.threads import run_in_threads
 
@@ -169,6 +175,11 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(input.transpose(1, 2)).transpose(1, 2)
 
 
+def draws_by(blocks: SlicedBlocks) -> ShardedRng:
+    """Have modules draw the part of a rank that shares sequences alone."""
+    return ShardedRng(Place.alone(), {}, None, blocks)
+
+
 def ids() -> Tensor:
     return torch.arange(2 * LENGTH).view(2, LENGTH) % 16
 
@@ -184,7 +195,9 @@ def test_blocks_that_mix_positions_by_attention_alone_are_proven(
     method: Method, size: int, is_causal: bool
 ) -> None:
     model = model_with(nn.Identity, is_causal=is_causal)
-    found = proven_slicing(model, {"ids": ids()}, size, training=True, method=method)
+    found = proven_slicing(
+        model, {"ids": ids()}, size, draws_by=draws_by, training=True, method=method
+    )
     assert found.stacks == {"blocks"}
 
 
@@ -204,7 +217,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name(
     beside: type[nn.Module], name: str
 ) -> None:
     with pytest.raises(ValueError, match=name):
-        ContextGuard(model_with(beside), 2, ids())
+        ContextGuard(model_with(beside), 2, ids(), draws_by)
 
 
 class ByHand(Block):
@@ -227,21 +240,46 @@ class OneHead(Block):
         return made[:, 0].unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
+class DropsTurned(Block):
+    """Dropout of (positions * rows), in which positions are not innermost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = F.dropout(super().forward(x).transpose(0, 1).flatten(0, 1), 0.5)
+        return turned.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
+
+
+class DropsPairs(Block):
+    """Noise of pairs of the positions that a block sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(x.shape[1], x.shape[1]).mean()
+
+
+class DropsTwice(Block):
+    """One draw of a module that is called twice, for other features."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        again = self.beside(q), self.beside(k[..., :1])
+        return super().attend(again[0], again[1] + k, v)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda: ByHand(nn.Identity()), "found no list of two or more blocks"),
         (lambda: OwnMask(nn.Identity()), "on slices it raises RuntimeError"),
         (lambda: OneHead(nn.Identity()), "there are 1; use a size of at most 1"),
+        (lambda: DropsTurned(nn.Identity()), "is not one device's on slices"),
         (
-            lambda: Block(nn.Identity(), dropout=0.1),
-            "'blocks.0.drop' draws random numbers.*set dropout to 0",
+            lambda: DropsTwice(nn.Dropout(0.5)),
+            "'blocks.0.beside' draws random numbers of several shapes",
         ),
+        (lambda: DropsPairs(nn.Identity()), "which is not this rank's part of one dim"),
     ],
 )
 def test_attention_that_is_not_understood_is_refused(make: Callable[[], Block], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        ContextGuard(Model(make), 2, ids())
+        ContextGuard(Model(make), 2, ids(), draws_by)
 
 
 class DropsBetween(Model):
@@ -263,14 +301,35 @@ class DropsBetween(Model):
 
 def test_dropout_of_whole_sequences_is_no_matter_of_slices() -> None:
     model = DropsBetween(before=0.2, behind=0.3)
-    assert proven_slicing(model, {"ids": ids()}, 2, training=True).stacks == {"blocks"}
-    with pytest.raises(ValueError, match=r"'blocks\.1' draws random numbers"):
-        proven_slicing(DropsBetween(between=0.1), {"ids": ids()}, 2, training=True)
+    assert proven_slicing(model, {"ids": ids()}, 2, draws_by=draws_by, training=True).stacks == {
+        "blocks"
+    }
+
+
+METHODS: tuple[Method, ...] = ("all_to_all", "ring")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dropout_of_slices_is_that_of_one_device(method: Method) -> None:
+    model = Model(lambda: Block(nn.Identity(), dropout=0.1))
+    found = proven_slicing(
+        model, {"ids": ids()}, 2, draws_by=draws_by, training=True, method=method
+    )
+    assert {fqn: each.dim for (fqn, *_), each in found.drawn.items()} == {
+        "blocks.0.drop": 1,
+        "blocks.1.drop": 1,
+    }
+
+
+def test_dropout_between_blocks_is_of_slices() -> None:
+    model = DropsBetween(before=0.2, between=0.1, behind=0.3)
+    found = proven_slicing(model, {"ids": ids()}, 2, draws_by=draws_by, training=True)
+    assert [(key, each.dim) for key, each in found.drawn.items()] == [(("", 1, 3), 1)]
 
 
 def test_dropout_does_not_matter_in_evaluation() -> None:
     model = Model(lambda: Block(nn.Identity(), dropout=0.1)).eval()
-    found = proven_slicing(model, {"ids": ids()}, 2, training=False)
+    found = proven_slicing(model, {"ids": ids()}, 2, draws_by=draws_by, training=False)
     assert found.stacks == {"blocks"}
 
 
@@ -287,8 +346,8 @@ def test_later_calls_slice_the_dims_of_the_call_that_was_compared() -> None:
 def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
     model = model_with(nn.Identity)
     with pytest.raises(ShortSequenceError, match=r"needs sequences of 12 positions or more"):
-        proven_slicing(model, {"ids": ids()}, 6, training=True)
-    assert ContextGuard(model, 6, ids())._known == {}
+        proven_slicing(model, {"ids": ids()}, 6, draws_by=draws_by, training=True)
+    assert ContextGuard(model, 6, ids(), draws_by)._known == {}
 
 
 @pytest.mark.parametrize(

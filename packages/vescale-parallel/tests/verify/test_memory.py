@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
+from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
 from vescale_parallel._cross_replica.context.proof import proven_slicing
+from vescale_parallel._rng.known_draws import Place
+from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._verify import compared_runs
 
 
@@ -62,8 +65,13 @@ def _of_a_plan() -> None:
 
 
 def _of_slices() -> None:
-    model = Deep(3, Attention)
-    assert proven_slicing(model, {"ids_BS": IDS[0]}, 2, training=True).stacks
+    def draws_by(blocks: SlicedBlocks) -> ShardedRng:
+        return ShardedRng(Place.alone(), {}, None, blocks)
+
+    found = proven_slicing(
+        Deep(3, Attention), {"ids_BS": IDS[0]}, 2, draws_by=draws_by, training=True
+    )
+    assert found.stacks
 
 
 @pytest.mark.parametrize("compare", [_of_a_plan, _of_slices])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import NotedOrder
 
 
@@ -20,6 +21,8 @@ class ShardedDraw:
         alone: Whether they shared it with nothing in the call that was run to see.
         order: In which order dims lie in memory; None if it was not seen, or not alike.
             Cuts are compared without it.
+        extents: What of the sequence, or of heads, a rank has of those that share sequences,
+            by dim.
     """
 
     rows: int | None = None
@@ -27,6 +30,7 @@ class ShardedDraw:
     inner: bool = False
     alone: bool = False
     order: NotedOrder | None = field(default=None, compare=False)
+    extents: Mapping[int, Extent] = field(default_factory=dict[int, Extent], compare=False)
 
 
 def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
@@ -60,6 +64,11 @@ class Place:
     part_of_batch: int
     tp_size: int
     tp_rank: int
+
+    @staticmethod
+    def alone() -> Place:
+        """Return that of a rank that shares neither."""
+        return Place(num_parts_of_batch=1, part_of_batch=0, tp_size=1, tp_rank=0)
 
 
 @dataclass(kw_only=True)

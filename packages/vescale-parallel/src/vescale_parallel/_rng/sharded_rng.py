@@ -23,40 +23,35 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_dtensor import DTensor, LocalBox, local_boxes
-from vescale_dtensor.random import RandomOperator, Window, draw_part
+from vescale_dtensor import DTensor
+from vescale_dtensor.random import RandomOperator
+from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._torch_private import is_in_backward
+from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import forked_generators, generator_state
-from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
+from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
+from vescale_parallel._trace.rng_trace import drawn_order
 
+from .attention_masks import AttentionMasks
 from .empty_dropout import DrawsForNothing, has_empty
 from .known_draws import CallDraws, KnownDraws, ModuleDraws, Place, Scope, ShardedDraw, mark
+from .part_of_whole import DrawsOfRank
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
 _WHOLE_MASK_NUMEL = 1 << 27
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A view of what a rank draws, shape and strides of the whole, and where in it that is."""
-
-    here: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    boxes: tuple[LocalBox, ...]
+# Of a module of which nothing is known but that it draws.
+_UNSEEN = Scope(parts={})
 
 
 class ShardedRng:
@@ -67,9 +62,11 @@ class ShardedRng:
         lengths: How long the cut sequence of each stack of blocks is, kept up to date.
         known: Returns what is known of a call: of a model, with positional and keyword
             arguments, and so many rows. None if ranks draw alike.
+        sliced: Blocks that compute on slices of a sequence; None if there are none.
 
     Attributes:
         is_drawing: Whether a draw is being made; what it is made of counts for no module.
+        running: Modules that draw, the innermost one last.
     """
 
     def __init__(
@@ -78,12 +75,17 @@ class ShardedRng:
         lengths: Mapping[str, int],
         known: Callable[[nn.Module, Sequence[Any], Mapping[str, Any], int], KnownDraws]
         | None = None,
+        sliced: SlicedBlocks | None = None,
     ) -> None:
+        self._sliced = sliced
+        if sliced is not None:
+            sliced.draw_by(self)
         self._place, self._lengths, self._known = place, lengths, known
         self._now = CallDraws({}, 0)
         self._modules: dict[str, ModuleDraws] = {}
         self.is_drawing = self._has_drawn = self._begins_late = False
         self._warned: set[str] = set()
+        self.running: list[_Drawing] = []
 
     def install(self, model: nn.Module, *, compiled: bool = False) -> None:
         """Have modules draw in parts while their forward runs, in place.
@@ -167,15 +169,19 @@ class ShardedRng:
                     return forward(*args, **kwargs)
 
         drawing: Callable[..., Any] = draw
+        sliced = self._sliced
         if compiled:
             why = "random numbers are drawn in part, as one device draws them"
             drawing = cast("Any", torch.compiler).disable(draw, reason=why)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if drawn.scope is None:
+            scope = drawn.scope
+            if scope is None and sliced is not None and sliced.draws_in(fqn):
+                scope = _UNSEEN
+            if scope is None:
                 return forward(*args, **kwargs)
-            return drawing(drawn.scope, args, kwargs)
+            return drawing(scope, args, kwargs)
 
         return with_own_code(run) if compiled else run
 
@@ -200,6 +206,10 @@ class ShardedRng:
                 return func(*args, **kwargs)
             at = mark(fqn, index)
             cut = self._cut(drawn_shape(args), scope, index, at)
+            is_sliced = False
+            if self._sliced is not None:
+                sliced = self._sliced.drawn(fqn, index, drawn_shape(args), drawn_order(args))
+                is_sliced, cut = sliced is not None, _in_slices(cut, sliced)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -213,9 +223,34 @@ class ShardedRng:
                 "it draws others than one device would, from a stream of its own. A sharding plan "
                 f"can say how they are cut: '{at}': 'Shard(d)'",
             )
-            return self._draw_own(func, args, kwargs, cut)
+            return self._draw_own(func, args, kwargs, cut, is_sliced=is_sliced)
         finally:
             self.is_drawing = False
+
+    def masks(self, fqn: str, index: int, rate: float, shape: tuple[int, ...]) -> AttentionMasks:
+        """Return the mask of dropout of attention whose blocks ranks have.
+
+        Raises:
+            ValueError: If it is not known which rows and heads a rank has.
+        """
+        any(running.skip(fqn) for running in reversed(self.running))
+        at = mark(fqn, index)
+        cut = self._cut(shape, self._modules[fqn].scope or _UNSEEN, index, at)
+        if cut is None:
+            raise ValueError(
+                f"context_parallel: it is not known which part of the dropout {at!r} of attention "
+                "a rank has; use context_parallel.method 'all_to_all', or set it to 0"
+            )
+        draws = self._draws(stack_of(fqn))
+        return AttentionMasks(draws, cut, rate, len(shape), self._counting_for_none)
+
+    @contextlib.contextmanager
+    def _counting_for_none(self) -> Iterator[None]:
+        held, self.is_drawing = self.is_drawing, True
+        try:
+            yield
+        finally:
+            self.is_drawing = held
 
     def _cut(
         self, shape: tuple[int, ...], scope: Scope, index: int, at: str
@@ -251,14 +286,8 @@ class ShardedRng:
     def _differs(self, cut: ShardedDraw) -> bool:
         """Whether a rank is to draw something else than it would by itself."""
         is_kept = cut.order is None or cut.order.is_kept
-        return not is_kept or any(dim is not None for dim in self._cut_dims(cut))
-
-    def _cut_dims(self, cut: ShardedDraw) -> tuple[int | None, int | None]:
-        """Return the dims of the rows and of the part, None for what is not cut here."""
-        return (
-            cut.rows if self._place.num_parts_of_batch > 1 else None,
-            cut.part if self._place.tp_size > 1 else None,
-        )
+        dims = self._draws("").cut_dims(cut)
+        return not is_kept or bool(cut.extents) or any(dim is not None for dim in dims)
 
     def _draw_part(
         self,
@@ -272,22 +301,15 @@ class ShardedRng:
             return self._dropout_of_whole(args, cut, stack)
 
         def fill(how: RandomOperator, out: Tensor) -> None:
-            self._fill(how, out, cut, kwargs.get("generator"), stack)
+            self._draws(stack).part(out, cut).draw(how.fill, kwargs.get("generator"))
 
         return draw_with(fill, func, args, kwargs)
-
-    def _fill(
-        self, how: RandomOperator, out: Tensor, cut: ShardedDraw, generator: Any, stack: str
-    ) -> None:
-        part = self._in_whole(out, cut, stack)
-        window = Window(part.shape, part.strides, 0, out.dtype)
-        draw_part(how.fill, window=window, boxes=part.boxes, out=part.here, generator=generator)
 
     def _dropout_of_whole(self, args: tuple[Any, ...], cut: ShardedDraw, stack: str) -> Any:
         """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
         x, p = args[:2]
         mask = torch.empty_like(x, dtype=torch.bool)
-        part = self._in_whole(mask, cut, stack)
+        part = self._draws(stack).part(mask, cut)
         if math.prod(part.shape) > _WHOLE_MASK_NUMEL:
             raise NotImplementedError("the whole mask is too large")
         ones = torch.empty_strided(part.shape, part.strides, dtype=x.dtype, device=x.device)
@@ -300,51 +322,17 @@ class ShardedRng:
         scale = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)) / (1.0 - p)
         return x * mask * scale.item(), mask
 
-    def _in_whole(self, out: Tensor, cut: ShardedDraw, stack: str) -> _Part:
-        rows, part = self._cut_dims(cut)
-        order = order_in_whole(out, cut.order, {dim for dim in (rows, part) if dim is not None})
-        if rows is not None and (cut.inner or rows == part):
-            order = split_in_order(order, rows)
-            out, rows, part = self._apart(out, rows, part, inner=cut.inner)
-        place = self._place
-        shape = list(out.shape)
-        if rows is not None:
-            shape[rows] *= place.num_parts_of_batch
-        if part is not None:
-            shape[part] = self._whole_length(out.shape, part, stack)
-        boxes = local_boxes(
-            shape,
-            (place.num_parts_of_batch, place.tp_size),
-            (place.part_of_batch, place.tp_rank),
-            (_placement(rows), _placement(part)),
-        )
-        return _Part(out, tuple(shape), strides_in_order(shape, order), tuple(boxes))
-
-    def _apart(
-        self, out: Tensor, rows: int, part: int | None, *, inner: bool
-    ) -> tuple[Tensor, int, int | None]:
-        """View a dim that rows share with something else as two; return where what is then."""
-        num_rows = self._now.num_rows
-        if not num_rows or out.shape[rows] % num_rows:
-            raise NotImplementedError("a dim is no multiple of the rows of the batch")
-        if not inner:
-            # Rows of what is cut in each of them: (batch * heads, ...).
-            return out.unflatten(rows, (num_rows, -1)), rows, rows + 1
-        if part is not None and part > rows:
-            part += 1
-        return out.unflatten(rows, (-1, num_rows)), rows + 1, part
-
-    def _whole_length(self, shape: Sequence[int], dim: int, stack: str) -> int:
-        """Return how long a dim is that tensor-parallel ranks have parts of."""
-        size, rank = self._place.tp_size, self._place.tp_rank
-        length = self._lengths.get(stack, 0)
-        others = (*shape[:dim], *shape[dim + 1 :])
-        # What is cut by heads or features divides evenly, and has the whole sequence.
-        is_sequence = length and part_sizes(length, size)[rank] == shape[dim]
-        return length if is_sequence and length not in others else shape[dim] * size
+    def _draws(self, stack: str) -> DrawsOfRank:
+        return DrawsOfRank(self._place, self._now.num_rows, self._lengths.get(stack, 0))
 
     def _draw_own(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: ShardedDraw | None
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cut: ShardedDraw | None,
+        *,
+        is_sliced: bool,
     ) -> Any:
         """Draw from a stream of this rank; ranks that hold the same draw the same.
 
@@ -356,6 +344,8 @@ class ShardedRng:
             position = place.part_of_batch
         if cut is not None and cut.part is not None:
             position = position * place.tp_size + place.tp_rank
+        if is_sliced and self._sliced is not None:
+            position = position * self._sliced.size + self._sliced.rank
         seed = int(torch.randint(2**62, ()))
         with forked_generators(seed + position, cuda=torch.cuda.is_available()):
             return func(*args, **kwargs)
@@ -366,6 +356,15 @@ class ShardedRng:
             warn_at_user_line(message)
 
 
+def _in_slices(
+    cut: ShardedDraw | None, sliced: tuple[dict[int, Extent], NotedOrder] | None
+) -> ShardedDraw | None:
+    if cut is None or sliced is None:
+        return cut
+    order = cut.order if cut.order is not None and not cut.order.is_kept else sliced[1]
+    return replace(cut, extents=sliced[0], order=order)
+
+
 class _Drawing(DrawMode):
     """Counts the draws of one call of a module, and has :class:`ShardedRng` do them."""
 
@@ -373,6 +372,19 @@ class _Drawing(DrawMode):
         super().__init__()
         self._rng, self._fqn, self._scope = rng, fqn, scope
         self._count = 0
+
+    def __enter__(self) -> Any:
+        self._rng.running.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._rng.running.pop()
+        super().__exit__(*exc)
+
+    def skip(self, fqn: str) -> bool:
+        """Count a draw that is made otherwise; return whether it is of this module."""
+        self._count += fqn == self._fqn
+        return fqn == self._fqn
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -385,7 +397,3 @@ class _Drawing(DrawMode):
 def draws_in_part(mode: object) -> bool:
     """Whether a dispatch mode has a module draw this rank's part of random numbers."""
     return isinstance(mode, _Drawing)
-
-
-def _placement(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)

@@ -75,7 +75,7 @@ class DrawNotes(Listener):
         fqn, call = self._running[-1]
         index = self._num_draws.get((fqn, call), 0)
         self._num_draws[fqn, call] = index + 1
-        shape, order = drawn_shape(args), _order(args)
+        shape, order = drawn_shape(args), drawn_order(args)
         self.draws.append(NotedDraw(fqn, call, index, str(func), shape, order))
         return self.draws[-1]
 
@@ -105,7 +105,8 @@ class DrawNotes(Listener):
         module.register_forward_hook(after, always_call=True)
 
 
-def _order(args: tuple[Any, ...]) -> Order:
+def drawn_order(args: tuple[Any, ...]) -> Order:
+    """Return the order in memory of what an operator draws, as :func:`drawn_shape`."""
     if isinstance(args[0], Tensor):
         return memory_order(args[0])
     return tuple(dim for dim, length in enumerate(drawn_shape(args)) if length > 1)

@@ -203,7 +203,11 @@ class Results:
     grads: dict[str, Tensor | None]
 
 
-def run_once(module: nn.Module, given: Given) -> Results:
+def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> Results:
+    """Run a module forward, and backward if there are cotangents.
+
+    What it draws is left out of training, unless it is run ``with_chance``.
+    """
     inputs = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in given.inputs
@@ -212,7 +216,8 @@ def run_once(module: nn.Module, given: Given) -> Results:
         [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
     )
     # Caches and the like hold nothing that was computed without values.
-    with torch.enable_grad(), InDouble(), _chance_of(module):
+    chance = contextlib.nullcontext() if with_chance else _chance_of(module)
+    with torch.enable_grad(), InDouble(), chance:
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
     floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel._trace.extents import Extent
+
 from .conversions import to_heads, to_slices
 from .intercept import refuse_checkpoint_within
 from .slices import ContextRanks, Range, SequenceSlices, slice_sizes
@@ -81,7 +83,7 @@ class HeadsAttention:
     def __init__(self, ranks: ContextRanks) -> None:
         self.ranks = ranks
         self.slices = SequenceSlices(())
-        self._is_inside = False
+        self._inside: Heads | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, compute: _Compute) -> Any:
         """Return this rank's slice of attention, of whole sequences of its heads.
@@ -99,11 +101,11 @@ class HeadsAttention:
         ]
         if not heads.is_aligned(rank):
             whole[1:] = [heads.repeated(x, rank) for x in whole[1:]]
-        self._is_inside = True
+        self._inside = heads
         try:
             made, more = compute(whole[0], whole[1], whole[2], heads)
         finally:
-            self._is_inside = False
+            self._inside = None
         return to_slices(made, heads.queries, sizes, self.ranks), more
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -140,7 +142,15 @@ class HeadsAttention:
 
     def wants(self) -> bool:
         """Whether attention that is called now is that of slices."""
-        return not self._is_inside
+        return self._inside is None
+
+    def extent(self) -> Extent:
+        """Return what this rank has now: of the sequence, or of the heads that attend."""
+        rank = self.ranks.rank
+        if self._inside is not None:
+            queries = self._inside.queries
+            return Extent(queries[-1][1], (queries[rank],))
+        return Extent(self.slices.length, self.slices.ranges[rank])
 
 
 def check_slices(given: Sequence[Tensor], slices: SequenceSlices, rank: int) -> None:

@@ -19,18 +19,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.extents import Extent
+from vescale_parallel._trace.generators import generator_state
+from vescale_parallel._trace.memory_order import NotedOrder, Order
 
 from .attention import HeadsAttention
 from .conversions import gather_slices, keep_slice
+from .draws import DrawKey, DrawnDim, DrawsSlices, WholeDraw
 from .intercept import Interception
 from .ring_attention import RingAttention
 from .slices import ContextRanks, Method, SequenceSlices
@@ -47,15 +52,26 @@ class Slicing:
     Attributes:
         stacks: Those whose blocks compute on slices; others run as they are.
         attending: Modules in them that call attention, the innermost ones.
+        draws: What one device drew between the beginning and the end of a stack.
+        in_attention: Which draw a module has attention make.
         dims: Of the tensors that blocks are given, by block, place among its arguments and number
             of dims: the one along the sequence, None of what stays whole.
+        drawn: Of what ranks draw, likewise.
     """
 
     stacks: frozenset[str] = frozenset()
     attending: frozenset[str] = frozenset()
+    draws: Mapping[DrawKey, WholeDraw] = field(default_factory=dict[DrawKey, WholeDraw])
+    in_attention: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     dims: dict[tuple[str, int, int], int | None] = field(
         default_factory=dict[tuple[str, int, int], "int | None"]
     )
+    drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
+
+    @cached_property
+    def drawing(self) -> frozenset[str]:
+        """Modules that draw."""
+        return frozenset(fqn for fqn, *_ in self.draws)
 
     def dim(self, fqn: str, place: int, x: Any, length: int) -> int | None:
         """Return the dim that a block slices of what it is given.
@@ -94,6 +110,7 @@ class SlicedBlocks:
         self.slicing = Slicing()
         self.runs_short_ones = True
         self._open: str | None = None
+        self._state: object = None
         self._intercepted: set[str] = set()
 
     @property
@@ -118,8 +135,56 @@ class SlicedBlocks:
         for fqn in sorted(slicing.attending - self._intercepted):
             module = self._model.get_submodule(fqn)
             is_now = functools.partial(self._attends_by, fqn)
-            module.forward = self._interception.around(module.forward, is_now)
+            module.forward = self._interception.around(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks that share sequences this is."""
+        return self._ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks share sequences."""
+        return self._ranks.size
+
+    def draw_by(self, draws: DrawsSlices) -> None:
+        """Have attention that draws by itself do it so."""
+        if isinstance(self._attention, RingAttention):
+            self._attention.draw_by(draws, self._draw_in_attention)
+
+    def _draw_in_attention(self) -> tuple[str, int] | None:
+        return self.slicing.in_attention.get(self._interception.attending)
+
+    def draws_in(self, fqn: str) -> bool:
+        """Whether a module draws where activations are slices."""
+        return fqn in self.slicing.drawing
+
+    def drawn(
+        self, fqn: str, index: int, shape: tuple[int, ...], order: Order
+    ) -> tuple[dict[int, Extent], NotedOrder] | None:
+        """Return what of one device's numbers a rank's are, by dim, and how these lie in memory.
+
+        None if activations are whole, or it draws alike.
+
+        Raises:
+            ValueError: If they are not drawn as when the model was compared with one device.
+        """
+        key = fqn, index, len(shape)
+        whole = self.slicing.draws.get(key)
+        if whole is None:
+            if self._open is not None:
+                raise ValueError(
+                    f"context_parallel: {fqn!r} draws random numbers of shape {shape}, which it "
+                    "did not when the model was compared with one device"
+                )
+            return None
+        extent = self._attention.extent()
+        if key not in self.slicing.drawn:
+            self.slicing.drawn[key] = DrawnDim.between(whole, shape, order, extent)
+        noted = self.slicing.drawn[key]
+        extents = noted.extents(shape, extent, fqn)
+        return (extents, noted.order) if extents else None
 
     def _attends_by(self, fqn: str) -> bool:
         return fqn in self.slicing.attending
@@ -158,7 +223,7 @@ class SlicedBlocks:
     def _wrapped(
         self, forward: Callable[..., Any], stack: str, fqn: str, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
-        attend = self._interception.around(forward, lambda: True)
+        attend = self._interception.around(forward, lambda: True, fqn)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -211,13 +276,22 @@ class SlicedBlocks:
         length, size = x.shape[1], self._ranks.size
         self._attention.slices = SequenceSlices.over(length, size, self._method)
         self._open = stack
+        self._state = None if self.slicing.draws else generator_state()
+
+    def _close_stack(self) -> None:
+        stack, self._open = self._open, None
+        if self._state is not None and generator_state() != self._state:
+            raise ValueError(
+                f"context_parallel: {stack!r} drew random numbers, which it did not when the "
+                "model was compared with one device; set dropout before the model is parallelized"
+            )
 
     def _returned(self, output: Any, *, is_last: bool) -> Any:
         """Return what a block returns; the last one, the whole sequence of its activation."""
         leaves, spec = pytree.tree_flatten(output)
         index = _activation(leaves)
         if is_last:
-            self._open = None
+            self._close_stack()
         if index is not None and is_last:
             leaves[index] = gather_slices(leaves[index], 1, self.slices, self._ranks)
         if index is not None and torch.is_grad_enabled():

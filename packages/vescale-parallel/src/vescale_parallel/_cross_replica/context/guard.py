@@ -19,7 +19,7 @@ from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing
-from .proof import NotSlicedError, proven_slicing
+from .proof import DrawsBy, NotSlicedError, proven_slicing
 from .slices import ContextRanks, Method
 
 _LEFT_OUT = "leave context_parallel out of the plan"
@@ -32,6 +32,7 @@ class ContextGuard:
         model: Still whole; what a check needs of it is copied.
         size: How many ranks share a sequence.
         batch: An example, whose form of call is compared now; None to wait for a call.
+        draws_by: Makes what has the modules of a rank draw its part.
         method: How they attend.
 
     Raises:
@@ -39,9 +40,15 @@ class ContextGuard:
     """
 
     def __init__(
-        self, model: nn.Module, size: int, batch: Any, method: Method = "all_to_all"
+        self,
+        model: nn.Module,
+        size: int,
+        batch: Any,
+        draws_by: DrawsBy,
+        method: Method = "all_to_all",
     ) -> None:
         self._method: Method = method
+        self._draws_by = draws_by
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
@@ -110,7 +117,14 @@ class ContextGuard:
                     "transformers to make a smaller one of"
                 )
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
-        return proven_slicing(subject, smaller, self._size, training=training, method=self._method)
+        return proven_slicing(
+            subject,
+            smaller,
+            self._size,
+            draws_by=self._draws_by,
+            training=training,
+            method=self._method,
+        )
 
     def _without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -34,6 +34,7 @@ class _OfThread(threading.local):
     """Whether attention is intercepted on this thread; a GPU's backward has one of its own."""
 
     is_intercepted = False
+    attending = ""
 
 
 class Interception:
@@ -42,21 +43,30 @@ class Interception:
     def __init__(self, attention: Attends) -> None:
         self._attention, self._here = attention, _OfThread()
 
+    @property
+    def attending(self) -> str:
+        """The innermost module that runs on this thread, of those that attend."""
+        return self._here.attending
+
     def around(
-        self, forward: Callable[..., Any], is_now: Callable[[], bool]
+        self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str
     ) -> Callable[..., Any]:
-        """Return a forward in which attention is intercepted, while ``is_now()``."""
+        """Return the forward of a module in which attention is intercepted, while ``is_now()``."""
 
         @functools.wraps(forward)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            if self._here.is_intercepted or not is_now():
+            if not is_now():
                 return forward(*args, **kwargs)
-            self._here.is_intercepted = True
+            here = self._here
+            held = here.attending, here.is_intercepted
+            here.attending, here.is_intercepted = fqn, True
             try:
+                if held[1]:
+                    return forward(*args, **kwargs)
                 with interface_of(self._attention), AttentionMode(self._attention):
                     return forward(*args, **kwargs)
             finally:
-                self._here.is_intercepted = False
+                here.attending, here.is_intercepted = held
 
         made: Any = intercepted
         _intercepted.add(made.__code__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.generators import untouched_generators
+from vescale_parallel._trace.generators import (
+    States,
+    set_generators,
+    states_of_generators,
+    untouched_generators,
+)
 from vescale_parallel._verify.compared_runs import Given, Results, close, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Region
@@ -28,10 +34,12 @@ from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
+from .draws import DrawKey, DrawsSlices, WholeDraw
 from .slices import ContextThreads, Method, SequenceSlices
 from .watch import ForwardWatch, noted_outputs
 
 Notes = dict[str, Tensor]
+DrawsBy = Callable[[SlicedBlocks], DrawsSlices]
 
 
 class NotSlicedError(ValueError):
@@ -43,6 +51,7 @@ def proven_slicing(
     named: Mapping[str, Any],
     size: int,
     *,
+    draws_by: DrawsBy,
     training: bool,
     method: Method = "all_to_all",
 ) -> Slicing:
@@ -52,6 +61,7 @@ def proven_slicing(
         model: Whole, perhaps without values.
         named: The arguments of a call.
         size: How many ranks share a sequence.
+        draws_by: Makes what has the modules of a rank draw its part.
         training: The mode to run in.
         method: How ranks attend.
 
@@ -63,29 +73,39 @@ def proven_slicing(
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
-        stacks, modules = _attending_stacks(region, base)
+        slicing = _attending_stacks(region, base)
+        given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
         whole = sharing_copy(base)
         seen = noted_outputs(whole)
-        outputs = run_once(whole, Given([*region.inputs], region.spec, [])).outputs
-        cotangents = [torch.randn_like(x) for x in outputs]
+        run = functools.partial(run_once, with_chance=bool(slicing.draws))
+        outputs = run(whole, given).outputs
+        given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
         seen.clear()
-        expected = run_once(whole, Given([*region.inputs], region.spec, cotangents))
+        set_generators(begin)
+        expected, end = run(whole, given), states_of_generators()
         discard(whole)
-        slicing = Slicing(stacks, modules)
+        set_generators(begin)
         make = functools.partial(SlicedBlocks, method=method)
-        runs, notes, slices = _on_ranks(region, base, size, slicing, cotangents, make)
+        runs, slices = _on_ranks(given, base, size, slicing, make, draws_by)
         discard(base)
-    _compare(expected, runs, _first_difference(seen, notes, slices, stacks))
+    notes = [each.notes for each in runs]
+    culprit = _first_difference(seen, notes, slices, slicing.stacks)
+    _compare(expected, [each.results for each in runs], culprit)
+    if slicing.draws and any(not torch.equal(each.end.torch, end.torch) for each in runs):
+        raise NotSlicedError(
+            f"{min(slicing.drawing)!r}, or another module, draws fewer or more random numbers "
+            "where it is given slices"
+        )
     del expected, runs, seen, notes
     give_memory_back()
     return slicing
 
 
-def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the stacks in which all blocks attend, and the modules in these that do.
+def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
+    """Return the stacks in which all blocks attend, the modules that do, and what is drawn.
 
     Raises:
-        NotSlicedError: If there are none, or they draw random numbers.
+        NotSlicedError: If there are none, or of a draw that cannot be told from another one.
     """
     watch = ForwardWatch()
     inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
@@ -106,47 +126,66 @@ def _attending_stacks(region: Region, base: nn.Module) -> tuple[frozenset[str], 
             "transformers' attention interface, by which a rank attends to all of the sequence"
         )
     stacks = frozenset(map(name_of, found))
-    drawing = [at for stack, at in watch.drawing.items() if stack in stacks]
-    if drawing:
-        raise NotSlicedError(
-            f"{drawing[0]!r} draws random numbers, of which one device would draw others than "
-            "ranks on their slices; set dropout to 0 in blocks (of attention, too); before and "
-            "behind them dropout is one device's"
-        )
     inside = tuple(f"{stack}." for stack in stacks)
-    return stacks, frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
+    attending = frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
+    once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
+    return Slicing(stacks, attending, _draws(watch, stacks), once)
+
+
+def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:
+    draws: dict[DrawKey, WholeDraw] = {}
+    for stack in sorted(stacks & {*watch.draws}):
+        for key, whole in watch.draws[stack].items():
+            if whole is None:
+                raise NotSlicedError(
+                    f"{key[0]!r} draws random numbers of several shapes in one call of the model, "
+                    "of which it cannot be told what ranks have"
+                )
+            draws[key] = whole
+    return draws
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a rank returned, what its modules did, and where its generators are then."""
+
+    results: Results
+    notes: Notes
+    end: States
 
 
 def _on_ranks(
-    region: Region,
+    given: Given,
     base: nn.Module,
     size: int,
     slicing: Slicing,
-    cotangents: list[Tensor],
     make: Callable[[ContextThreads], SlicedBlocks],
-) -> tuple[list[Results], list[Notes], SequenceSlices]:
-    """Run a model on all ranks; return also what its modules returned, and the slices."""
+    draws_by: DrawsBy,
+) -> tuple[list[_Ran], SequenceSlices]:
+    """Run a model on all ranks; return also the slices."""
     found: list[SequenceSlices] = []
 
-    def on_rank(rank: int, threads: ThreadExchange) -> tuple[Results, Notes]:
+    def on_rank(rank: int, threads: ThreadExchange) -> _Ran:
         local = sharing_copy(base)
         blocks = make(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
         blocks.slice_as(slicing)
         blocks.runs_short_ones = False
         notes = noted_outputs(local)
-        result = run_once(local, Given([*region.inputs], region.spec, cotangents))
+        if slicing.draws:
+            draws_by(blocks).install(local)
+        result = run_once(local, given, with_chance=bool(slicing.draws))
         found.append(blocks.slices)
         discard(local)
-        return result, notes
+        return _Ran(result, notes, states_of_generators())
 
     try:
-        both = run_in_threads(size, on_rank)
+        runs = run_in_threads(size, on_rank, draw_alike=True)
     except ShortSequenceError:
         raise
     except Exception as error:
         raise NotSlicedError(f"on slices it raises {type(error).__name__}: {error}") from error
-    return [result for result, _ in both], [notes for _, notes in both], found[0]
+    return runs, found[0]
 
 
 def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) -> None:

@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vescale_parallel._trace.extents import Extent
+
+from .draws import MasksOfAttention
 from .slices import ContextRanks, Range, SequenceSlices
 
 
@@ -56,6 +59,7 @@ def ring_attention(
     slices: SequenceSlices,
     ranks: ContextRanks,
     sinks: Tensor | None = None,
+    masks: MasksOfAttention | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries to the whole sequence. Every rank must call this.
 
@@ -67,12 +71,13 @@ def ring_attention(
         slices: Which positions ranks have.
         ranks: Those that share the sequence.
         sinks: One score a head of queries, of a key that has no value.
+        masks: Of dropout; None without.
 
     Returns:
         (.., H * G, Q, Dv).
     """
     grouped = query.unflatten(-3, (key.shape[-3], -1))
-    made: Any = _Ring.apply(grouped, key, value, sinks, scoring, slices, ranks)
+    made: Any = _Ring.apply(grouped, key, value, sinks, scoring, slices, ranks, masks)
     return made.flatten(-4, -3)
 
 
@@ -87,24 +92,26 @@ class _Ring(torch.autograd.Function):
         scoring: Scoring,
         slices: SequenceSlices,
         ranks: ContextRanks,
+        masks: MasksOfAttention | None,
     ) -> Tensor:
         softmax = _Softmax(query, value.shape[-1], sinks)
         own = slices.ranges[ranks.rank]
         for source, k, v in _passing(key, value, slices, ranks):
             for q_at, k_at in pairs_read(own, slices.ranges[source], is_causal=scoring.is_causal):
                 scores = _scores(q_at.of(query), k_at.of(k), q_at, k_at, scoring)
-                softmax.take(q_at, scores, k_at.of(v))
+                kept = None if masks is None else _kept(masks, scores, q_at, k_at, slices)
+                softmax.take(q_at, scores, k_at.of(v), kept)
         made, logs = softmax.finished()
         made = made.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, made, logs)
-        ctx.given = scoring, slices, ranks
+        ctx.given = scoring, slices, ranks, masks
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, sinks, made, logs = ctx.saved_tensors
-        scoring, slices, ranks = ctx.given
+        scoring, slices, ranks, masks = ctx.given
         own, dtype = slices.ranges[ranks.rank], logs.dtype
         grad = grad.to(dtype)
         drift = (grad * made).sum(-1, keepdim=True)
@@ -117,8 +124,11 @@ class _Ring(torch.autograd.Function):
                 q_part, k_part, g_part = q_at.of(query), k_at.of(k), q_at.of(grad)
                 scores = _scores(q_part, k_part, q_at, k_at, scoring)
                 weights = (scores - q_at.of(logs)).exp_()
-                k_at.of(of_value).add_((weights.mT @ g_part).sum(-3))
+                kept = None if masks is None else _kept(masks, weights, q_at, k_at, slices)
+                dropped = weights if kept is None else weights * kept
+                k_at.of(of_value).add_((dropped.mT @ g_part).sum(-3))
                 given = g_part @ k_at.of(v).to(dtype).unsqueeze(-3).mT
+                given = given if kept is None else given.mul_(kept)
                 # Of scores before they were scaled; of a softmax, with the mean of its row taken.
                 given = given.sub_(q_at.of(drift)).mul_(weights).mul_(scoring.scale)
                 q_at.of(of_query).add_(given @ k_part.to(dtype).unsqueeze(-3))
@@ -136,7 +146,7 @@ class _Ring(torch.autograd.Function):
             weights = (_of_heads(sinks, query).to(dtype) - logs).exp()
             of_sinks = _summed_to(-weights * drift, query).to(sinks.dtype)
         pairs = ((of_query, query), (of_key, key), (of_value, value))
-        return *(x.to(like.dtype) for x, like in pairs), of_sinks, None, None, None
+        return *(x.to(like.dtype) for x, like in pairs), of_sinks, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -231,6 +241,17 @@ def _mask_part(mask: Tensor, q_at: Part, k_at: Part, heads: Sequence[int]) -> Te
     return mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, tuple(heads))
 
 
+def _kept(
+    masks: MasksOfAttention, scores: Tensor, q_at: Part, k_at: Part, slices: SequenceSlices
+) -> Tensor:
+    """Return what dropout multiplies the weights (.., H, G, Q, K) of a block with."""
+    queries, keys = (
+        Extent(slices.length, ((at.whole, at.whole + at.length),)) for at in (q_at, k_at)
+    )
+    of_heads = scores.flatten(-4, -3)
+    return masks.block(of_heads, queries, keys).view_as(scores)
+
+
 class _Softmax:
     """Weighted values of which more scores are still to come, row by row."""
 
@@ -243,14 +264,19 @@ class _Softmax:
             self._highest.copy_(_of_heads(sinks, query))
             self._sums.fill_(1)
 
-    def take(self, at: Part, scores: Tensor, values: Tensor) -> None:
-        """Take in scores of some rows, and the values that they weight."""
+    def take(self, at: Part, scores: Tensor, values: Tensor, kept: Tensor | None = None) -> None:
+        """Take in scores of some rows, and the values that they weight.
+
+        Dropout is of weights as they are when all are known: it leaves sums as they are, and
+        multiplies what weights values with ``kept``.
+        """
         before, sums = at.of(self._highest), at.of(self._sums)
         highest = torch.maximum(before, scores.amax(-1, keepdim=True))
         # Rows that read nothing so far have no highest score.
         base = highest.masked_fill(highest == -torch.inf, 0)
         weights, shrunk = scores.sub_(base).exp_(), (before - base).exp_()
         sums.mul_(shrunk).add_(weights.sum(-1, keepdim=True))
+        weights = weights if kept is None else weights.mul_(kept)
         more = weights @ values.to(weights.dtype).unsqueeze(-3)
         at.of(self._values).mul_(shrunk).add_(more)
         before.copy_(highest)

@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._trace.extents import Extent
+
 from .attention import ARGUMENTS, check_slices
+from .draws import DrawsSlices, MasksOfAttention
 from .intercept import refuse_checkpoint_within
 from .ring import Scoring, ring_attention
 from .slices import ContextRanks, SequenceSlices
@@ -30,6 +33,16 @@ class RingAttention:
     def __init__(self, ranks: ContextRanks) -> None:
         self.ranks = ranks
         self.slices = SequenceSlices(())
+        self._draws: DrawsSlices | None = None
+        self._place: Callable[[], tuple[str, int] | None] = lambda: None
+
+    def draw_by(self, draws: DrawsSlices, place: Callable[[], tuple[str, int] | None]) -> None:
+        """Draw masks of dropout by ``draws``, at the place that is known of attention now."""
+        self._draws, self._place = draws, place
+
+    def extent(self) -> Extent:
+        """Return what this rank has of the sequence."""
+        return Extent(self.slices.length, self.slices.ranges[self.ranks.rank])
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute what ``F.scaled_dot_product_attention`` is called for on one device."""
@@ -100,11 +113,7 @@ class RingAttention:
     ) -> Tensor:
         check_slices((query, key, value), self.slices, self.ranks.rank)
         refuse_checkpoint_within()
-        if dropout:
-            raise ValueError(
-                f"context_parallel: a ring draws no dropout of attention, got {dropout}; set it "
-                "to 0"
-            )
+        masks = self._masks(dropout, query) if dropout else None
         if mask is not None and mask.requires_grad:
             raise ValueError(
                 "context_parallel: a ring gives no gradient to what is added to the scores of "
@@ -113,5 +122,23 @@ class RingAttention:
         usual = query.shape[-1] ** -0.5
         scoring = Scoring(usual if scale is None else scale, is_causal=bool(is_causal), mask=mask)
         return ring_attention(
-            query, key, value, scoring, slices=self.slices, ranks=self.ranks, sinks=sinks
+            query,
+            key,
+            value,
+            scoring,
+            slices=self.slices,
+            ranks=self.ranks,
+            sinks=sinks,
+            masks=masks,
         )
+
+    def _masks(self, dropout: float, query: Tensor) -> MasksOfAttention:
+        """Return what draws the mask of dropout that one device draws for all of attention."""
+        place = self._place()
+        if self._draws is None or place is None or query.device.type != "cpu":
+            raise ValueError(
+                f"context_parallel: a ring draws dropout of attention ({dropout}) as one device "
+                "does on the CPU, once a call of a module, in training; "
+                f"{_USE_HEADS}, or set it to 0"
+            )
+        return self._draws.masks(*place, dropout, (*query.shape[:-1], query.shape[-2]))

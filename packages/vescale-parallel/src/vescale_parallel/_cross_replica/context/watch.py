@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.generators import generator_state
+from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
+from vescale_parallel._trace.rng_trace import drawn_order
 
 from .blocks import name_of
+from .draws import DrawKey, WholeDraw
 from .intercept import AttentionMode
 from .interface import interface_of
 
@@ -24,18 +27,21 @@ class ForwardWatch:
     Attributes:
         attending: Blocks that called attention.
         modules: The innermost modules in them that did.
-        drawing: By stack of blocks, where random numbers were first drawn between its beginning
-            and its end, where activations are slices: a module, or the block before which it was.
+        draws: By stack of blocks, what was drawn between its beginning and its end, where
+            activations are slices. None for one module's numbers of several shapes.
+        in_attention: Which draws these modules had attention make, by module.
     """
 
     def __init__(self) -> None:
         self.attending: set[str] = set()
         self.modules: set[str] = set()
-        self.drawing: dict[str, str] = {}
+        self.draws: dict[str, dict[DrawKey, WholeDraw | None]] = {}
+        self.in_attention: dict[str, set[tuple[str, int]]] = {}
         self._block: str | None = None
         self._stack: str | None = None
-        self._before: object = None
-        self._within: list[str] = []
+        self._attends: str | None = None
+        # Modules that run, each with how often it has drawn.
+        self._within: list[tuple[str, list[None]]] = []
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Run a model that is thrown away afterwards."""
@@ -44,43 +50,58 @@ class ForwardWatch:
                 self._follow(model.get_submodule(fqn), fqn, stack)
         for fqn, module in model.named_modules():
             self._follow_within(module, fqn)
-        with torch.no_grad(), interface_of(self), AttentionMode(self):
+        with torch.no_grad(), interface_of(self), AttentionMode(self), _Noting(self):
             model(*args, **kwargs)
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Any:
         """Note ``F.scaled_dot_product_attention``, which computes what it does."""
-        self._note()
-        return F.scaled_dot_product_attention(*args, **kwargs)
+        with self._attending():
+            return F.scaled_dot_product_attention(*args, **kwargs)
 
     def of_interface(
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Note a function of transformers' attention interface, likewise."""
-        self._note()
-        return function(*args, **kwargs)
+        with self._attending():
+            return function(*args, **kwargs)
 
     def wants(self) -> bool:
         """Whether to be told of attention that is called now."""
         return True
 
-    def _note(self) -> None:
-        if self._block is not None:
-            self.attending.add(self._block)
-            self.modules.add(self._within[-1])
+    def note_draw(self, args: tuple[Any, ...]) -> None:
+        """Note what an operator is about to draw."""
+        fqn, drawn = self._within[-1]
+        index, shape = len(drawn), drawn_shape(args)
+        drawn.append(None)
+        if self._stack is None:
+            return
+        if self._attends is not None:
+            self.in_attention.setdefault(self._attends, set()).add((fqn, index))
+        noted = self.draws.setdefault(self._stack, {})
+        whole = WholeDraw(shape, drawn_order(args))
+        key = fqn, index, len(shape)
+        noted[key] = whole if noted.get(key, whole) == whole else None
 
-    def _note_draws(self, where: str) -> None:
-        if self._stack is not None and generator_state() != self._before:
-            self.drawing.setdefault(self._stack, where)
+    @contextlib.contextmanager
+    def _attending(self) -> Iterator[None]:
+        held = self._attends
+        if self._block is not None and held is None:
+            self._attends = self._within[-1][0]
+            self.attending.add(self._block)
+            self.modules.add(self._attends)
+        try:
+            yield
+        finally:
+            self._attends = held
 
     def _follow(self, block: nn.Module, fqn: str, stack: Sequence[str]) -> None:
         def begin(_: nn.Module, args: Any) -> None:
             if fqn == stack[0]:
-                self._stack, self._before = name_of(stack), generator_state()
-            self._note_draws(fqn)
+                self._stack = name_of(stack)
             self._block = fqn
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
-            self._note_draws(fqn)
             self._block = None
             if fqn == stack[-1]:
                 self._stack = None
@@ -90,14 +111,25 @@ class ForwardWatch:
 
     def _follow_within(self, module: nn.Module, fqn: str) -> None:
         def begin(_: nn.Module, args: Any) -> None:
-            self._within.append(fqn)
+            self._within.append((fqn, []))
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
             self._within.pop()
-            self._note_draws(fqn)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
+
+
+class _Noting(DrawMode):
+    """Tells a watch what is drawn."""
+
+    def __init__(self, watch: ForwardWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._watch.note_draw(args)
+        return func(*args, **kwargs)
 
 
 def noted_outputs(module: nn.Module) -> dict[str, Tensor]:
