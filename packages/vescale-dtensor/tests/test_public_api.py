@@ -37,6 +37,7 @@ def test_public_names_are_these() -> None:
         "empty",
         "emulate",
         "explain",
+        "find_positions_by",
         "forbid_gathers",
         "full",
         "is_sharded",

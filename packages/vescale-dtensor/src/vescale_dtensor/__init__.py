@@ -51,6 +51,7 @@ from ._comm.failures import (
     announced_failures as announced_failures,
     named_failures as named_failures,
 )
+from ._comm.positions import find_positions_by as find_positions_by
 from ._comm.profiling import (
     listening_to_ranges as listening_to_ranges,
     name_group as name_group,
@@ -129,6 +130,7 @@ __all__ = [
     "empty",
     "emulate",
     "explain",
+    "find_positions_by",
     "forbid_gathers",
     "full",
     "is_sharded",

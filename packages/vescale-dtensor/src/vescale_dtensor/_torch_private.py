@@ -116,6 +116,16 @@ StoreBase: Any = dist.Store  # pyright: ignore[reportPrivateImportUsage]: public
 isolate_threads: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]: not in the stubs
 
 
+def recorded_collectives() -> bytes:
+    """Return what NCCL's flight recorder of this process has, pickled; empty without NCCL.
+
+    In torch 2.11 to 2.15.
+    """
+    distributed: Any = getattr(torch._C, "_distributed_c10d", None)
+    dump: Any = getattr(distributed, "_dump_nccl_trace", None)
+    return b"" if dump is None else dump()
+
+
 def real_mesh(mesh: Any) -> DeviceMesh:
     """Return the mesh that a compiler's placeholder stands for, or the mesh itself."""
     return maybe_unwrap_fake_script_object(mesh)

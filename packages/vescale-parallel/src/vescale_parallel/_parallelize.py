@@ -53,6 +53,7 @@ from ._pipeline.layer_outputs import give_no_layers
 from ._pipeline.stage_assignment import StageMap, stage_map
 from ._pipeline.stage_module import Staging, stage_model
 from ._plan.plan import ParallelPlan
+from ._plan.recomputation import recompute_by_block
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
@@ -199,6 +200,7 @@ def _change(
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
+    modes = recompute_by_block(plan.recompute, blocks)
     mesh = build_mesh(plan)
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
@@ -232,10 +234,8 @@ def _change(
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
         param.refuse_calls_outside()
-    if plan.recompute == "full":
-        rows.prepare(model, run_here)
-        as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
-        recompute_blocks(model, run_here, as_now)
+    as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
+    recompute_blocks(model, run_here, modes, as_now, plan.recompute_keep, rows.prepare)
     parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)

@@ -64,6 +64,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "backward_within_modes",
     "call_after_backward",
     "compiled_graph",
     "current_dispatch_mode",
@@ -147,6 +148,19 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def backward_within_modes(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Do what ``torch.autograd.backward`` does, with the function modes of now.
+
+    A mode sees that function, and is left while it runs: what backward runs again in Python, the
+    blocks of ``torch.utils.checkpoint``, would not compute as it did in forward.
+    """
+    engine: Any = Variable._execution_engine
+    flags = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward(tuple(outputs), tuple(gradients), False, False, (), **flags)
 
 
 def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:

@@ -214,8 +214,17 @@ def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
     )
 
 
-def _recomputations(fixed: _Recompute | None) -> tuple[_Recompute, ...]:
-    return ("none", "full") if fixed is None else (fixed,)
+def _recomputations(fixed: object) -> tuple[_Recompute, ...]:
+    return ("none", "full") if fixed is None else (priced_recompute(fixed),)
+
+
+def priced_recompute(said: object) -> _Recompute:
+    """Return as what a plan's ``recompute`` is priced.
+
+    Blocks that run again in part, or some of them, are taken to keep everything: they need less
+    memory than that, and more time.
+    """
+    return "full" if said == "full" else "none"
 
 
 def _zero_stages(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from vescale_parallel import ParallelPlan
 
-from ._candidates import Candidate
+from ._candidates import Candidate, priced_recompute
 from ._layouts import Layout
 from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
 from ._search import Search
@@ -119,7 +119,7 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,
         microbatches=pipeline.microbatches,
-        recompute=plan.recompute,
+        recompute=_recompute(plan, notes),
         rows=_rows(plan, workload, notes),
         accumulation=plan.batch.gradient_accumulation,
         prefetch=data.prefetch,
@@ -128,6 +128,16 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         offload=data.offload,
         shares_state=data.replicate_zero_stage == 1,
     )
+
+
+def _recompute(plan: ParallelPlan, notes: list[str]) -> Literal["none", "full"]:
+    priced = priced_recompute(plan.recompute)
+    if plan.recompute != priced:
+        notes.append(
+            "blocks that run again in part, or some of them, are priced as if they kept all "
+            "activations: they need less memory, and more time"
+        )
+    return priced
 
 
 def _rows(plan: ParallelPlan, workload: Workload, notes: list[str]) -> int:

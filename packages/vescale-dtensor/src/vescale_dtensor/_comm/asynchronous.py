@@ -24,6 +24,7 @@ from .failures import named_failures
 from .groups import Peers, peers_of
 from .in_place import all_gather_single, reduce_scatter_single
 from .ordered_reduce import Reduction, all_reduce_parts, reduce_scatter_parts
+from .positions import Collective
 from .primitives import all_gather_into, all_to_all_into, joined, parts_of, tell_peers
 from .profiling import collective_range, is_profiled, name_of, profiler_range
 from .waiting import finish, refuse_abandoned
@@ -52,7 +53,7 @@ class CollectiveWork:
     def wait(self) -> Tensor:
         """Wait until the result is there, and return ``out``; a second time at once."""
         if self._work is not None:
-            with self._range(), named_failures():
+            with self._range(), named_failures(of=Collective(self._kind, self._peers, name_of)):
                 refuse_abandoned(self._peers.group)
                 finish(self._work, self._out, self._peers.group)
             self._work = self._sent = None
@@ -214,7 +215,10 @@ def _started(
     peers: Peers,
 ) -> CollectiveWork:
     tell_peers(kind, numel, sent.dtype, peers)
-    with collective_range(kind, peers), named_failures(completes=False):
+    with (
+        collective_range(kind, peers),
+        named_failures(completes=False, of=Collective(kind, peers, name_of)),
+    ):
         refuse_abandoned(peers.group)
         work = run(out, sent, group=peers.group, async_op=True)
     return CollectiveWork(kind, out, peers, work, sent)

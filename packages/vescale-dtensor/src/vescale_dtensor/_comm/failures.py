@@ -17,6 +17,11 @@ begun and left would pair with a later one of the other ranks.
 
 A rank that ends without an error, for its loop had fewer steps, says so as well: whoever still
 waits for it names it.
+
+[Note: where ranks wait]
+When a collective breaks a rank writes where it waited to the store, and one whose time ran out
+first reads there, for some seconds, what the others of the collective say. A rank that says
+nothing waits in no collective: it computes, waits for something else, or is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import atexit
 import contextlib
 import datetime
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -36,13 +42,19 @@ from vescale_dtensor._caches import forget_with_world, own_list, own_variable
 from vescale_dtensor._torch_private import default_store
 
 from .emulation import is_emulated
+from .flight_recorder import dump_flight_recorder
+from .positions import Collective, position, ranks_of, waited_for
 
 _COUNT = "vescale/failures"
 _NUM_LOOKED_AT = 1024  # entries; ranks that raise alike write one each
 _PATIENCE = datetime.timedelta(seconds=5)  # with a store whose host may be gone
+_HEARING_SECONDS = 3.0  # for ranks whose wait ends at about the same time
 
 # What backends say of a connection whose other end is gone.
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+# And of a time that ran out, in small letters.
+_TIMED_OUT = ("timed out", "timeout")
 
 _MARK = "_announced_as"  # on an exception
 
@@ -85,18 +97,23 @@ def announced_failures() -> Iterator[None]:
         raise
 
 
-def announce(error: BaseException) -> None:
-    """Write this rank's failure where waiting ranks look."""
+def announce(error: BaseException, waited: str = "") -> None:
+    """Write this rank's failure where waiting ranks look, and what it waited for, if it did."""
     if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1:
         return
     if _is_announced(error):
         return  # on its way out it leaves several blocks
     text = f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:2000]}"
     text = "; ".join([text, *(note[:2000] for note in getattr(error, "__notes__", ()))])
+    where = f"waiting{waited}" if waited else position(error)
+    text += f"; it was {where}" if where else ""
     # The store may be gone when the whole job is going down; the error itself still rises.
     with _patient_store() as store:
         number = store.add(_COUNT, 1)
         store.set(_key(number), text)
+        if not waited:
+            happened = f"{number} raised {type(error).__name__}" + (f", {where}" if where else "")
+            store.set(_where_key(dist.get_rank()), happened)
         vars(error)[_MARK] = number
         _standing.append((dist.group.WORLD, number))
 
@@ -178,35 +195,85 @@ def announce_alone(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def named_failures(*, completes: bool = True) -> Iterator[None]:
+def named_failures(*, completes: bool = True, of: Collective | None = None) -> Iterator[None]:
     """Turn a broken collective into an error that names the rank that failed.
 
     Args:
         completes: Whether the block waits for the collective's end, and does not only start it;
             see [Note: failures that are over].
+        of: The collective and its ranks, if one is known.
     """
     _watch_the_end()
     try:
         yield
     except RuntimeError as error:
-        known = _named
+        known, waited, before = _named, waited_for(of), _write_where(of)
+        here = f"this rank ({dist.get_rank()}) was waiting for it{waited}"
         if text := _announced():
-            raise PeerError(f"{text}; this rank ({dist.get_rank()}) was waiting for it") from error
+            raise PeerError(f"{text}; {here}") from error
         if known[0] is dist.group.WORLD:
             error.add_note(f"no other rank has reported a failure since {known[2]}")
         if any(text in str(error) for text in _CLOSED):
             lost = PeerError(
                 "a rank's process ended without a word, as one that is killed does (the kernel "
                 "does it when memory runs out), or whose backend gave up as ranks came to "
-                f"different collectives; this rank ({dist.get_rank()}) was waiting for it. The "
-                "launcher's output says which one and by what signal"
+                f"different collectives; {here}. The launcher's output says which one and by what "
+                "signal"
             )
             announce(lost)
             raise lost from error
-        announce(error)
+        announce(error, waited)
+        _say_who_waits(error, of, before)
         raise
     if _standing and completes:
         _take_back()
+
+
+def _say_who_waits(error: RuntimeError, of: Collective | None, before: int) -> None:
+    """Add to an error where this rank and the others of a collective wait, if time ran out."""
+    if not any(text in str(error).lower() for text in _TIMED_OUT) or is_emulated():
+        return
+    error.add_note(f"this rank ({dist.get_rank()}) waited{waited_for(of)}")
+    others = [rank for rank in ranks_of(of) if rank != dist.get_rank()]
+    heard = _hear_from(others, before)
+    for rank in others:
+        silence = (
+            f"has said nothing for {_HEARING_SECONDS:.0f} s: it waits in no collective whose time "
+            "ran out, but computes, waits for something else, or is gone"
+        )
+        error.add_note(f"rank {rank} {heard.get(rank, silence)}")
+    if path := dump_flight_recorder(None if of is None else of.peers.group):
+        error.add_note(f"torch's flight recorder of this rank is in {path}")
+
+
+def _write_where(of: Collective | None) -> int:
+    """Write where this rank waits; return how many failures there were. See [Note: where ..]."""
+    count = 0
+    if not dist.is_initialized() or is_emulated():
+        return count
+    with _patient_store() as store:
+        count = store.add(_COUNT, 0)
+        store.set(_where_key(dist.get_rank()), f"{count} waits{waited_for(of)}")
+    return count
+
+
+def _hear_from(ranks: list[int], before: int) -> dict[int, str]:
+    """Return where ranks say that they wait, as soon as all of them have, or time is up."""
+    heard: dict[int, str] = {}
+    end = time.monotonic() + _HEARING_SECONDS
+    with _patient_store() as store:
+        while True:
+            for rank in set(ranks) - heard.keys():
+                key = _where_key(rank)
+                number, _, text = (
+                    store.get(key).decode() if store.check([key]) else "-1"
+                ).partition(" ")
+                if int(number) >= before:  # else of a failure that is over
+                    heard[rank] = text
+            if len(heard) == len(ranks) or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+    return heard
 
 
 def _take_back() -> None:
@@ -245,6 +312,10 @@ def _patient_store() -> Iterator[Any]:
             yield store
         finally:
             store.set_timeout(before)
+
+
+def _where_key(rank: int) -> str:
+    return f"vescale/where/{rank}"
 
 
 def _key(number: int) -> str:

@@ -23,6 +23,7 @@ from .events import Communication, CommunicationKind, is_anyone_listening, tell
 from .failures import named_failures
 from .groups import Peers, peers_along
 from .in_place import all_gather_single, reduce_scatter_single
+from .positions import Collective
 from .profiling import collective_range, name_of
 from .waiting import run_collective
 
@@ -88,7 +89,10 @@ def all_gather_into(gathered: Tensor, part: Tensor, peers: Peers) -> None:
         gathered.copy_(joined(all_gather_parts(parts_of(part, peers), peers), peers))
         return
     tell_peers("all_gather", (peers.num_ranks - 1) * part.numel(), part.dtype, peers)
-    with collective_range("all_gather", peers), named_failures():
+    with (
+        collective_range("all_gather", peers),
+        named_failures(of=Collective("all_gather", peers, name_of)),
+    ):
         run_collective(all_gather_single, gathered, part.unsqueeze(0), group=peers.group)
 
 
@@ -180,7 +184,10 @@ def _all_gather(part: Tensor, peers: Peers) -> Tensor:
     if functional.is_traced(part):
         return functional.all_gather(part, peers.num_ranks, peers.group)
     gathered = part.new_empty(peers.num_ranks * part.shape[0], *part.shape[1:])
-    with collective_range("all_gather", peers), named_failures():
+    with (
+        collective_range("all_gather", peers),
+        named_failures(of=Collective("all_gather", peers, name_of)),
+    ):
         run_collective(all_gather_single, gathered, part, group=peers.group)
     return gathered
 
@@ -207,7 +214,10 @@ def _all_to_all(
         equally = (part.shape[0] // peers.num_ranks,) * peers.num_ranks
         return functional.all_to_all(part, received or equally, sent or equally, peers.group)
     arrived = part.new_empty(part.shape[0] if received is None else sum(received), *part.shape[1:])
-    with collective_range("all_to_all", peers), named_failures():
+    with (
+        collective_range("all_to_all", peers),
+        named_failures(of=Collective("all_to_all", peers, name_of)),
+    ):
         run_collective(
             dist.all_to_all_single,
             arrived,
@@ -227,7 +237,10 @@ def all_to_all_into(arrived: Tensor, part: Tensor, peers: Peers) -> None:
         return
     away = part.numel() // peers.num_ranks * (peers.num_ranks - 1)
     tell_peers("all_to_all", away, part.dtype, peers)
-    with collective_range("all_to_all", peers), named_failures():
+    with (
+        collective_range("all_to_all", peers),
+        named_failures(of=Collective("all_to_all", peers, name_of)),
+    ):
         run_collective(dist.all_to_all_single, arrived, part, group=peers.group)
 
 
@@ -244,7 +257,10 @@ def _emulated_all_to_all(
 def library_all_reduce(part: Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) -> Tensor:
     """Reduce in whatever order the backend likes. Between processes only."""
     reduced = part.clone(memory_format=torch.contiguous_format)
-    with collective_range("all_reduce", peers), named_failures():
+    with (
+        collective_range("all_reduce", peers),
+        named_failures(of=Collective("all_reduce", peers, name_of)),
+    ):
         run_collective(dist.all_reduce, reduced, op, group=peers.group)
     return reduced
 
@@ -258,7 +274,10 @@ def library_reduce_scatter(
         splits = part.split(list(sizes))
         part = torch.cat([_padded(splits[place], row) for place in peers.by_group_rank])
     reduced = part.new_empty(row, *part.shape[1:])
-    with collective_range("reduce_scatter", peers), named_failures():
+    with (
+        collective_range("reduce_scatter", peers),
+        named_failures(of=Collective("reduce_scatter", peers, name_of)),
+    ):
         run_collective(reduce_scatter_single, reduced, part.contiguous(), op, group=peers.group)
     return reduced[: sizes[peers.place_of(0)]]
 

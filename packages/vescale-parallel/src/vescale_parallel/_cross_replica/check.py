@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import InDouble, scaled_copy
+from vescale_parallel._torch_private import backward_within_modes
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, part_of_rows, structure
@@ -383,7 +384,7 @@ def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str
         parameter.grad = sums.get(name)
     with InDouble(), WithoutChance():
         # Of all leaves: checkpoint(use_reentrant=True) refuses a backward of some.
-        torch.autograd.backward([x for x, _ in pairs], [c for _, c in pairs])
+        backward_within_modes([x for x, _ in pairs], [c for _, c in pairs])
     for name, parameter in wanted.items():
         if parameter.grad is not None:
             sums[name], parameter.grad = parameter.grad.to_dense(), None  # of sparse embeddings

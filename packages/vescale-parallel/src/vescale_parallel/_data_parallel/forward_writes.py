@@ -107,7 +107,7 @@ class ForwardWrites:
                 f"which computes in {param.unsharded.dtype} and is kept in {param.sharded.dtype}"
             )
         if self._runs_again:
-            return "and recompute 'full' runs forward twice"
+            return "and recompute runs forward twice"
         return None
 
 

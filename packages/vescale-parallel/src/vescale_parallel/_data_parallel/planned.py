@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,8 +13,10 @@ from vescale_parallel._parameters.flat_shards import groups_of
 from vescale_parallel._parameters.sent_shards import Offload
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._plan.block_patterns import by_block
 from vescale_parallel._plan.config import DataParallel
 from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._plan.recomputation import recomputes
 
 from .gradient_rows import GradientBuffers
 from .mix_up import Exchanges
@@ -34,16 +35,7 @@ def resharding_by_block(data: DataParallel, blocks: Sequence[str]) -> dict[str, 
     said = data.reshard_after_forward
     if isinstance(said, bool):
         return dict.fromkeys(blocks, said)
-    name, found = "data_parallel.reshard_after_forward", dict[str, bool]()
-    for pattern, value in said.items():
-        expression = re.escape(pattern).replace(r"\*", "[^.]+")
-        matched = [block for block in blocks if re.fullmatch(expression, block)]
-        if not matched:
-            known = ", ".join(map(repr, blocks[:4])) or "none"
-            raise ValueError(f"{name}: {pattern!r} is no block of the model; blocks are {known}")
-        for block in matched:
-            if found.setdefault(block, value) is not value:
-                raise ValueError(f"{name} says both True and False of {block!r}; leave one out")
+    found = by_block("data_parallel.reshard_after_forward", said, blocks)
     return {block: found.get(block, True) for block in blocks}
 
 
@@ -91,7 +83,7 @@ def planned_zero_state(
         sums_first=plan.pipeline_parallel.size > 1
         and plan.pipeline_parallel.reduce_every == "step",
         prefetch=plan.data_parallel.prefetch,
-        runs_again=plan.recompute == "full",
+        runs_again=recomputes(plan.recompute),
     )
 
 

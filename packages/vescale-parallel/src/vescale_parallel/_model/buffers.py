@@ -134,7 +134,7 @@ class BuffersBefore:
             if held.copy is None:
                 raise ValueError(
                     f"the buffer {fqn!r} was changed by forward, and was not by the first call "
-                    "of this kind. With recompute 'full' or pipeline_parallel.size > 1 forward "
+                    "of this kind. With recompute or pipeline_parallel.size > 1 forward "
                     "runs several times a step, each time from the same buffers; change the "
                     "buffer in the first call as well, or outside of forward"
                 )

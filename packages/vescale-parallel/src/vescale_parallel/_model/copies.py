@@ -142,9 +142,12 @@ def _is_function(value: object) -> bool:
 
 
 def _rebound(function: Any, memo: dict[int, Any]) -> Any:
-    """Return a function whose closure has the copies of what was copied."""
+    """Return a function whose closure and defaults have the copies of what was copied."""
     closure = cast("tuple[types.CellType, ...]", function.__closure__ or ())
+    defaults = cast("tuple[Any, ...]", function.__defaults__ or ())
+    by_name = cast("dict[str, Any]", function.__kwdefaults__ or {})
     held = [cell.cell_contents for cell in closure if _is_filled(cell)]
+    held += [*defaults, *by_name.values()]
     # What is kept nowhere else, a list of layers for example, is copied with what it holds.
     copies = {id(each): copy.deepcopy(each, memo) for each in held if _holds_copied(each, memo)}
     if not copies:
@@ -156,15 +159,17 @@ def _rebound(function: Any, memo: dict[int, Any]) -> Any:
         for cell in closure
     ]
     bound = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__,
-        tuple(cells),
+        function.__code__, function.__globals__, function.__name__,
+        tuple(copies.get(id(each), each) for each in defaults), tuple(cells),
     )  # fmt: skip
-    bound.__kwdefaults__ = function.__kwdefaults__
+    bound.__kwdefaults__ = {name: copies.get(id(each), each) for name, each in by_name.items()}
     vars(bound).update(vars(function))
     return bound
 
 
 def _holds_copied(value: Any, memo: Mapping[int, Any]) -> bool:
+    if isinstance(value, types.MethodType):  # a forward that another one is put around
+        value = value.__self__
     parts = [value, *value.modules()] if isinstance(value, nn.Module) else [value]
     if isinstance(value, list | tuple | dict):
         parts += pytree.tree_leaves(value)

@@ -21,6 +21,7 @@ from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import rule_of
 from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._plan.recomputation import recomputes
 from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
@@ -366,7 +367,7 @@ class Pipeline:
         if not rule_of(schedule).splits_backward:
             return False
         refusal = None
-        if self.plan.recompute != "none":
+        if recomputes(self.plan.recompute):
             refusal = f"recompute={self.plan.recompute!r} would run blocks again for each part"
         elif self.plan.data_parallel.zero_stage == 3:
             refusal = "data_parallel.zero_stage 3 frees weights behind the first part"

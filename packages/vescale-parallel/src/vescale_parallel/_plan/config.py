@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .frozen_mapping import FrozenMapping, checked_places
 from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
@@ -27,7 +27,14 @@ def check_choices(prefix: str, section: object) -> None:
         if hint is bool and not isinstance(value, bool):
             raise ValueError(f"expected {prefix}{name} to be True or False, got {value!r}")
         optional = value is None and type(None) in options
-        if allowed and not optional and (isinstance(value, bool) or value not in allowed):
+        # What patterns are mapped to is the field's own to check.
+        maps = isinstance(value, Mapping) and any(get_origin(t) is Mapping for t in options)
+        if (
+            allowed
+            and not optional
+            and not maps
+            and (isinstance(value, bool) or value not in allowed)
+        ):
             raise ValueError(f"expected {prefix}{name} to be one of {allowed}, got {value!r}")
 
 

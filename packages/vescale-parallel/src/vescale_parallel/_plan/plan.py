@@ -22,6 +22,7 @@ from .config import (
     check_choices,
 )
 from .printed import entry, filled, in_words, rates
+from .recomputation import Recompute, checked_keep, checked_recompute, keeps_some
 
 _FORMAT = 1
 # What a plan says of itself; nobody constrains it.
@@ -101,7 +102,8 @@ class ParallelPlan:
     expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
     batch: Batch = field(default_factory=Batch)
     precision: Precision = field(default_factory=Precision)
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
+    recompute_keep: tuple[str, ...] = ()
     compile: Literal["none", "blocks"] = "none"
     compile_backend: str = "inductor"
     model: ModelSignature | None = None
@@ -111,6 +113,7 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         self._check_sections()
         self._check_compile()
+        self._check_recompute()
         check_choices("", self)
         object.__setattr__(self, "reasons", tuple(self.reasons))
         self._check_experts()
@@ -154,6 +157,17 @@ class ParallelPlan:
             raise ValueError(
                 "expected compile_backend to be a name that torch.compile knows ('inductor', "
                 f"'aot_eager', ..), got {self.compile_backend!r}"
+            )
+
+    def _check_recompute(self) -> None:
+        recompute = checked_recompute(self.recompute)
+        object.__setattr__(self, "recompute", recompute)
+        object.__setattr__(self, "recompute_keep", checked_keep(self.recompute_keep, recompute))
+        if self.compile != "none" and keeps_some(recompute):
+            raise ValueError(
+                "recompute 'selective' tells operators apart, of which a block that compile "
+                f"{self.compile!r} compiles has none: expected recompute 'none' or 'full', or "
+                f"compile 'none', got {recompute!r}"
             )
 
     def _check_experts(self) -> None:

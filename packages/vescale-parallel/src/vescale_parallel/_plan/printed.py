@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .config import ContextParallel, DataParallel, ExpertParallel, PipelineParallel, TensorParallel
+from .recomputation import Recompute, recomputes
 
 WIDTH = 100
 _ZERO = {
@@ -30,7 +31,7 @@ def in_words(
     data: DataParallel,
     experts: ExpertParallel,
     context: ContextParallel,
-    recompute: str,
+    recompute: Recompute,
 ) -> list[str]:
     """Return one sentence for every kind of parallelism that a plan uses."""
     said: list[str] = []
@@ -65,6 +66,8 @@ def in_words(
         said.append("a single device: nothing is sharded, split or sent")
     if recompute == "full":
         said.append("activations are computed again in backward (activation checkpointing)")
+    elif recomputes(recompute):
+        said.append("some activations are computed again in backward (selective checkpointing)")
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.compiler import list_backends
 
+from .operators import checked_overloads
 from .plan import ParallelPlan
 
 
@@ -12,6 +13,8 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
     _check_context(plan)
     _check_compile(plan)
+    for name in plan.recompute_keep:
+        checked_overloads(name)
     parts = plan.data_parallel.size * plan.num_microbatches
     names = {fqn: {base.__name__ for base in type(m).__mro__} for fqn, m in model.named_modules()}
     batch_norms = [fqn for fqn, bases in names.items() if "_BatchNorm" in bases]

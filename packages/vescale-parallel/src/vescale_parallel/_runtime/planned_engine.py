@@ -30,6 +30,7 @@ from .arguments import Arguments
 from .engine import Engine, ProvesCalls
 from .outside import KnownModules
 from .same_inputs import SameInputs
+from .where import name_modules_of
 
 
 def planned_engine(
@@ -76,6 +77,7 @@ def planned_engine(
             buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
+    name_modules_of(model)
     return Engine(
         mesh=mesh,
         parameters=parameters,

@@ -15,20 +15,47 @@ from torch.utils.checkpoint import checkpoint
 from vescale_parallel._loss.token_mean import means_as_now
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
+from vescale_parallel._plan.recomputation import RecomputeMode
+
+from .kept_operators import Contexts, keep_nothing, keep_operators
 
 Around = Callable[[], AbstractContextManager[None]]
 
 
 def recompute_blocks(
-    model: nn.Module, blocks: Sequence[str], as_now: Callable[[], Around]
+    model: nn.Module,
+    blocks: Sequence[str],
+    modes: Mapping[str, RecomputeMode],
+    as_now: Callable[[], Around],
+    keep: Sequence[str] = (),
+    prepare: Callable[[nn.Module, Sequence[str]], object] = lambda *_: None,
 ) -> None:
-    """Have blocks of a model run again in backward, in place; see :func:`recompute`."""
+    """Have blocks of a model run again in backward, in place; see :func:`recompute`.
+
+    Args:
+        model: The model.
+        blocks: FQNs of those of this rank.
+        modes: Of all blocks.
+        as_now: As for :func:`recompute`.
+        keep: What selective ones keep besides.
+        prepare: Called with the model and those that run again before they are changed.
+    """
+    again = {fqn: modes[fqn] for fqn in blocks if modes[fqn] != "none"}
+    if not again:
+        return
+    prepare(model, [*again])
     keep_no_caches(model)
-    for fqn in blocks:
-        recompute(model.get_submodule(fqn), as_now, fqn)
+    for fqn, mode in again.items():
+        contexts = keep_operators(keep, fqn) if mode == "selective" else keep_nothing
+        recompute(model.get_submodule(fqn), as_now, fqn, contexts)
 
 
-def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> None:
+def recompute(
+    block: nn.Module,
+    as_now: Callable[[], Around],
+    fqn: str = "",
+    contexts: Contexts = keep_nothing,
+) -> None:
     """Have a block run its forward again in backward, in place.
 
     The second run is called with what the first one was: objects that a forward changes, as it
@@ -36,14 +63,17 @@ def recompute(block: nn.Module, as_now: Callable[[], Around], fqn: str = "") -> 
     that forward changes as the first run did, and leaves them as that one left them.
 
     ``as_now`` is called in the first run; it returns what makes the context of the second one.
+    ``contexts`` make those in which forward alone runs, first and again.
     """
-    block.forward = functools.partial(_run, block.forward, Buffers(block, fqn), as_now)
+    buffers = Buffers(block, fqn)
+    block.forward = functools.partial(_run, block.forward, buffers, as_now, contexts)
 
 
 def _run(
     forward: Callable[..., Any],
     buffers: Buffers,
     as_now: Callable[[], Around],
+    contexts: Contexts,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -54,15 +84,18 @@ def _run(
     held = buffers.now(form)
     ran: list[Around] = []
     means = means_as_now()
+    # Not by checkpoint's context_fn: of both runs they have to be within what draws numbers.
+    first, second = contexts()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not ran:
             ran.append(as_now())
-            output = forward(*args, **kwargs)
+            with first:
+                output = forward(*args, **kwargs)
             _learn(buffers, form, held)
             return output
         args, kwargs = snapshot(before)
-        with ran[0](), means(), held.back():
+        with ran[0](), means(), held.back(), second:
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)

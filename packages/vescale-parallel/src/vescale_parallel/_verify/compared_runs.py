@@ -20,7 +20,7 @@ from vescale_parallel._tensor_parallel.communicators import ThreadExchange, Thre
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import backward_within_modes, pytree
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.generators import (
     set_generators,
@@ -224,7 +224,7 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
     outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
     if given.cotangents:
         with InDouble():
-            torch.autograd.backward(outputs, given.cotangents)
+            backward_within_modes(outputs, given.cotangents)
     return Results(
         [x.detach() for x in outputs],
         [x.detach() if isinstance(x, Tensor) else None for x in leaves],

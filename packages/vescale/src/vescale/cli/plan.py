@@ -179,7 +179,7 @@ def _layout(plan: ParallelPlan) -> str:
     words = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     extra = f", ZeRO {data.zero_stage}" if data.zero_stage else ""
     extra += f", {pipeline.microbatches} micro-batches" if pipeline.size > 1 else ""
-    extra += ", recompute" if plan.recompute == "full" else ""
+    extra += ", recompute" if plan.recompute != "none" else ""
     return (words or "a single device") + extra
 
 

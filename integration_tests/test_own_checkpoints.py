@@ -1,0 +1,120 @@
+"""A program's own activation checkpoints, under every axis, with one device's numbers."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import vescale
+from vescale_testing import World
+
+from .families import make
+from .plans import DP, EP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
+from .training import whole
+
+PLANS: dict[str, Constraints] = {
+    "zero2": {DP: 2, ZERO: 2},
+    "zero3": {DP: 2, ZERO: 3},
+    "tp": {TP: 2},
+    "tp-sequence": {TP: 2, SEQUENCE: True},
+    "pp": {PP: 2, PARTS: 2},
+    "pp-gpipe": {PP: 2, PARTS: 2, "pipeline_parallel.schedule": "gpipe"},
+    "ep": {DP: 2, EP: 2},
+}
+Grads = dict[str, Tensor]
+
+
+def enabled(family: str, reentrant: bool | None) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model whose blocks its own switch has checkpointed, and its batch."""
+    torch.manual_seed(0)
+    model, call = make(family)
+    if reentrant is not None:
+        options = {"use_reentrant": reentrant}
+        # Renamed in transformers 5, where the old name warns.
+        old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
+        has_new = hasattr(model, new)
+        getattr(model, new if has_new else old)(options)
+    return model.train(), call
+
+
+def checkpoint_calls(model: nn.Module, reentrant: bool) -> None:
+    """Checkpoint what a block's largest part computes, as a hand-written model may do."""
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            own = module.forward
+            module.forward = lambda *args, own=own: checkpoint(own, *args, use_reentrant=reentrant)
+
+
+def run(family: str, constraints: Constraints, reentrant: bool | None, inner: bool) -> Grads:
+    model, call = enabled(family, None if inner else reentrant)
+    if inner and reentrant is not None:
+        checkpoint_calls(model, reentrant)
+    plan = make_plan(constraints)
+    model = vescale.parallelize(plan, model)
+    parts = plan.data_parallel.size
+    part = dist.get_rank() // plan.tensor_parallel.size % parts
+    found: Grads = {}
+    for step in range(2):  # the second one's form of call is known
+        loss = model(**{name: x.chunk(parts)[part] for name, x in call.items()}).loss
+        loss.backward()
+        found |= {
+            f"{step} {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        }
+        found[f"{step} loss"] = loss.detach()
+        model.zero_grad()
+    return found
+
+
+def runs(
+    family: str, constraints: Constraints, inner: bool, modes: tuple[bool, ...]
+) -> list[Grads]:
+    with warnings.catch_warnings():
+        # Of use_reentrant=True, where a pipeline runs a block on shapes, without gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
+        return [run(family, constraints, mode, inner) for mode in (None, *modes)]
+
+
+def same(world: World, family: str, plan: str, inner: bool, *modes: bool) -> None:
+    for plain, *checkpointed in world.run(runs, family, PLANS[plan], inner, modes):
+        assert len(plain) > 10
+        for found in checkpointed:
+            assert found.keys() == plain.keys()
+            for name, value in plain.items():
+                assert torch.equal(found[name], value), name
+
+
+nightly = pytest.mark.nightly
+DENSE = ("zero2", "zero3", "tp", "tp-sequence", "pp", "pp-gpipe")
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp", *(pytest.param(p, marks=nightly) for p in DENSE if p != "tp")]
+)
+def test_the_switch_of_transformers_changes_no_bit(world2: World, plan: str) -> None:
+    same(world2, "llama", plan, False, True, False)
+
+
+@nightly
+@pytest.mark.parametrize("plan", DENSE)
+def test_the_switch_of_models_with_absolute_positions_changes_no_bit(
+    world2: World, plan: str
+) -> None:
+    same(world2, "gpt2", plan, False, True, False)
+
+
+@nightly
+@pytest.mark.parametrize("plan", ["ep", "zero3"])
+def test_a_mixture_that_is_checkpointed_has_the_same_bits(world2: World, plan: str) -> None:
+    same(world2, "mixtral", plan, False, True, False)
+
+
+@pytest.mark.parametrize(
+    "plan", [p if p in ("zero3", "pp") else pytest.param(p, marks=nightly) for p in DENSE]
+)
+def test_a_part_of_a_block_that_is_checkpointed_changes_no_bit(world2: World, plan: str) -> None:
+    same(world2, "llama", plan, True, True, False)
