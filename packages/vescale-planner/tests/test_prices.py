@@ -63,7 +63,6 @@ def _workload(blocks: int = 4, **changes: float) -> Workload:
         observed=True,
         head_modules=(),
         tail_modules=(),
-        called_behind={},
         assumptions=(),
     )
 

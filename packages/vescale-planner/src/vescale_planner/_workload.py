@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from vescale_parallel import (
     Observation,
     ObservationError,
-    calls_between_blocks,
     modules_outside_blocks,
     observe,
     pipeline_blocks,
@@ -85,7 +84,6 @@ class Workload:
         returns_loss: Whether forward was seen to return a scalar, as accumulation needs.
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
-        called_behind: Blocks behind which modules between them are called.
         assumptions: Sentences that say what was assumed.
     """
 
@@ -102,7 +100,6 @@ class Workload:
     observed: bool
     head_modules: tuple[str, ...]
     tail_modules: tuple[str, ...]
-    called_behind: Mapping[str, tuple[str, ...]]
     assumptions: tuple[str, ...]
     returns_loss: bool = False
 
@@ -184,7 +181,6 @@ def workload_of(model: nn.Module, example_batch: Any) -> Workload:
         observed=observation.ran,
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
-        called_behind=calls_between_blocks(model, example_batch) if blocks else {},
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
     )
@@ -381,3 +377,32 @@ def _order_note(seen: Observation) -> str:
 def itemsize_of(dtype: str | None, default: int) -> int:
     """Return the bytes of an element of a dtype by name."""
     return default if dtype is None else getattr(torch, dtype).itemsize
+
+
+# Bytes of logits above which less of the example is run with memory, and tokens of it then.
+_LARGE_OUTPUT, _FEW_TOKENS = 2**28, 64
+
+
+def few_tokens(batch: Any, workload: Workload) -> Any:
+    """Return an example for code that is run on values: its first tokens if logits are large.
+
+    Which modules are called, and when, is asked of them, not how long sequences are.
+    """
+    is_small = workload.output_bytes * (workload.rows or 1) <= _LARGE_OUTPUT
+    if is_small or workload.tokens <= _FEW_TOKENS:
+        return batch
+
+    def first(value: Any) -> Any:
+        match value:
+            case torch.Tensor() if value.dim() == 2 and value.shape[1] == workload.tokens:
+                return value[:, :_FEW_TOKENS]
+            case dict():
+                given = cast("dict[Any, Any]", value)
+                return {name: first(each) for name, each in given.items()}
+            case tuple() | list():
+                return [first(each) for each in cast("list[Any]", value)]
+            case _:
+                return value
+
+    found = first(batch)
+    return tuple(found) if isinstance(batch, tuple) else found
