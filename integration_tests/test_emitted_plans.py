@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -48,12 +49,17 @@ def emitted(family: str, world_size: int) -> dict[str, ParallelPlan]:
     return found
 
 
+def precision(family: str) -> AbstractContextManager[Any]:
+    """Mixtral's grouped product has no float64."""
+    return nullcontext() if family == "mixtral" else InDouble()
+
+
 def assert_accepted(family: str, world_size: int) -> None:
     for plan in emitted(family, world_size).values():
         pipeline = plan.pipeline_parallel
         assert pipeline.size == 1 or pipeline.microbatches >= pipeline.size
         model, _ = make(family)
-        with rank_0_of(world_size), InDouble():
+        with rank_0_of(world_size), precision(family):
             assert parallelize(ParallelPlan.from_json(plan.to_json()), model) is model
 
 
@@ -80,7 +86,7 @@ def loss_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str
 
 
 def on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
-    with InDouble():
+    with precision(family):
         model, batch = make(family)
         return loss_and_gradients(parallelize(ParallelPlan.from_json(plan), model), batch)
 
@@ -88,7 +94,7 @@ def on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
-    with InDouble():
+    with precision(family):
         loss, gradients = loss_and_gradients(*make(family))
     # Sums in another order, of float64; of float32 where the model has no other.
     tolerance = 1e-12 if loss.dtype == torch.float64 else 1e-5

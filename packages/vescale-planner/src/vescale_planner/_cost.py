@@ -22,6 +22,8 @@ from .cluster import Cluster
 
 # Operators of one block's forward, for the time that starting them takes.
 _OPERATORS = 50
+# Of matrices this wide, products reach half of what wide ones do: see ``shape_efficiency``.
+_HALF_WIDTH = 256
 # Backward of fused attention computes the scores again (Dao 2023): five products for two.
 _ATTENTION_BACKWARD = 2.5
 
@@ -187,7 +189,8 @@ def _compute(
     """
     rows, passes = candidate.rows_of_part, _passes(candidate, p)
     peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
-    arithmetic = passes * rows * (p.flops - p.attention_flops) / (peak * cluster.efficiency)
+    reached = peak * cluster.efficiency * shape_efficiency(p.width)
+    arithmetic = passes * rows * (p.flops - p.attention_flops) / reached
     matrix = max(arithmetic, passes * p.numel * itemsize / memory)
     again = passes - 3
     attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
@@ -195,6 +198,16 @@ def _compute(
     moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * _OPERATORS * cluster.launch_seconds if p.is_block else 0.0
     return matrix, attention, max(moved, starting - matrix - attention)
+
+
+def shape_efficiency(width: float) -> float:
+    """Return what products of matrices reach, of what very wide ones do: ``k / (k + 256)``.
+
+    A tile of the result is added up along ``k``. Loading its first operands and writing it take as
+    long as some hundred steps, whatever ``k`` is (CUTLASS, "Efficient GEMM in CUDA": prologue and
+    epilogue of the main loop).
+    """
+    return width / (width + _HALF_WIDTH) if width else 1.0
 
 
 def _bubble(candidate: Candidate, busy: list[float], slowest: int) -> float:
@@ -306,7 +319,8 @@ def _data_parallel(
     forward, backward = behind / passes, behind * (passes - 1) / passes
 
     def exposed(communication: float, hiding: float) -> float:
-        return max(communication - hiding, communication / units)
+        alone = max(communication - hiding, communication / units)
+        return alone + cluster.interference * (communication - alone)
 
     early = layout.pp == 1 and (parts == 1 or candidate.zero_stage >= 2)
     times = parts if candidate.zero_stage >= 2 else 1

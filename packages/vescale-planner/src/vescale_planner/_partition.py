@@ -51,6 +51,11 @@ class LocalPart:
         return self.part.flops * _cut(self.share, self.tp)
 
     @cached_property
+    def width(self) -> float:
+        """How wide its matrices are: of two that follow each other one keeps each side whole."""
+        return self.part.width
+
+    @cached_property
     def attention_flops(self) -> float:
         """Of those, the ones of attention's scores, whose heads are cut with its matrices."""
         return self.part.attention_flops * _cut(self.share, self.tp)
@@ -77,7 +82,7 @@ class LocalPart:
         """All that its price depends on: blocks of equal numbers are priced once."""
         part = self.part
         sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
-        handed = part.output_bytes, part.input_bytes
+        handed = part.output_bytes, part.input_bytes, part.width
         how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
         return (*sizes, *handed, *how)
 

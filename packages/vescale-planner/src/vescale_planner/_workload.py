@@ -23,11 +23,12 @@ ASSUMED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its name and what it takes."""
+    """One parameter: its name, what it takes, and the shorter side of a matrix."""
 
     fqn: str
     numel: int
     nbytes: int
+    width: int = 0
 
 
 # Parameters of what runs before the blocks, of each block, and of what runs behind them.
@@ -63,6 +64,13 @@ class Part:
     def nbytes(self) -> int:
         """Parameter bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def width(self) -> float:
+        """The shorter sides of its matrices, weighted by what is computed with them; 0 of none."""
+        matrices = [each for each in self.parameters if each.width]
+        numel = sum(each.numel for each in matrices)
+        return sum(each.numel * each.width for each in matrices) / numel if numel else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +271,9 @@ def _ownership(
         home = next((i for b, i in index.items() if fqn.startswith(f"{b}.")), None)
         if home is None:
             home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
-        sized = ParameterSize(fqn, parameter.numel(), parameter.numel() * parameter.element_size())
+        nbytes = parameter.numel() * parameter.element_size()
+        width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
+        sized = ParameterSize(fqn, parameter.numel(), nbytes, width)
         if id(parameter) not in homes:
             homes[id(parameter)] = home
             parts[home].append(sized)
