@@ -179,8 +179,9 @@ def candidate_of(row: Row) -> Candidate:
 def predicted(row: Row, cluster: Cluster) -> ScoredCandidate:
     candidate, ranks = candidate_of(row), ranks_of(row["index"])
     work = workload_in_half(row["model"], row["length"])
-    numbers = {"states": _STATES, "compute_itemsize": 2, "output_bytes": work.output_bytes}
-    memory = peak_memory(candidate, ranks, **numbers)
+    memory = peak_memory(
+        candidate, ranks, states=_STATES, compute_itemsize=2, output_bytes=work.output_bytes
+    )
     return ScoredCandidate(
         candidate=candidate,
         cost=step_cost(
