@@ -52,7 +52,7 @@ def runnable(
             break
     reasons = [
         f"{kind[0]} pipeline stages: {why}" if kind[0] > 1 else why
-        for kind, why in tried.items()
+        for kind, why in sorted(tried.items())
         if why
     ]
     return replace(result, rejected=tuple(distinct((*reasons, *result.rejected))))
