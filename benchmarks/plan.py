@@ -1,55 +1,76 @@
-"""How long it takes to find a plan for a model that fits on no device.
+"""How long it takes to find a plan for a model that fits on no device, and how much memory.
 
-Run ``python benchmarks/plan.py --world-size 64``. It prints one JSON object: the plan for a Llama
-of 70 billion parameters, and processor seconds of ``generate_plan``, the least of the repetitions.
+    python benchmarks/plan.py [--model llama-70b] [--world-size 64]
+
+It prints one JSON object: the plan, processor seconds of ``generate_plan`` (of this process, all
+threads), the process's peak of resident memory and what it was before, and how many candidates
+were scored.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import logging
 import platform
+import resource
 import time
 
 import torch
-from observe import llama_70b
+from observe import MODELS
 
-from vescale_parallel import ParallelPlan
 from vescale_planner import Cluster, generate_plan
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-70b")
     parser.add_argument("--world-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cluster", default="h200")
-    parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    counted = _Counts()
+    logging.getLogger("vescale.planner").addHandler(counted)
+    logging.getLogger("vescale.planner").setLevel(logging.DEBUG)
     with torch.device("meta"):
-        model = llama_70b().bfloat16()
-    ids = torch.zeros(1, arguments.tokens, dtype=torch.long)
-    cluster = Cluster.preset(arguments.cluster)
-    seconds = math.inf
-    plan = ParallelPlan()
-    for _ in range(arguments.repetitions):
-        start = time.process_time()
-        plan = generate_plan(
-            model,
-            world_size=arguments.world_size,
-            cluster=cluster,
-            example_batch={"input_ids": ids, "labels": ids},
-        )
-        seconds = min(seconds, time.process_time() - start)
+        model = MODELS[arguments.model]().bfloat16()
+    ids_BS = torch.zeros(1, arguments.tokens, dtype=torch.long)
+    batch = {"input_ids": ids_BS, "labels": ids_BS, "attention_mask": torch.ones_like(ids_BS)}
+    before, start = _peak(), time.process_time()
+    plan = generate_plan(
+        model,
+        world_size=arguments.world_size,
+        cluster=Cluster.preset(arguments.cluster),
+        example_batch=batch,
+    )
+    seconds = time.process_time() - start
     result = {
         "machine": platform.machine(),
         "torch": torch.__version__,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(seconds, 2),
-        "plan": plan.dotted(),
+        "peak_bytes": _peak(),
+        "peak_bytes_before": before,
+        "candidates": counted.scored,
+        "plan": {k: v for k, v in plan.dotted().items() if "sharding_plan" not in k},
     }
     print(json.dumps(result, indent=2))
+
+
+class _Counts(logging.Handler):
+    """Hears how many candidates there were."""
+
+    scored = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("%d candidates fit") and isinstance(record.args, tuple):
+            fit, too_large, _ = record.args
+            self.scored = int(str(fit)) + int(str(too_large))
+
+
+def _peak() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

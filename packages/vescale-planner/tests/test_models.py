@@ -42,7 +42,6 @@ def _workload() -> Workload:
         observed=True,
         head_modules=(),
         tail_modules=(),
-        called_behind={},
         assumptions=(),
     )
 

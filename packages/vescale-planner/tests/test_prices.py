@@ -13,7 +13,7 @@ from vescale_parallel import StagePlacement, simulate_schedule
 from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate
 from vescale_planner._collectives import Group, all_gather, exchange, send
-from vescale_planner._cost import Cost, Numerics, idle_passes, step_cost
+from vescale_planner._cost import Cost, Numerics, idle_passes, shape_efficiency, step_cost
 from vescale_planner._layouts import Layout
 from vescale_planner._memory import peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
@@ -38,6 +38,7 @@ PLAIN = Cluster(
     memory_efficiency=1.0,
     link_efficiency=1.0,
     overlap=1.0,
+    interference=0.0,
 )
 GIVEN = Numerics(states=0, compute_itemsize=2)
 
@@ -63,7 +64,6 @@ def _workload(blocks: int = 4, **changes: float) -> Workload:
         observed=True,
         head_modules=(),
         tail_modules=(),
-        called_behind={},
         assumptions=(),
     )
 
@@ -319,3 +319,32 @@ def test_copies_that_share_out_state_gather_once_a_step_and_hold_less() -> None:
     assert of_shared.optimizer == 2 * 8e9 / 16
     assert of_hybrid.gradients - of_shared.gradients == 8e9 / 8 - 8e9 / 16
     assert of_shared.parameters == of_hybrid.parameters
+
+
+def test_narrow_matrices_reach_less_of_the_peak() -> None:
+    assert shape_efficiency(256) == pytest.approx(0.5)
+    assert shape_efficiency(768) == pytest.approx(0.75)
+    # Whose width is not known: convolutions, and what has no matrix.
+    assert shape_efficiency(0) == 1.0
+
+
+def test_parts_are_as_wide_as_their_matrices() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x))
+
+    # 8 x 32 of width 8, 32 x 4 of width 4.
+    workload = workload_of(Two(), torch.ones(1, 8))
+    assert sum(p.width for p in workload.parts) == pytest.approx((256 * 8 + 128 * 4) / 384)
+
+
+def test_compute_takes_longer_while_collectives_run_behind_it() -> None:
+    candidate = _candidate(dp=8)
+    alone = _cost(candidate).data_parallel
+    found = _cost(candidate, cluster=replace(PLAIN, interference=0.2)).data_parallel
+    # Of four blocks' reductions one is not hidden.
+    assert found == pytest.approx(alone * (1 + 0.2 * 3))

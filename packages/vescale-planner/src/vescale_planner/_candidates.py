@@ -333,6 +333,7 @@ def _schedules(
 
     Those besides 1F1B and its interleaved form only if constrained: "gpipe" takes the time of
     "1f1b" and more memory; what the others win depends on times that are not known this well.
+    Interleaved, a rank has two stages, or any number that gives all of them as many blocks.
     """
     schedule: ScheduleName | None = constraints.get("pipeline_parallel.schedule")
     virtual: int | None = constraints.get("pipeline_parallel.virtual_stages")
@@ -348,8 +349,12 @@ def _schedules(
         options = range(least, (most or 4) + 1)
         fitting = [virtual] if virtual else [v for v in options if pp * v <= num_blocks]
         return [(schedule, v) for v in fitting]
-    plain: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
-    return plain if virtual == 1 or 2 * pp > num_blocks else [*plain, ("interleaved_1f1b", 2)]
+    several: list[tuple[ScheduleName, int]] = [
+        ("interleaved_1f1b", v)
+        for v in range(2, num_blocks // pp + 1)
+        if virtual != 1 and (v == 2 or num_blocks % (pp * v) == 0)
+    ]
+    return [("1f1b", 1), *several]
 
 
 def _microbatches(layout: Layout, rows: Rows) -> list[int]:

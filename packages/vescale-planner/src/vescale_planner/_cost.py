@@ -22,6 +22,8 @@ from .cluster import Cluster
 
 # Operators of one block's forward, for the time that starting them takes.
 _OPERATORS = 50
+# Of matrices this wide, products reach half of what wide ones do: see ``shape_efficiency``.
+_HALF_WIDTH = 256
 # Backward of fused attention computes the scores again (Dao 2023): five products for two.
 _ATTENTION_BACKWARD = 2.5
 
@@ -93,15 +95,21 @@ class Numerics:
     reduce_itemsize: int | None = None
 
 
-@dataclass(frozen=True)
-class _Compute:
-    matrix: float
-    attention: float
-    memory_bound: float
+@dataclass
+class _Spent:
+    matrix: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.matrix + self.attention + self.memory_bound
 
     @property
     def total(self) -> float:
-        return self.matrix + self.attention + self.memory_bound
+        return self.compute + self.tensor_parallel + self.context_parallel
 
 
 def seconds(value: float) -> str:
@@ -128,24 +136,25 @@ def step_cost(
         numerics: Dtypes, and what is overlapped.
     """
     parts = candidate.parts
-    compute = [_compute_of_rank(r, candidate, cluster, numerics.compute_itemsize) for r in ranks]
-    tensor = [sum(_tensor_parallel(p, candidate, cluster) for p in r.parts) for r in ranks]
-    context = [sum(_context_parallel(p, candidate, cluster) for p in r.parts) for r in ranks]
-    busy = [c.total + t + x for c, t, x in zip(compute, tensor, context, strict=True)]
+    # Most ranks of a pipeline have as much as others.
+    alike = {rank.numbers: rank for rank in ranks}
+    spent = {n: _of_rank(r, candidate, cluster, numerics) for n, r in alike.items()}
+    busy = [spent[rank.numbers].total for rank in ranks]
     slowest = max(range(len(ranks)), key=lambda rank: busy[rank])
+    found = spent[ranks[slowest].numbers]
     return Cost(
-        matrix=compute[slowest].matrix * parts,
-        attention=compute[slowest].attention * parts,
-        memory_bound=compute[slowest].memory_bound * parts,
-        tensor_parallel=tensor[slowest] * parts,
-        context_parallel=context[slowest] * parts,
+        matrix=found.matrix * parts,
+        attention=found.attention * parts,
+        memory_bound=found.memory_bound * parts,
+        tensor_parallel=found.tensor_parallel * parts,
+        context_parallel=found.context_parallel * parts,
         bubble=_bubble(candidate, busy, slowest),
         hand_over=_hand_over(candidate, ranks, cluster) * parts,
         data_parallel=max(
-            _data_parallel(candidate, rank, cluster, numerics, spent.total)
-            for rank, spent in zip(ranks, compute, strict=True)
+            _data_parallel(candidate, rank, cluster, numerics, spent[numbers].compute)
+            for numbers, rank in alike.items()
         ),
-        optimizer=max(_optimizer(candidate, rank, cluster, numerics.states) for rank in ranks),
+        optimizer=max(_optimizer(candidate, r, cluster, numerics.states) for r in alike.values()),
     )
 
 
@@ -154,18 +163,24 @@ def _passes(candidate: Candidate, p: LocalPart) -> int:
     return 4 if candidate.recompute == "full" and p.is_block else 3
 
 
-def _compute_of_rank(
-    rank: PipelineRank, candidate: Candidate, cluster: Cluster, itemsize: int
-) -> _Compute:
-    each = [_compute(p, candidate, cluster, itemsize) for p in rank.parts]
-    return _Compute(
-        sum(c.matrix for c in each),
-        sum(c.attention for c in each),
-        sum(c.memory_bound for c in each),
-    )
+def _of_rank(
+    rank: PipelineRank, candidate: Candidate, cluster: Cluster, numerics: Numerics
+) -> _Spent:
+    """Return forward and backward of one micro-batch on a pipeline rank."""
+    found = _Spent()
+    for part, count in rank.kinds:
+        matrix, attention, memory = _compute(part, candidate, cluster, numerics.compute_itemsize)
+        found.matrix += matrix * count
+        found.attention += attention * count
+        found.memory_bound += memory * count
+        found.tensor_parallel += _tensor_parallel(part, candidate, cluster) * count
+        found.context_parallel += _context_parallel(part, candidate, cluster) * count
+    return found
 
 
-def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int) -> _Compute:
+def _compute(
+    p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int
+) -> tuple[float, float, float]:
     """Return forward and backward of one micro-batch.
 
     Products are the roofline of their flops and of reading parameters once a pass (Williams et
@@ -174,14 +189,25 @@ def _compute(p: LocalPart, candidate: Candidate, cluster: Cluster, itemsize: int
     """
     rows, passes = candidate.rows_of_part, _passes(candidate, p)
     peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
-    arithmetic = passes * rows * (p.flops - p.attention_flops) / (peak * cluster.efficiency)
+    reached = peak * cluster.efficiency * shape_efficiency(p.width)
+    arithmetic = passes * rows * (p.flops - p.attention_flops) / reached
     matrix = max(arithmetic, passes * p.numel * itemsize / memory)
     again = passes - 3
     attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
     moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * _OPERATORS * cluster.launch_seconds if p.is_block else 0.0
-    return _Compute(matrix, attention, max(moved, starting - matrix - attention))
+    return matrix, attention, max(moved, starting - matrix - attention)
+
+
+def shape_efficiency(width: float) -> float:
+    """Return what products of matrices reach, of what very wide ones do: ``k / (k + 256)``.
+
+    A tile of the result is added up along ``k``. Loading its first operands and writing it take as
+    long as some hundred steps, whatever ``k`` is (CUTLASS, "Efficient GEMM in CUDA": prologue and
+    epilogue of the main loop).
+    """
+    return width / (width + _HALF_WIDTH) if width else 1.0
 
 
 def _bubble(candidate: Candidate, busy: list[float], slowest: int) -> float:
@@ -259,7 +285,7 @@ def _hand_over(candidate: Candidate, ranks: tuple[PipelineRank, ...], cluster: C
     if layout.pp == 1:
         return 0.0
     group = Group(layout.pp, layout.tp * layout.cp * layout.dp)
-    width = max((p.handed_bytes for p in ranks[0].parts if p.is_block), default=0.0)
+    width = max((p.handed_bytes for p, _ in ranks[0].kinds if p.is_block), default=0.0)
     return 2 * candidate.virtual_stages * send(width * candidate.rows_of_part, group, cluster)
 
 
@@ -293,7 +319,8 @@ def _data_parallel(
     forward, backward = behind / passes, behind * (passes - 1) / passes
 
     def exposed(communication: float, hiding: float) -> float:
-        return max(communication - hiding, communication / units)
+        alone = max(communication - hiding, communication / units)
+        return alone + cluster.interference * (communication - alone)
 
     early = layout.pp == 1 and (parts == 1 or candidate.zero_stage >= 2)
     times = parts if candidate.zero_stage >= 2 else 1
@@ -313,8 +340,9 @@ def _data_parallel(
 
 def _units(owned: PipelineRank) -> int:
     """Return how many collectives all parameters take: one a block, one for all outside."""
-    blocks = sum(p.is_block and p.numel > 0 for p in owned.distinct)
-    return max(1, blocks + any(not p.is_block and p.numel > 0 for p in owned.parts))
+    units = owned.distinct
+    blocks = sum(p.is_block and p.numel > 0 for p in units)
+    return max(1, blocks + any(not p.is_block and p.numel > 0 for p in units))
 
 
 def _gather_and_reduce(
@@ -322,7 +350,7 @@ def _gather_and_reduce(
 ) -> tuple[float, float]:
     """Return the seconds to gather all parameters once, and to reduce all gradients once."""
     layout, shard = candidate.layout, candidate.shard
-    numel = sum(p.numel for p in owned.distinct)
+    numel = owned.numel
     sent = numel * numerics.compute_itemsize
     summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
     inner = layout.tp * layout.cp
@@ -346,12 +374,12 @@ def _gather_of_copies(
     if not candidate.shares_state:
         return 0.0
     layout, shard = candidate.layout, candidate.shard
-    sent = sum(p.numel for p in owned.distinct) * numerics.compute_itemsize / shard
+    sent = owned.numel * numerics.compute_itemsize / shard
     replicas = Group(candidate.replicate, layout.tp * layout.cp * shard)
     return all_gather(sent, replicas, cluster, messages=units)
 
 
 def _optimizer(candidate: Candidate, owned: PipelineRank, cluster: Cluster, states: int) -> float:
     """Return the time to read gradients, and read and write parameters and states."""
-    nbytes = sum(p.nbytes for p in owned.distinct) / candidate.state_shard
+    nbytes = owned.nbytes / candidate.state_shard
     return (3 + 2 * states) * nbytes / cluster.reached_memory_bytes_per_second

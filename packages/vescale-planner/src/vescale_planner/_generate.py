@@ -203,7 +203,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         )
         chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules
-        chosen["pipeline_parallel.called_behind"] = search.workload.called_behind
+        chosen["pipeline_parallel.called_behind"] = search.called_behind()
         chosen["pipeline_parallel.block_calls"] = search.workload.block_calls
     if "tensor_parallel.sharding_plan" in search.constraints:
         chosen["tensor_parallel.sharding_policy"] = "manual"

@@ -123,9 +123,7 @@ def _of_rank(
     compute_itemsize: int,
     output_bytes: float,
 ) -> Memory:
-    nbytes = sum(part.nbytes for part in owned.distinct)
-    numel = sum(part.numel for part in owned.distinct)
-    units = sorted((part.nbytes for part in owned.distinct), reverse=True)
+    nbytes, numel, units = owned.nbytes, owned.numel, owned.unit_bytes
     shard, zero_stage = candidate.shard, candidate.zero_stage
     compute = numel * compute_itemsize
     copied = compute if abs(compute - nbytes) > 1 else 0.0
@@ -140,7 +138,7 @@ def _of_rank(
     if candidate.shares_state:
         own = compute / shard + (nbytes / state_shard if copied else 0.0)
     # Of cut logits a rank has its part.
-    output_bytes /= next((p.tp for p in owned.parts if p.keeps_cut), 1)
+    output_bytes /= next((p.tp for p, _ in owned.kinds if p.keeps_cut), 1)
     is_last = rank == candidate.layout.pp - 1
     # Gradients are whole for one unit until they are summed and scattered.
     whole_unit = units[0] if units and shard > 1 else 0.0
@@ -168,15 +166,12 @@ def _activations(candidate: Candidate, owned: PipelineRank, rank: int) -> float:
     """Return the bytes kept for backward, by all micro-batches in flight."""
     rows = candidate.rows_of_part
     full = candidate.recompute == "full"
-    stages: list[float] = []
-    for stage in owned.stages:
-        kept = (p.handed_bytes if full and p.is_block else p.saved_bytes for p in stage)
-        stages.append(sum(kept) * rows)
+    kept = (owned.recomputed_bytes if full else owned.saved_bytes) * rows
     # Recomputation brings back one block at a time.
-    again = max((p.saved_bytes * rows for p in owned.parts if p.is_block), default=0.0)
+    again = max((p.saved_bytes * rows for p, _ in owned.kinds if p.is_block), default=0.0)
     in_flight = passes_in_flight(candidate, rank)
     # Passes are spread over the virtual stages.
-    return sum(stages) / len(stages) * in_flight + (again if full else 0.0)
+    return kept / len(owned.stages) * in_flight + (again if full else 0.0)
 
 
 def passes_in_flight(candidate: Candidate, rank: int) -> int:

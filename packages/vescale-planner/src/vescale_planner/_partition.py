@@ -51,6 +51,11 @@ class LocalPart:
         return self.part.flops * _cut(self.share, self.tp)
 
     @cached_property
+    def width(self) -> float:
+        """How wide its matrices are: of two that follow each other one keeps each side whole."""
+        return self.part.width
+
+    @cached_property
     def attention_flops(self) -> float:
         """Of those, the ones of attention's scores, whose heads are cut with its matrices."""
         return self.part.attention_flops * _cut(self.share, self.tp)
@@ -71,6 +76,15 @@ class LocalPart:
     def handed_bytes(self) -> float:
         """What one rank holds of what the part hands to the next, for one row."""
         return self.part.output_bytes / self._handed_parts
+
+    @cached_property
+    def numbers(self) -> tuple[object, ...]:
+        """All that its price depends on: blocks of equal numbers are priced once."""
+        part = self.part
+        sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
+        handed = part.output_bytes, part.input_bytes, part.width
+        how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
+        return (*sizes, *handed, *how)
 
     @property
     def _handed_parts(self) -> int:
@@ -98,6 +112,46 @@ class PipelineRank:
         first = {part.part.parameters: part for part in reversed(self.parts) if part.part.numel}
         kept = {id(part) for part in first.values()}
         return tuple(p for p in self.parts if not p.part.numel or id(p) in kept)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LocalPart, int], ...]:
+        """Its parts that differ in their numbers, and how many there are of each."""
+        found: dict[object, tuple[LocalPart, int]] = {}
+        for part in self.parts:
+            first, count = found.get(part.numbers, (part, 0))
+            found[part.numbers] = first, count + 1
+        return tuple(found.values())
+
+    @cached_property
+    def numbers(self) -> tuple[object, ...]:
+        """All that its price depends on besides its place."""
+        return (*((part.numbers, count) for part, count in self.kinds), self.unit_bytes)
+
+    @cached_property
+    def numel(self) -> float:
+        """Parameter elements."""
+        return sum(part.numel for part in self.distinct)
+
+    @cached_property
+    def nbytes(self) -> float:
+        """Parameter bytes."""
+        return sum(self.unit_bytes)
+
+    @cached_property
+    def unit_bytes(self) -> tuple[float, ...]:
+        """Parameter bytes of every part, the largest first."""
+        return tuple(sorted((part.nbytes for part in self.distinct), reverse=True))
+
+    @cached_property
+    def saved_bytes(self) -> float:
+        """What all its parts keep for backward, for one row."""
+        return sum(part.saved_bytes * count for part, count in self.kinds)
+
+    @cached_property
+    def recomputed_bytes(self) -> float:
+        """Likewise, of blocks only what they are handed."""
+        kept = ((p.handed_bytes if p.is_block else p.saved_bytes) * n for p, n in self.kinds)
+        return sum(kept)
 
 
 def local_parts(

@@ -10,6 +10,7 @@ from vescale_parallel import ObservationError, ParallelPlan, check_pipeline, che
 from ._candidates import Candidate, is_pipeline_asked_for
 from ._explain import NUM_RUNNERS_UP, runners_up
 from ._search import ScoredCandidate, Search, SearchResult, distinct, ranked
+from ._workload import few_tokens
 
 # Stages, whether micro-batches are run one after the other, whether the batch is cut at all, and
 # whether there are several ranks: what the runtime's checks depend on.
@@ -35,7 +36,8 @@ def runnable(
     """
     tried: dict[_Kind, str] = {}
     while result.fits:
-        for each in (result.fits[0], *runners_up(result, num_named)):
+        result, named = _proven(result, search, num_named)
+        for each in named:
             kind = _kind(each.candidate)
             if kind not in tried:
                 tried[kind] = _refusal(fill_in(each), search)
@@ -43,12 +45,31 @@ def runnable(
         if len(kept) == len(result.fits):
             break
         result = replace(result, fits=tuple(ranked(kept)))
+    while not result.fits and result.too_large:
+        smallest = result.too_large[0]
+        result = search.proven(result, smallest.candidate.layout.tp)
+        if result.fits or smallest in result.too_large[:1]:
+            break
     reasons = [
         f"{kind[0]} pipeline stages: {why}" if kind[0] > 1 else why
-        for kind, why in tried.items()
+        for kind, why in sorted(tried.items())
         if why
     ]
     return replace(result, rejected=tuple(distinct((*reasons, *result.rejected))))
+
+
+def _proven(
+    result: SearchResult, search: Search, num_named: int
+) -> tuple[SearchResult, list[ScoredCandidate]]:
+    """Return a result and who is named of it, all of whose sharding plans are proven."""
+    while result.fits:
+        named = [result.fits[0], *runners_up(result, num_named)]
+        before = result
+        for each in named:
+            result = search.proven(result, each.candidate.layout.tp)
+        if result is before:
+            return result, named
+    return result, []
 
 
 def _kind(candidate: Candidate) -> _Kind:
@@ -71,7 +92,8 @@ def _refusal(plan: ParallelPlan, search: Search) -> str:
         why = "needs an example_batch that can be observed, to see whether the blocks make one"
         return "" if is_asked_for else why
     try:
-        check_pipeline(plan, search.model, search.example_batch)
+        batch = few_tokens(search.example_batch, search.workload)
+        check_pipeline(plan, search.model, batch)
     except ObservationError as error:
         return "" if is_asked_for else str(error)
     except ValueError as error:

@@ -15,6 +15,7 @@ from vescale_parallel import (
     SplitMethod,
     StagePlacement,
     StageRule,
+    calls_between_blocks,
     propose_sharding,
     rule_of,
     state_bytes,
@@ -24,8 +25,8 @@ from ._candidates import Candidate, Rows, candidates, stated_batch
 from ._cost import Cost, Numerics, step_cost
 from ._layouts import Layout, layouts
 from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
-from ._partition import PipelineRank, local_parts, pipeline_ranks, stage_starts
-from ._workload import Workload, itemsize_of
+from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
+from ._workload import Workload, few_tokens, itemsize_of
 from .cluster import Cluster
 
 # Candidates within this factor of the fastest count as equally fast: the simplest is chosen.
@@ -74,7 +75,12 @@ class Search:
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are compared with one device on.
-        proposals: For each tensor-parallel size that was looked at, how layers are cut.
+        proposals: For each tensor-parallel size that was checked, how layers are cut.
+
+    [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
+    numbers, which takes seconds a size. Candidates are priced by the plan of another size, which
+    cuts the same layers, and only those to be returned or named are proven; a size that turns out
+    impossible is left out then, with its candidates.
     """
 
     model: nn.Module
@@ -92,6 +98,10 @@ class Search:
     _ranks: dict[tuple[object, ...], tuple[PipelineRank, ...]] = field(
         default_factory=dict["tuple[object, ...]", "tuple[PipelineRank, ...]"]
     )
+    _parts: dict[int, tuple[LocalPart, ...]] = field(
+        default_factory=dict["int", "tuple[LocalPart, ...]"]
+    )
+    _called_behind: Mapping[str, tuple[str, ...]] | None = None
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
     )
@@ -137,14 +147,34 @@ class Search:
                     rejected[each] = None
                 else:
                     scored.append(self.score(each))
-        limit = self.cluster.memory_bytes
-        fits = [each for each in scored if each.needed_bytes <= limit]
-        too_large = [each for each in scored if each.needed_bytes > limit]
+        return self._divided(scored, distinct(rejected))
+
+    def _divided(self, scored: Iterable[ScoredCandidate], rejected: Iterable[str]) -> SearchResult:
+        """Divide candidates into those that fit and those that do not."""
+        fits, too_large = list[ScoredCandidate](), list[ScoredCandidate]()
+        for each in scored:
+            (fits if each.needed_bytes <= self.cluster.memory_bytes else too_large).append(each)
         return SearchResult(
             fits=tuple(ranked(fits)),
             too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
-            rejected=tuple(distinct(rejected)),
+            rejected=tuple(rejected),
         )
+
+    def proven(self, result: SearchResult, tp: int) -> SearchResult:
+        """Return a result in which a tensor-parallel size is proven: see [Note: proven sizes]."""
+        if tp in self._sharding or tp == 1:
+            return result
+        likely, found = self._likely_sharding(tp), self.sharding(tp)
+        if isinstance(found, dict) and isinstance(likely, dict) and likely.keys() == found.keys():
+            return result
+        scored: list[ScoredCandidate] = []
+        for each in (*result.fits, *result.too_large):
+            if each.candidate.layout.tp != tp:
+                scored.append(each)
+            elif isinstance(found, dict):
+                scored.append(self.score(each.candidate))
+        reasons = [*result.rejected] if isinstance(found, dict) else [found, *result.rejected]
+        return self._divided(scored, reasons)
 
     def rows(self, world_size: int) -> Rows:
         """Return the batch of all candidates: as constrained, or one that is stated."""
@@ -190,15 +220,34 @@ class Search:
         )
 
     def sharding(self, tp: int) -> dict[str, str] | str:
-        """Return the sharding plan for a tensor-parallel size, or why there is none."""
+        """Return the proven sharding plan for a tensor-parallel size, or why there is none."""
         if tp not in self._sharding:
             self._sharding[tp] = self._make_sharding(tp)
+            for key in [key for key in self._ranks if key[0] == tp]:
+                del self._ranks[key]
+            self._parts.pop(tp, None)
         return self._sharding[tp]
+
+    def _likely_sharding(self, tp: int) -> dict[str, str] | str:
+        """Return the sharding plan of a size or of another one, see [Note: proven sizes]."""
+        proven = (plan for plan in self._sharding.values() if plan and isinstance(plan, dict))
+        if tp == 1 or tp in self._sharding:
+            return self.sharding(tp)
+        return next(proven, None) or self.sharding(tp)
 
     def with_sequence(self) -> Search:
         """Return a search of the same sharding plans with a sharded sequence, not yet checked."""
         constraints = {**self.constraints, "tensor_parallel.sequence": True}
-        return replace(self, constraints=constraints, _ranks={})
+        return replace(self, constraints=constraints, _ranks={}, _parts={})
+
+    def called_behind(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the blocks behind which modules between them are called, for a pipeline."""
+        if self._called_behind is None:
+            batch = few_tokens(self.example_batch, self.workload)
+            self._called_behind = calls_between_blocks(
+                self.model, batch, self.workload.block_calls
+            )
+        return self._called_behind
 
     def starts(self, candidate: Candidate) -> list[int]:
         """Return the first block of every stage."""
@@ -244,7 +293,7 @@ class Search:
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
             return self.workload.no_pipeline
-        sharding = self.sharding(layout.tp)
+        sharding = self._likely_sharding(layout.tp)
         return sharding if isinstance(sharding, str) else ""
 
     def _make_sharding(self, tp: int) -> dict[str, str] | str:
@@ -289,22 +338,30 @@ class Search:
         style = rule_of(candidate.schedule).style
         key = (tp, pp, candidate.virtual_stages, style, *self._decides_stages(candidate))
         if key not in self._ranks:
-            sharding = self.sharding(tp)
+            starts = self.starts(candidate)
+            placement = StagePlacement(pp, candidate.virtual_stages, style)
+            parts = self._parts_of(tp)
+            self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
+        return self._ranks[key]
+
+    def _parts_of(self, tp: int) -> tuple[LocalPart, ...]:
+        if tp not in self._parts:
+            sharding = self._likely_sharding(tp)
             assert not isinstance(sharding, str)
             plan = ShardingProposal(plan=sharding, left_whole={})
-            sharded = plan.sharded_parameters(self.model)
             # Of a module by its own name, not of one in every block.
             cut_logits = any(
                 key.endswith("<out>") and "*" not in key and placement == "Shard(-1)"
                 for key, placement in sharding.items()
             )
-            parts = local_parts(
-                self.workload, sharded, tp, sequence=self.sequence, cut_logits=cut_logits
+            self._parts[tp] = local_parts(
+                self.workload,
+                plan.sharded_parameters(self.model),
+                tp,
+                sequence=self.sequence,
+                cut_logits=cut_logits,
             )
-            starts = self.starts(candidate)
-            placement = StagePlacement(pp, candidate.virtual_stages, style)
-            self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
-        return self._ranks[key]
+        return self._parts[tp]
 
 
 def distinct(sentences: Iterable[str]) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from vescale_parallel import (
     ObservationError,
     ParallelPlan,
     called_blocks,
-    calls_between_blocks,
     calls_of_blocks,
     modules_outside_blocks,
     names_of_calls,
@@ -28,11 +27,12 @@ ASSUMED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its name and what it takes."""
+    """One parameter: its name, what it takes, and the shorter side of a matrix."""
 
     fqn: str
     numel: int
     nbytes: int
+    width: int = 0
 
 
 # Parameters of what runs before the blocks, of each block, and of what runs behind them.
@@ -70,6 +70,13 @@ class Part:
         """Parameter bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
+    @property
+    def width(self) -> float:
+        """The shorter sides of its matrices, weighted by what is computed with them; 0 of none."""
+        matrices = [each for each in self.parameters if each.width]
+        numel = sum(each.numel for each in matrices)
+        return sum(each.numel * each.width for each in matrices) / numel if numel else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -91,7 +98,6 @@ class Workload:
         returns_loss: Whether forward was seen to return a scalar, as accumulation needs.
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
-        called_behind: Blocks behind which modules between them are called.
         block_calls: As a plan says in which order blocks are called; empty if once each in order.
         assumptions: Sentences that say what was assumed.
     """
@@ -109,7 +115,6 @@ class Workload:
     observed: bool
     head_modules: tuple[str, ...]
     tail_modules: tuple[str, ...]
-    called_behind: Mapping[str, tuple[str, ...]]
     assumptions: tuple[str, ...]
     returns_loss: bool = False
     block_calls: tuple[str, ...] = ()
@@ -193,7 +198,6 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
         observed=observation.ran,
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
-        called_behind=calls_between_blocks(model, example_batch, said) if blocks else {},
         block_calls=said,
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
@@ -281,7 +285,9 @@ def _ownership(
         home = next((i for b, i in index.items() if fqn.startswith(f"{b}.")), None)
         if home is None:
             home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
-        sized = ParameterSize(fqn, parameter.numel(), parameter.numel() * parameter.element_size())
+        nbytes = parameter.numel() * parameter.element_size()
+        width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
+        sized = ParameterSize(fqn, parameter.numel(), nbytes, width)
         if id(parameter) not in homes:
             homes[id(parameter)] = home
             parts[home].append(sized)
@@ -398,3 +404,32 @@ def _order_note(seen: Observation) -> str:
 def itemsize_of(dtype: str | None, default: int) -> int:
     """Return the bytes of an element of a dtype by name."""
     return default if dtype is None else getattr(torch, dtype).itemsize
+
+
+# Bytes of logits above which less of the example is run with memory, and tokens of it then.
+_LARGE_OUTPUT, _FEW_TOKENS = 2**28, 64
+
+
+def few_tokens(batch: Any, workload: Workload) -> Any:
+    """Return an example for code that is run on values: its first tokens if logits are large.
+
+    Which modules are called, and when, is asked of them, not how long sequences are.
+    """
+    is_small = workload.output_bytes * (workload.rows or 1) <= _LARGE_OUTPUT
+    if is_small or workload.tokens <= _FEW_TOKENS:
+        return batch
+
+    def first(value: Any) -> Any:
+        match value:
+            case torch.Tensor() if value.dim() == 2 and value.shape[1] == workload.tokens:
+                return value[:, :_FEW_TOKENS]
+            case dict():
+                given = cast("dict[Any, Any]", value)
+                return {name: first(each) for name, each in given.items()}
+            case tuple() | list():
+                return [first(each) for each in cast("list[Any]", value)]
+            case _:
+                return value
+
+    found = first(batch)
+    return tuple(found) if isinstance(batch, tuple) else found

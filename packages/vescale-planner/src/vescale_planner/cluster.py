@@ -36,6 +36,9 @@ class Cluster:
         memory_efficiency: Part of ``memory_bytes_per_second`` that element-wise operators reach.
         link_efficiency: Part of the links' speed that collectives of large messages reach.
         overlap: Part of compute behind which data-parallel communication can hide.
+        interference: Part of the time of hidden communication that compute takes longer, since
+            kernels of collectives use multiprocessors and memory (Miao et al. 2023, Galvatron,
+            measured 0.1 to 0.3).
 
     Example:
         >>> Cluster.preset("h200").ranks_per_node
@@ -59,6 +62,7 @@ class Cluster:
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
     overlap: float = 0.8
+    interference: float = 0.2
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "ranks_per_node"):
@@ -74,7 +78,7 @@ class Cluster:
                 f"{self.nics_per_node!r}"
             )
         parts = [each.name for each in fields(self) if each.name.endswith("efficiency")]
-        for name in (*parts, "overlap"):
+        for name in (*parts, "overlap", "interference"):
             if not 0 <= getattr(self, name) <= 1 or (name in parts and not getattr(self, name)):
                 raise ValueError(
                     f"expected Cluster.{name} between 0 and 1, got {getattr(self, name)!r}"

@@ -1,0 +1,101 @@
+"""What the search looks at, and what it does not have to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel import propose_sharding
+from vescale_planner import Cluster, _search, generate_plan
+from vescale_planner._candidates import Candidate, Rows, candidates
+from vescale_planner._layouts import Layout
+from vescale_planner._workload import few_tokens, workload_of
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6 * WIDTH), nn.Linear(6 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _virtual_stages(pp: int, num_blocks: int) -> set[int]:
+    found = candidates(Layout(1, pp, 1), Rows(global_size=8 * pp, example=1), num_blocks, {})
+    return {each.virtual_stages for each in found if isinstance(each, Candidate)}
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_blocks", "expected"),
+    [
+        # Megatron-LM's 175B and 530B, NeMo's 405B: 3, 6, 12 and 7 are published.
+        (8, 96, {1, 2, 3, 4, 6, 12}),
+        (35, 105, {1, 2, 3}),
+        (9, 126, {1, 2, 7, 14}),
+        (4, 7, {1}),
+    ],
+)
+def test_a_rank_has_any_number_of_equal_stages(
+    pp: int, num_blocks: int, expected: set[int]
+) -> None:
+    assert _virtual_stages(pp, num_blocks) == expected
+
+
+def test_only_what_is_named_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    find = propose_sharding
+
+    def counted(model: nn.Module, policy: str, size: int, **options: Any) -> Any:
+        asked.append(size)
+        return find(model, policy, size, **options)  # pyright: ignore[reportArgumentType]: a policy
+
+    monkeypatch.setattr(_search, "propose_sharding", counted)
+    ids = torch.zeros(4, 5, dtype=torch.long)
+    only = {"pipeline_parallel.size": 1}
+    cluster = Cluster.preset("h200")
+    plan = generate_plan(Net(), only, world_size=64, cluster=cluster, example_batch=ids)
+    assert 1 < len(asked) == len(set(asked)) < 6
+    assert all(f"tensor parallel {size}" in str(plan.reasons) for size in set(asked) - {2})
+
+
+def test_a_size_that_cannot_be_is_refused_though_it_was_priced() -> None:
+    ids = torch.zeros(5, 5, dtype=torch.long)
+    only = {"pipeline_parallel.size": 1, "tensor_parallel.size": 5}
+    with pytest.raises(ValueError, match="no plan obeys the constraints"):
+        generate_plan(Net(), only, world_size=5, cluster=Cluster.preset("h200"), example_batch=ids)
+
+
+def test_a_small_example_is_run_as_it_is() -> None:
+    ids = torch.zeros(2, 100, dtype=torch.long)
+    assert few_tokens(ids, workload_of(Net(), ids)) is ids
+
+
+def test_of_large_logits_only_the_first_tokens_are_run() -> None:
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    with torch.device("meta"):
+        workload = workload_of(Net(2**16), ids)
+    batch = {"ids": ids, "others": [ids, 3, ids.float()[None]]}
+    found = few_tokens(batch, workload)
+    assert found["ids"].shape == (2, 64)
+    assert found["others"][0].shape == (2, 64)
+    assert found["others"][1:] == [3, batch["others"][2]]
