@@ -39,8 +39,9 @@ from vescale_planner._cost import Numerics, step_cost
 from vescale_planner._layouts import Layout
 from vescale_planner._memory import needed_bytes, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._parts import Part
 from vescale_planner._search import ScoredCandidate, Search
-from vescale_planner._workload import Part, Workload, computed_in, workload_of
+from vescale_planner._workload import Workload, computed_in, workload_of
 
 Row = dict[str, Any]
 PUBLISHED: dict[str, Any] = json.loads(

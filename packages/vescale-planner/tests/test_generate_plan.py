@@ -160,7 +160,8 @@ def test_stages_are_cut_by_what_the_split_method_counts() -> None:
     model = _llama(vocab_size=2048, num_hidden_layers=6)
 
     def points(method: str) -> tuple[str, ...]:
-        constraints = {"pipeline_parallel.size": 2, "pipeline_parallel.split_method": method}
+        said = {"size": 2, "microbatches": 1, "split_method": method}
+        constraints = {f"pipeline_parallel.{key}": value for key, value in said.items()}
         return generate_plan(
             model, constraints, world_size=2, cluster=CPU, example_batch=_batch()
         ).pipeline_parallel.split_points

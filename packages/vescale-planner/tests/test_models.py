@@ -13,7 +13,8 @@ from vescale_planner._cost import Numerics, step_cost
 from vescale_planner._layouts import Layout, layouts
 from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
-from vescale_planner._workload import ParameterSize, Part, Workload
+from vescale_planner._parts import ParameterSize, Part
+from vescale_planner._workload import Workload
 
 H200 = Cluster.preset("h200")
 PLAIN = Numerics(states=2, compute_itemsize=2)

@@ -17,8 +17,9 @@ from vescale_planner._cost import Cost, Numerics, idle_passes, shape_efficiency,
 from vescale_planner._layouts import Layout
 from vescale_planner._memory import peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._parts import ParameterSize, Part
 from vescale_planner._search import TIE
-from vescale_planner._workload import ParameterSize, Part, Workload, computed_in, workload_of
+from vescale_planner._workload import Workload, computed_in, workload_of
 
 # Round numbers, nothing taken off and no latency.
 PLAIN = Cluster(

@@ -60,21 +60,15 @@ from ._rng.known_draws import Place
 from ._rng.sharded_rng import ShardedRng
 from ._rng.stage_draws import StageDraws
 from ._runtime.accumulation import let_count
-from ._runtime.checks import (
-    OptimizerFn,
-    call_lr_scheduler_fn,
-    call_optimizer_fn,
-    check_arguments,
-    described_arguments,
-)
+from ._runtime.checks import check_arguments, described_arguments
 from ._runtime.compiled_blocks import compile_blocks
 from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
 from ._runtime.optimizer.kinds import declared_block
-from ._runtime.optimizer.parallelize_optimizer import parallelize_optimizer
+from ._runtime.optimizer.user_functions import OptimizerFn, train_parts
 from ._runtime.outside import refuse_parts
 from ._runtime.planned_engine import planned_engine
-from ._runtime.recompute import recompute_blocks
+from ._runtime.recomputation.recompute import recompute_blocks
 from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
@@ -187,7 +181,9 @@ def _carry_out(
     copies = ModelCopies(model, change)
     loader = _change(plan, model, batch, dataset, read, block)
     object.__setattr__(model, "_vescale_copies", copies)
-    return _train_parts(model, optimizer_fn, lr_scheduler_fn, loader)
+    parts = train_parts(model, optimizer_fn, lr_scheduler_fn)
+    parts += [loader] * (loader is not None)
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def _change(
@@ -297,23 +293,6 @@ def _add_draws(
     if forms is not None or sliced is not None:
         rng.install(model, compiled=plan.compile != "none")
     return rng
-
-
-def _train_parts(
-    model: nn.Module,
-    optimizer_fn: OptimizerFn | None,
-    lr_scheduler_fn: Callable[[Optimizer], Any] | None,
-    loader: ParallelLoader | None,
-) -> Any:
-    parts: list[Any] = [model]
-    if optimizer_fn is not None:
-        optimizer = parallelize_optimizer(call_optimizer_fn(optimizer_fn, model), model)
-        parts.append(optimizer)
-        if lr_scheduler_fn is not None:
-            parts.append(call_lr_scheduler_fn(lr_scheduler_fn, optimizer))
-    if loader is not None:
-        parts.append(loader)
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def _shard(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._rng.known_draws import KnownDraws, Place, Scope, ShardedDraw
 from vescale_parallel._rng.sharded_rng import ShardedRng
-from vescale_parallel._runtime.recompute import recompute
+from vescale_parallel._runtime.recomputation.recompute import recompute
 from vescale_parallel._trace.memory_order import NotedOrder
 
 

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
 
-from ._workload import Part, Workload
+from ._parts import Part
+from ._workload import Workload
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -15,9 +14,6 @@ from vescale_parallel._plan.plan import ParallelPlan
 
 from .module import ParallelModule
 from .optimizer.kinds import declared_block
-
-# A function of the model, or the class of an optimizer.
-OptimizerFn = Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | type[Optimizer]
 
 _ORDER = "parallelize(plan, model, optimizer_fn, lr_scheduler_fn, dataset)"
 
@@ -144,51 +140,6 @@ def _instead_of(name: str, value: object, example: str) -> str:
         return f"a data set is given by name: dataset=..; the order is {_ORDER}"
     made_for = "the model" if name == "optimizer_fn" else "the optimizer"
     return f"{made_for} that it needs is made by parallelize: {name}={example}"
-
-
-def call_optimizer_fn(optimizer_fn: OptimizerFn, model: nn.Module) -> object:
-    """Return the optimizer of a model from a function, or from an optimizer's class.
-
-    Raises:
-        TypeError: If the function does not take a model, with what it raised.
-    """
-    # A class, or functools.partial of one.
-    made_by = getattr(optimizer_fn, "func", optimizer_fn)
-    if isinstance(made_by, type) and issubclass(made_by, Optimizer):
-        return cast("Any", optimizer_fn)(model.parameters())
-    return _called(
-        "optimizer_fn", cast("Any", optimizer_fn), model, "lambda model: AdamW(model.parameters())"
-    )
-
-
-def call_lr_scheduler_fn(
-    lr_scheduler_fn: Callable[[Optimizer], Any], optimizer: Optimizer
-) -> object:
-    """Return the scheduler of an optimizer.
-
-    Raises:
-        TypeError: If the function does not take an optimizer, with what it raised, or returns
-            nothing that steps.
-    """
-    example = "lambda optimizer: StepLR(optimizer, step_size=10)"
-    scheduler = _called("lr_scheduler_fn", lr_scheduler_fn, optimizer, example)
-    if not hasattr(scheduler, "step"):
-        raise TypeError(
-            "expected lr_scheduler_fn to return a scheduler (with step()), got "
-            f"{type(scheduler).__name__}; lr_scheduler_fn={example}"
-        )
-    return scheduler
-
-
-def _called(name: str, function: Callable[[Any], Any], argument: object, example: str) -> object:
-    """Call a user's function; say how it is called if that is what went wrong."""
-    try:
-        return function(argument)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} is called with {'the model' if name == 'optimizer_fn' else 'the optimizer'} "
-            f"alone, and raised: {error}; expected a function such as {name}={example}"
-        ) from error
 
 
 def described_arguments(construction: object, **given: object) -> dict[str, str]:

@@ -55,11 +55,10 @@ def planned_engine(
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
     parameters.after_backward = inputs.after_backward
-    step = None
+    step, has_buffers = None, any(True for _ in model.buffers())
     if stages is not None and draws is not None:
         num_blocks = len(stages.blocks)
         pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
-        has_buffers = any(True for _ in model.buffers())
         buffers = StageBuffers(model, pipeline.group_of("F"), staging) if has_buffers else None
         step = PipelineStep(
             model, pipeline, parameters.params, buffers, parameters.finish_backward, parameters
@@ -74,7 +73,7 @@ def planned_engine(
             ranks=ranks,
             rng=rng,
             staging=staging,
-            buffers=StageBuffers(model, None) if any(True for _ in model.buffers()) else None,
+            buffers=StageBuffers(model, None) if has_buffers else None,
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     name_modules_of(model)

@@ -1,0 +1,1 @@
+"""Blocks that run again in backward."""

@@ -1,0 +1,181 @@
+"""The parts of a model that the planner prices: what each computes, keeps and hands on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from vescale_parallel import Observation
+
+# Without an example batch: tokens of one row.
+ASSUMED_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """One parameter: its name, what it takes, and the shorter side of a matrix."""
+
+    fqn: str
+    numel: int
+    nbytes: int
+    width: int = 0
+
+
+# Parameters of what runs before the blocks, of each block, and of what runs behind them.
+Owned = list[tuple[ParameterSize, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A consecutive part of the model, for one row of the batch.
+
+    Attributes:
+        parameters: What it owns; a tied one is owned where it is first used.
+        flops: Of its forward.
+        attention_flops: Of those, the ones without a parameter: attention's scores.
+        saved_bytes: Kept for its backward.
+        output_bytes: What it hands to the next part.
+        input_bytes: What it is handed, of the part behind the blocks.
+    """
+
+    parameters: tuple[ParameterSize, ...] = ()
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    saved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    input_bytes: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        """Parameter elements."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Parameter bytes."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def width(self) -> float:
+        """The shorter sides of its matrices, weighted by what is computed with them; 0 of none."""
+        matrices = [each for each in self.parameters if each.width]
+        numel = sum(each.numel for each in matrices)
+        return sum(each.numel * each.width for each in matrices) / numel if numel else 0.0
+
+
+def ownership(
+    model: nn.Module, blocks: tuple[str, ...], behind: set[str]
+) -> tuple[Owned, tuple[ParameterSize, ...]]:
+    """Return the parameters of every part, and the tied ones used before and behind."""
+    index = {block: blocks.index(block) + 1 for block in blocks}  # of the first call
+    parts: list[list[ParameterSize]] = [[] for _ in range(len(blocks) + 2)]
+    homes: dict[int, int] = {}
+    tied: list[ParameterSize] = []
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((i for b, i in index.items() if fqn.startswith(f"{b}.")), None)
+        if home is None:
+            home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
+        nbytes = parameter.numel() * parameter.element_size()
+        width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
+        sized = ParameterSize(fqn, parameter.numel(), nbytes, width)
+        if id(parameter) not in homes:
+            homes[id(parameter)] = home
+            parts[home].append(sized)
+        elif homes[id(parameter)] != home:
+            tied.append(sized)
+    for position, block in enumerate(blocks):
+        if index[block] != position + 1:
+            parts[position + 1] = parts[index[block]]
+    return [tuple(part) for part in parts], tuple(tied)
+
+
+def observed_parts(
+    seen: Observation, owned: Owned, once: frozenset[str]
+) -> tuple[Part, tuple[Part, ...], Part]:
+    """Divide an observation by its rows.
+
+    What a block of matrices computes beside two flops a token and element is attention.
+    """
+    rows = max(1, seen.rows)
+
+    def attention(parameters: tuple[ParameterSize, ...], flops: float) -> float:
+        products = sum(p.numel for p in parameters if p.fqn in once)
+        others = sum(p.numel for p in parameters if p.fqn not in once)
+        if seen.tokens <= rows or others > 0.1 * products:
+            return 0.0
+        return max(0.0, flops - 2.0 * products * seen.tokens) / rows
+
+    width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
+    before = Part(
+        parameters=owned[0],
+        flops=seen.before_flops / rows,
+        saved_bytes=seen.before_saved_bytes / rows,
+        output_bytes=width,
+    )
+    blocks = tuple(
+        Part(
+            parameters=parameters,
+            flops=block.flops / rows,
+            attention_flops=attention(parameters, block.flops),
+            saved_bytes=block.saved_bytes / rows,
+            output_bytes=block.output_bytes / rows,
+        )
+        for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
+    )
+    after = Part(
+        parameters=owned[-1],
+        flops=seen.after_flops / rows,
+        saved_bytes=seen.after_saved_bytes / rows,
+        output_bytes=seen.output_bytes / rows,
+        input_bytes=seen.blocks[-1].output_bytes / rows if seen.blocks else 0.0,
+    )
+    return before, blocks, after
+
+
+def estimated_parts(
+    owned: Owned,
+    tied: tuple[ParameterSize, ...],
+    model: nn.Module,
+) -> tuple[Part, tuple[Part, ...], Part]:
+    """Estimate from parameters alone.
+
+    A transformer block of width h has about 12 h^2 elements, and keeps 34 h bytes a token at
+    2 bytes an element (Korthikanti et al. 2022, without attention scores).
+    """
+    matrices = {
+        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1
+    }
+    lookups = {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+
+    def part(parameters: tuple[ParameterSize, ...], *, vectors: int) -> Part:
+        used = [p for p in parameters if p.fqn in matrices and p.fqn not in lookups]
+        numel = sum(p.numel for p in used)
+        itemsize = used[0].nbytes / used[0].numel if used else 4.0
+        width = (numel / 12) ** 0.5 * itemsize
+        return Part(
+            parameters=parameters,
+            flops=2.0 * numel * ASSUMED_TOKENS,
+            saved_bytes=vectors * width * ASSUMED_TOKENS,
+            output_bytes=width * ASSUMED_TOKENS,
+        )
+
+    before = part(owned[0], vectors=0 if len(owned) > 2 else 17)
+    blocks = tuple(part(parameters, vectors=17) for parameters in owned[1:-1])
+    # Logits once as they are and once in float32 for the loss; their width is the vocabulary.
+    heads = [matrices[p.fqn] for p in (*owned[-1], *tied) if p.fqn in matrices]
+    logits = float(max((p.shape[0] for p in heads), default=0)) * ASSUMED_TOKENS
+    tied_flops = 2.0 * sum(p.numel for p in tied) * ASSUMED_TOKENS
+    after = part(owned[-1], vectors=0)
+    after = Part(
+        parameters=after.parameters,
+        flops=after.flops + tied_flops,
+        saved_bytes=8.0 * logits,
+        output_bytes=4.0 * logits,
+        input_bytes=blocks[-1].output_bytes if blocks else 0.0,
+    )
+    return before, blocks, after
