@@ -155,9 +155,8 @@ class PipelineParallel:
                 f"place in a tuple, got {self.loss!r}"
             )
         object.__setattr__(self, "split_points", tuple(self.split_points))
-        object.__setattr__(self, "block_calls", tuple(self.block_calls))
-        object.__setattr__(self, "tail_modules", tuple(self.tail_modules))
-        object.__setattr__(self, "head_modules", tuple(self.head_modules))
+        for name in ("block_calls", "tail_modules", "head_modules"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "called_behind", checked_places(self.called_behind))
         check_schedule(
             self.schedule,
