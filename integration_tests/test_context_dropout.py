@@ -104,6 +104,17 @@ def test_blocks_draw_one_devices_masks_on_slices(world2: World, name: str, metho
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [{TP: 2}, pytest.param({TP: 2, CP: 2}, marks=pytest.mark.nightly)], ids=str
+)
+def test_heads_that_are_dealt_out_draw_their_masks(
+    world2: World, world4: World, plan: Constraints
+) -> None:
+    """Two ranks have the first and the second query head of each of three key heads."""
+    check(world4 if CP in plan else world2, "grouped", plan)
+
+
+@pytest.mark.slow
 def test_blocks_draw_again_in_backward(world4: World) -> None:
     check(world4, "by_hand", {CP: 2, DP: 2, ZERO: 3, "recompute": "full"})
 

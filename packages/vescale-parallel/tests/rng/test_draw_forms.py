@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
@@ -96,7 +97,7 @@ def test_a_plan_says_what_no_example_shows() -> None:
     assert unknown["blocks.2.dropout"].is_region
     plan["blocks.*.<random:1>"] = "Shard(2)"
     known = scopes_of_unknown(resolve(plan, model), model)
-    assert known["blocks.2"].parts == {1: 2}
+    assert known["blocks.2"].parts == {1: Shard(2)}
     assert not known["blocks.2"].is_region
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from torch.distributed.tensor import Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import NotedOrder
 
@@ -16,6 +21,7 @@ class ShardedDraw:
     Attributes:
         rows: Dim that the batch is along; None if the tensor has no batch.
         part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
+        blocks: Into how many equal blocks that dim is divided, of each of which a rank has a part.
         inner: Whether the rows are innermost in a dim that they share with something else, as
             in (time x rows); if not, they are outermost.
         alone: Whether they shared it with nothing in the call that was run to see.
@@ -27,10 +33,18 @@ class ShardedDraw:
 
     rows: int | None = None
     part: int | None = None
+    blocks: int = 1
     inner: bool = False
     alone: bool = False
     order: NotedOrder | None = field(default=None, compare=False)
     extents: Mapping[int, Extent] = field(default_factory=dict[int, Extent], compare=False)
+
+
+def part_of_draw(placement: Shard | InterleavedShard | None) -> dict[str, Any]:
+    """Return how a draw is cut, as fields of :class:`ShardedDraw`."""
+    if placement is None:
+        return {}
+    return {"part": placement.dim, "blocks": num_parts_of(placement)}
 
 
 def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
@@ -40,19 +54,29 @@ def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | 
     return one if one.order == other.order else replace(one, order=None)
 
 
+def in_slices(
+    cut: ShardedDraw | None, sliced: tuple[dict[int, Extent], NotedOrder] | None
+) -> ShardedDraw | None:
+    """Return how a draw is cut of which ranks that share sequences have parts, too."""
+    if cut is None or sliced is None:
+        return cut
+    order = cut.order if cut.order is not None and not cut.order.is_kept else sliced[1]
+    return replace(cut, extents=sliced[0], order=order)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """What is known about the draws of one module, in order within one call.
 
     Attributes:
         cuts: One for each; None for one that nothing is known about.
-        parts: Dims that tensor-parallel ranks hold parts of, by the number of the draw, where
-            nothing else is known.
+        parts: How tensor-parallel ranks hold parts, by the number of the draw, where nothing else
+            is known.
         is_region: Whether draws that are not in ``cuts`` may be of cut activations.
     """
 
     cuts: Sequence[ShardedDraw | None] = ()
-    parts: Mapping[int, int]
+    parts: Mapping[int, Shard | InterleavedShard]
     is_region: bool = False
 
 

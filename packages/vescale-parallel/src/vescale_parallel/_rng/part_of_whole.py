@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Generator, Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 from vescale_dtensor import Box, LocalBox, local_boxes
 from vescale_dtensor.random import Fill, Window, draw_part
 from vescale_parallel._tensor_parallel.chunks import part_sizes
+from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
 
@@ -75,11 +76,13 @@ class DrawsOfRank:
             shape[rows] *= place.num_parts_of_batch
         if part is not None:
             shape[part] = self._whole_length(shape, part)
+            if shape[part] % (cut.blocks * place.tp_size if cut.blocks > 1 else 1):
+                raise NotImplementedError("a dim is no multiple of its blocks")
         boxes = local_boxes(
             shape,
             (place.num_parts_of_batch, place.tp_size),
             (place.part_of_batch, place.tp_rank),
-            (_placement(rows), _placement(part)),
+            (_placement(rows), _placement(part, cut.blocks)),
         )
         if extents:
             boxes = tuple(each for held in boxes for each in _in_extents(held, extents))
@@ -125,5 +128,5 @@ def _in_extents(held: LocalBox, extents: Mapping[int, Extent]) -> Iterator[Local
         yield LocalBox(Box(tuple(offset), tuple(shape)), tuple(here for here, *_ in of_dims))
 
 
-def _placement(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+def _placement(dim: int | None, blocks: int = 1) -> Placement:
+    return Replicate() if dim is None else shard_of_parts(dim, blocks)

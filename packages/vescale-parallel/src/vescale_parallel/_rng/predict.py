@@ -7,18 +7,22 @@ several tensor-parallel ranks is cut over these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import bind, has_rows_first, opened, small_example
 from vescale_parallel._tensor_parallel.shard_module import placement_between
-from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
+from vescale_parallel._tensor_parallel.sharding_spec import (
+    ShardingSpec,
+    placement_text,
+    shard_of_parts,
+)
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
@@ -28,7 +32,7 @@ from vescale_parallel._trace.rng_trace import NotedDraw
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
-from .known_draws import Scope, ShardedDraw, common, mark
+from .known_draws import Scope, ShardedDraw, common, mark, part_of_draw
 
 # The FQN of a module, and the number of the draw within a call of it.
 Draw = tuple[str, int]
@@ -77,7 +81,9 @@ class Noted:
             said = sharding.spec.draws.get(key)
             if said is not None:
                 seen = ShardedDraw(rows=0) if found is None else found
-                found = ShardedDraw(rows=seen.rows, part=said.dim, order=seen.order)
+                found = replace(seen, **part_of_draw(said))
+            elif found is not None and found.part is not None:
+                found = _in_blocks(found, sharding, key[0])
             cuts[key] = found
         return cuts
 
@@ -118,17 +124,18 @@ def draw_marks(
 ) -> dict[str, str]:
     """Return the marks of draws that a plan cuts over tensor-parallel ranks."""
     found = cuts_of_example(model, batch, shard(plan, model, size), runs)
-    cut: dict[tuple[int, int], set[str]] = {}
+    cut: dict[tuple[int, Placement], set[str]] = {}
     for (fqn, index), each in (found or {}).items():
         if each is not None and each.part is not None:
-            cut.setdefault((index, each.part), set()).add(fqn)
+            placement = shard_of_parts(each.part, each.blocks)
+            cut.setdefault((index, placement), set()).add(fqn)
     names = [fqn for fqn, _ in model.named_modules()]
     marks: dict[str, str] = {}
-    for (index, dim), fqns in cut.items():
+    for (index, placement), fqns in cut.items():
         for fqn in sorted(fqns):
             patterns = (generalize(fqn), generalize_first(fqn), fqn)
             fitting = next(p for p in patterns if fqns.issuperset(matching(p, names)))
-            marks[mark(fitting, index)] = f"Shard({dim})"
+            marks[mark(fitting, index)] = placement_text(placement)
     return marks
 
 
@@ -157,7 +164,7 @@ def scopes_of_unknown(spec: ShardingSpec, model: nn.Module) -> dict[str, Scope]:
         scopes |= {fqn: Scope(parts={}, is_region=True) for fqn in below}
     for (fqn, index), placement in spec.draws.items():
         parts = scopes[fqn].parts if fqn in scopes else {}
-        scopes[fqn] = Scope(parts={**parts, index: placement.dim})
+        scopes[fqn] = Scope(parts={**parts, index: placement})
     return scopes
 
 
@@ -203,6 +210,19 @@ def _cut(once: NotedDraw, twice: NotedDraw, part: NotedDraw, size: int) -> Shard
         part=placement.dim if isinstance(placement, Shard) else None,
         order=NotedOrder(once.order, part.order),
     )
+
+
+def _in_blocks(cut: ShardedDraw, sharding: TensorSharding, fqn: str) -> ShardedDraw | None:
+    """Return a cut of what is drawn between the layers of a module, in their blocks.
+
+    Query heads that share a key head which no rank has alone are dealt out group by group, so what
+    is drawn for them is, too. It is told by the layer that they go into.
+    """
+    holders = fqn, _parent(fqn)
+    found = next(
+        (sharding.input_blocks[each] for each in holders if each in sharding.input_blocks), {1}
+    )
+    return replace(cut, blocks=next(iter(found))) if len(found) == 1 else None
 
 
 def _shaped(shape: tuple[int, ...]) -> Tensor:

@@ -37,15 +37,23 @@ from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import is_in_backward
-from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import forked_generators, generator_state
-from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
 from .attention_masks import AttentionMasks
 from .empty_dropout import DrawsForNothing, has_empty
-from .known_draws import CallDraws, KnownDraws, ModuleDraws, Place, Scope, ShardedDraw, mark
+from .known_draws import (
+    CallDraws,
+    KnownDraws,
+    ModuleDraws,
+    Place,
+    Scope,
+    ShardedDraw,
+    in_slices,
+    mark,
+    part_of_draw,
+)
 from .part_of_whole import DrawsOfRank
 
 # Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
@@ -209,7 +217,7 @@ class ShardedRng:
             is_sliced = False
             if self._sliced is not None:
                 sliced = self._sliced.drawn(fqn, index, drawn_shape(args), drawn_order(args))
-                is_sliced, cut = sliced is not None, _in_slices(cut, sliced)
+                is_sliced, cut = sliced is not None, in_slices(cut, sliced)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -259,9 +267,9 @@ class ShardedRng:
             return self._if_alone(scope.cuts[index], shape)
         if scope.is_region and index not in scope.parts:
             return None
-        part = scope.parts.get(index)
+        cut = ShardedDraw(**part_of_draw(scope.parts.get(index)))
         if math.prod(shape) == 1 or self._place.num_parts_of_batch == 1:
-            return ShardedDraw(part=part)
+            return cut
         rows = usual_rows_dim(shape, self._now.num_rows)
         if rows is not None:
             self._warn_once(
@@ -271,7 +279,7 @@ class ShardedRng:
                 "first, which is as long as the batch. If it is another, they are not those of "
                 "one device",
             )
-            return ShardedDraw(rows=rows, part=part)
+            return replace(cut, rows=rows)
         return None
 
     def _if_alone(self, cut: ShardedDraw | None, shape: tuple[int, ...]) -> ShardedDraw | None:
@@ -354,15 +362,6 @@ class ShardedRng:
         if at not in self._warned:
             self._warned.add(at)
             warn_at_user_line(message)
-
-
-def _in_slices(
-    cut: ShardedDraw | None, sliced: tuple[dict[int, Extent], NotedOrder] | None
-) -> ShardedDraw | None:
-    if cut is None or sliced is None:
-        return cut
-    order = cut.order if cut.order is not None and not cut.order.is_kept else sliced[1]
-    return replace(cut, extents=sliced[0], order=order)
 
 
 class _Drawing(DrawMode):

@@ -119,7 +119,7 @@ class ShardingSpec:
     grads: Mapping[str, Placement]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | None]
-    draws: Mapping[tuple[str, int], Shard]
+    draws: Mapping[tuple[str, int], Shard | InterleavedShard]
 
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
         """Return the same with modules of several names under one of them.
@@ -166,7 +166,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     grads: dict[str, Placement] = {}
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | None] = {}
-    draws: dict[tuple[str, int], Shard] = {}
+    draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
     parameter_fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     module_fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     for pattern, text in sharding_plan.items():
@@ -210,12 +210,14 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     )
 
 
-def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard]:
+def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard | InterleavedShard]:
     placement = parse_placement(text)
-    if not number.isdigit() or not isinstance(placement, Shard) or placement.dim < 0:
+    is_shard = isinstance(placement, Shard | InterleavedShard)
+    if not number.isdigit() or not is_shard or placement.dim < 0:
         raise ValueError(
-            f"tensor_parallel.sharding_plan: expected '<random:k>': 'Shard(d)', the k-th draw of "
-            f"a module's call, both counted from 0, got {pattern!r}: {text!r}"
+            f"tensor_parallel.sharding_plan: expected '<random:k>': 'Shard(d)' or "
+            "'InterleavedShard(d, parts)', the k-th draw of a module's call, both counted from 0, "
+            f"got {pattern!r}: {text!r}"
         )
     return int(number), placement
 

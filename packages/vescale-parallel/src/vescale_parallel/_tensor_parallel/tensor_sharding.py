@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
+
+from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.linear_layout import linear_kind
 
 from .placements import complete_placements
-from .sharding_spec import ShardingSpec, resolve
+from .sharding_spec import ShardingSpec, num_parts_of, resolve
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,14 @@ class TensorSharding:
         size: Ranks.
         spec: What the plan says of modules and parameters, by their exact names.
         placements: Of every sharded parameter, biases that the plan does not name included.
+        input_blocks: By module, into how many blocks the inputs of its linear layers are divided,
+            of each of which a rank has a part: of those layers whose inputs ranks have parts of.
     """
 
     size: int
     spec: ShardingSpec
     placements: Mapping[str, Placement]
+    input_blocks: Mapping[str, frozenset[int]] = field(default_factory=dict[str, "frozenset[int]"])
 
 
 def shard(plan: Mapping[str, str], model: nn.Module, size: int) -> TensorSharding:
@@ -35,4 +41,20 @@ def shard(plan: Mapping[str, str], model: nn.Module, size: int) -> TensorShardin
             such dim or does not divide into the ranks.
     """
     spec = resolve(plan, model)
-    return TensorSharding(size, spec, complete_placements(spec, model, size))
+    placements = complete_placements(spec, model, size)
+    return TensorSharding(size, spec, placements, _input_blocks(model, placements))
+
+
+def _input_blocks(
+    model: nn.Module, placements: Mapping[str, Placement]
+) -> dict[str, frozenset[int]]:
+    found: dict[str, frozenset[int]] = {}
+    for fqn, placement in placements.items():
+        owner, _, name = fqn.rpartition(".")
+        kind = linear_kind(model.get_submodule(owner)) if name == "weight" else None
+        if kind is None or not isinstance(placement, Shard | InterleavedShard):
+            continue
+        if placement.dim == kind.in_dim:
+            holder = owner.rpartition(".")[0]
+            found[holder] = found.get(holder, frozenset[int]()) | {num_parts_of(placement)}
+    return found
