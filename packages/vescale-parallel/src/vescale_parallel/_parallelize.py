@@ -196,7 +196,8 @@ def _change(
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
-    modes = recompute_by_block(plan.recompute, blocks)
+    run_here, units = _blocks_here(plan, stages, blocks)
+    modes = recompute_by_block(plan.recompute, tuple(dict.fromkeys((*blocks, *run_here))))
     mesh = build_mesh(plan)
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
@@ -214,7 +215,6 @@ def _change(
     elif plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
-    run_here, units = _blocks_here(plan, stages, blocks)
     own, on = experts.parameters(model, plan.expert_parallel.size), state_mesh(plan, mesh)
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
