@@ -31,7 +31,7 @@ from vescale_parallel._expert_parallel import dispatch
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._pipeline import runner, tied_weights
 from vescale_parallel._pipeline.execution.links import Links
-from vescale_parallel._rng import sharded_rng
+from vescale_parallel._rng import part_of_whole
 from vescale_parallel._tensor_parallel.communicators import ProcessRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 
@@ -353,7 +353,7 @@ BUGS: dict[str, Bug] = {
         source="NVIDIA/Megatron-LM#206",
         model="dropout",
         plan=DP2,
-        plant=replaced(sharded_rng, "draw_part", _own_mask),
+        plant=replaced(part_of_whole, "draw_part", _own_mask),
         what="activation",
         name="blocks.0.4",
     ),

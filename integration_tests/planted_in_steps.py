@@ -20,7 +20,7 @@ from vescale_parallel._data_parallel.gradient_rows import GradientRows
 from vescale_parallel._expert_parallel import dispatch
 from vescale_parallel._pipeline.execution.links import Links
 from vescale_parallel._pipeline.execution.run import Execution
-from vescale_parallel._rng import sharded_rng
+from vescale_parallel._rng import part_of_whole
 from vescale_parallel._tensor_parallel.communicators import ProcessRanks
 
 from .plans import DP, SEQUENCE, TP, ZERO
@@ -241,7 +241,7 @@ BUGS: dict[str, Bug] = {
     "masks are drawn anew where blocks run again": Bug(
         model="dropout",
         plan={**DP2, "recompute": "full"},
-        plant=replaced(sharded_rng, "draw_part", _other_mask_again),
+        plant=replaced(part_of_whole, "draw_part", _other_mask_again),
         what="gradient",
     ),
     "a ring forgets what it read before": Bug(
