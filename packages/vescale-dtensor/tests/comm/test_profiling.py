@@ -78,3 +78,25 @@ def test_collectives_are_called_by_their_axes(world4: World) -> None:
             "vescale: all_gather over group",
             "vescale: all_gather over everyone",
         }
+
+
+def _named_in_a_second_job() -> list[str]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    told: list[str] = []
+    for job in ("first", "second"):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        world = dist.group.WORLD
+        assert isinstance(world, dist.ProcessGroup)
+        mesh = init_device_mesh("cpu", (2,))
+        name_group(world, job)
+        all_gather(torch.ones(2), mesh)  # the first use of a mesh of the job
+        with CommCounter() as counter:
+            all_gather(torch.ones(2), world)
+        told += [event.over for event in counter.events]
+        dist.destroy_process_group()
+    return told
+
+
+def test_a_name_of_a_second_job_is_not_forgotten_with_the_first() -> None:
+    assert _named_in_a_second_job() == ["first", "second"]

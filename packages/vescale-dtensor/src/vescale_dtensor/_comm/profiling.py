@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor._caches import forget_with_world, own_list
+from vescale_dtensor._caches import forget_with_world, notice_world, own_list
 from vescale_dtensor._torch_private import is_profiler_enabled
 
 from .groups import Peers
@@ -60,6 +60,7 @@ def name_group(group: dist.ProcessGroup, name: str) -> None:
         group: Any process group.
         name: What to call it.
     """
+    notice_world()  # or the name is forgotten with those of the job before
     _names[group.group_name] = name
 
 
