@@ -384,7 +384,7 @@ def test_gradients_are_those_of_blocks_that_stay_gathered(
     ("said", "text"),
     [
         ({"layers.*": False}, "'layers.\\*' is no block of the model; blocks are 'blocks.0'"),
-        ({"blocks.*": False, "blocks.1": True}, "both True and False of 'blocks.1'"),
+        ({"blocks.*": False, "blocks.1": True}, "both False and True of 'blocks.1'"),
     ],
 )
 def test_patterns_that_cannot_be_obeyed_are_refused(said: dict[str, bool], text: str) -> None:

@@ -161,6 +161,7 @@ class ZeroState:
         self._reductions.stream.settle()
         self._show_sharded()
         self.writes.keep(*self._gathered_first)
+        self._stale_graphs.note()
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
             if sys.exception() is None:  # else other ranks may come to no comparison
@@ -391,9 +392,8 @@ class ZeroState:
         self._stale_graphs.look()
         for param in self.params:
             param.check_in_place()
-        for param in self.params:
-            if param not in self._guarded:
-                param.show_unsharded()
+        for param in (each for each in self.params if each not in self._guarded):
+            param.show_unsharded()
 
     def _show_sharded(self) -> None:
         for param in self.params:

@@ -5,7 +5,8 @@ torch counts a write. What a step of the optimizer, or anybody, writes is the pu
 plain one gets it uncounted, when it is gathered again. So writes to the public ones are counted
 for the plain ones, too: otherwise a graph of before would be differentiated with other values than
 those that computed it. An optimizer says which it has written; other writes are seen by the
-versions of public parameters, before the next forward or backward pass.
+versions of public parameters, before the next forward or backward pass. What forward itself writes
+is counted by torch, on the plain parameters that it has.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
-
-from vescale_parallel._torch_private import version_of
 
 from .sharded_parameter import ShardedParameter
 
@@ -25,26 +23,34 @@ class StaleGraphs:
     """Counts writes to public parameters for the plain ones; see [Note: stale graphs]."""
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
-        self._plain: dict[object, nn.Parameter] = {
-            param.sharded: param.unsharded for param in params if param.unsharded is not None
+        # Inference tensors are in no graph, and count no writes.
+        plain = {
+            param.sharded: param.unsharded
+            for param in params
+            if param.unsharded is not None
+            and not (param.sharded.is_inference() or param.unsharded.is_inference())
         }
-        self._publics = [p.sharded for p in params if p.sharded in self._plain]
-        self._versions = self._versions_now()
+        self._publics = [*plain]
+        # By identity: a tensor's hash is two calls, for every parameter in every step.
+        self._plain = {id(public): own for public, own in plain.items()}
+        self._versions = list[int]()
+        self.note()
 
     def tell_changed(self, publics: Iterable[object]) -> None:
         """Count a write to each of some public parameters."""
-        written = [self._plain[public] for public in publics if public in self._plain]
-        increment_version([plain for plain in written if not plain.is_inference()])
-        self._versions = self._versions_now()
+        written = self._plain.keys() & {*map(id, publics)}
+        increment_version([self._plain[each] for each in written])
+
+    def note(self) -> None:
+        """Have what was written so far count as it does; torch counts what forward writes."""
+        self._versions = [public._version for public in self._publics]
 
     def look(self) -> None:
-        """Count the writes since the last look that nobody told of."""
+        """Count the writes since the last look or note, that nobody told of."""
         if torch.compiler.is_compiling():
             return
-        versions = self._versions_now()
-        if versions != self._versions:
-            pairs = zip(self._publics, versions, self._versions, strict=True)
-            self.tell_changed([public for public, now, before in pairs if now != before])
-
-    def _versions_now(self) -> list[int]:
-        return [*map(version_of, self._publics)]
+        before = self._versions
+        self.note()
+        if before != self._versions:
+            pairs = zip(self._publics, self._versions, before, strict=True)
+            self.tell_changed([public for public, now, then in pairs if now != then])
