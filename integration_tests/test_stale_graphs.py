@@ -150,6 +150,7 @@ def _compared(constraints: Constraints) -> None:
         if isinstance(other, str):
             assert own == other
         else:
+            # Float64; means of ranks' rows are added up in another order than those of all rows.
             torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
 
 

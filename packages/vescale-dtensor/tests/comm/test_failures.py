@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor import PeerError, all_reduce, announced_failures
+from vescale_dtensor import PeerError, all_reduce, announced_failures, named_failures
 from vescale_dtensor._torch_private import default_store
 from vescale_testing import RankError, World
 
@@ -177,3 +177,9 @@ def test_what_ends_a_program_is_noted_on_the_error_of_a_rank_in_a_collective_of_
     finally:
         waiting.kill()
     assert 'rank 1 raised KeyError: "a line of the program\'s own"' in output, output
+
+
+def test_an_error_without_a_job_stays_what_it_is() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"^gone$"), named_failures():
+        raise RuntimeError("gone")

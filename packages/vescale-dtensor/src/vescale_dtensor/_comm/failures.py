@@ -207,6 +207,8 @@ def named_failures(*, completes: bool = True, of: Collective | None = None) -> I
     try:
         yield
     except RuntimeError as error:
+        if not dist.is_initialized():  # a group that outlived its job has nobody to ask
+            raise
         known, waited, before = _named, waited_for(of), _write_where(of)
         here = f"this rank ({dist.get_rank()}) was waiting for it{waited}"
         if text := _announced():
