@@ -110,6 +110,44 @@ class NamedParts(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Mixing(nn.Module):
+    """Parameters that the model itself holds and its loop uses, layer by layer, between blocks."""
+
+    class Asks(nn.Module):
+        """A block that is given a query, which is a parameter."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.attend, self.feed = _Attend(width), feed_forward(width)
+
+        def forward(self, x: Tensor, query: Tensor) -> Tensor:
+            x = self.attend(x) + x * query
+            return self.feed(x) + x
+
+    def __init__(self, depth: int, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.scales, self.firsts = (nn.Parameter(torch.rand(depth)) for _ in range(2))
+        self.gates = nn.ParameterList(torch.randn(width) for _ in range(depth))
+        self.queries = nn.ParameterDict({f"of_{i}": torch.randn(width) for i in range(depth)})
+        self.values = nn.ModuleDict(
+            {str(i): nn.Embedding(VOCABULARY, width) for i in range(0, depth, 2)}
+        )
+        self.layers = nn.ModuleList(self.Asks(width) for _ in range(depth))
+        self.bias, self.unused = nn.Parameter(torch.zeros(VOCABULARY)), nn.Parameter(torch.ones(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = first = F.layer_norm(self.embed(input_ids), (self.embed.embedding_dim,))
+        scales = self.scales.sigmoid() * 2  # depends on parameters alone, is used by many layers
+        for i, layer in enumerate(self.layers):
+            x = scales[i] * x + self.firsts[i] * first
+            if str(i) in self.values:
+                x = x + self.values[str(i)](input_ids) * self.gates[i]
+            x = layer(x, self.queries[f"of_{i}"])
+        logits = F.linear(x, self.embed.weight, self.bias)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def feed_forward(width: int) -> nn.Module:
     return nn.Sequential(
         nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
@@ -214,6 +252,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tenso
     "two_streams": (lambda depth: TwoStreams(depth), tokens),
     "parts": (lambda depth: Parts(depth), tokens),
     "named_parts": (lambda depth: NamedParts(depth), tokens),
+    "mixing": (lambda depth: Mixing(depth), tokens),
     "written": (lambda depth: Written(depth), tokens),
     "llava": (lambda depth: Llava(depth // 2, depth - depth // 2), _llava_batch),
     "experts": (lambda depth: _causal("mixtral", depth), tokens),

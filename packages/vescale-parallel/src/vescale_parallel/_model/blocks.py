@@ -75,8 +75,8 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
 def _parts_of_block(model: nn.Module, fqn: str) -> list[str]:
     """Return a block, or what is called in it if nothing calls the block itself.
 
-    A list of an attention and an MLP, whose residuals a loop adds (``for attend, feed in layers``),
-    is two blocks: what crosses between them is seen, as between any others.
+    A list of an attention and an MLP, whose residuals a loop adds (``for attend, feed in
+    layers``), is two blocks: what crosses between them is seen, as between any others.
     """
     called, block = _called(model, fqn), model.get_submodule(fqn)
     if sum(numel_of(model.get_submodule(each)) for each in called) < numel_of(block):
@@ -99,7 +99,7 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 def _called(model: nn.Module, fqn: str) -> list[str]:
     module = model.get_submodule(fqn)
-    if _is_called(module):
+    if is_called(module):
         return [fqn]
     return [
         called
@@ -109,5 +109,6 @@ def _called(model: nn.Module, fqn: str) -> list[str]:
     ]
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward; lists and dicts of modules or parameters have none."""
     return type(module).forward is not nn.Module.forward
