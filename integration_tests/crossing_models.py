@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,107 @@ class TwoStreams(nn.Module):
         logits = self.head(torch.cat([left + self.embed.weight.new_ones(()), right + first], -1))
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "first": first, "left": left}
+
+
+class _Attend(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.attend(y, y, y, need_weights=False)[0]
+
+
+class Parts(nn.Module):
+    """Layers that are lists of modules, which nothing calls, with residuals around them."""
+
+    def __init__(self, depth: int, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([_Attend(width), feed_forward(width), nn.Dropout(0.0)])
+            for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            attend, feed, dropout = cast("nn.ModuleList", layer)
+            x = attend(x) + x
+            x = dropout(feed(x)) + x
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class NamedParts(nn.Module):
+    """Layers that are dicts of modules, which are not called in the order of definition."""
+
+    def __init__(self, depth: int, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(self._layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    @staticmethod
+    def _layer(width: int) -> nn.Module:
+        norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        return nn.ModuleDict(
+            {"norms": norms, "feed": feed_forward(width), "mix": nn.Linear(width, width)}
+        )
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in cast("Iterable[nn.ModuleDict]", self.layers):
+            norms = cast("nn.ModuleList", layer["norms"])
+            x = layer["mix"](norms[0](x)) + x
+            x = layer["feed"](norms[1](x)) + x
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Mixing(nn.Module):
+    """Parameters that the model itself holds and its loop uses, layer by layer, between blocks."""
+
+    class Asks(nn.Module):
+        """A block that is given a query, which is a parameter."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.attend, self.feed = _Attend(width), feed_forward(width)
+
+        def forward(self, x: Tensor, query: Tensor) -> Tensor:
+            x = self.attend(x) + x * query
+            return self.feed(x) + x
+
+    def __init__(self, depth: int, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.scales, self.firsts = (nn.Parameter(torch.rand(depth)) for _ in range(2))
+        self.gates = nn.ParameterList(torch.randn(width) for _ in range(depth))
+        self.queries = nn.ParameterDict({f"of_{i}": torch.randn(width) for i in range(depth)})
+        self.values = nn.ModuleDict(
+            {str(i): nn.Embedding(VOCABULARY, width) for i in range(0, depth, 2)}
+        )
+        self.layers = nn.ModuleList(self.Asks(width) for _ in range(depth))
+        self.bias, self.unused = nn.Parameter(torch.zeros(VOCABULARY)), nn.Parameter(torch.ones(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = first = F.layer_norm(self.embed(input_ids), (self.embed.embedding_dim,))
+        scales = self.scales.sigmoid() * 2  # depends on parameters alone, is used by many layers
+        for i, layer in enumerate(self.layers):
+            x = scales[i] * x + self.firsts[i] * first
+            if str(i) in self.values:
+                x = x + self.values[str(i)](input_ids) * self.gates[i]
+            x = layer(x, self.queries[f"of_{i}"])
+        logits = F.linear(x, self.embed.weight, self.bias)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+    )
 
 
 class Written(nn.Module):
@@ -149,6 +250,9 @@ def _whisper_batch() -> dict[str, Tensor]:
 
 MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tensor]]]] = {
     "two_streams": (lambda depth: TwoStreams(depth), tokens),
+    "parts": (lambda depth: Parts(depth), tokens),
+    "named_parts": (lambda depth: NamedParts(depth), tokens),
+    "mixing": (lambda depth: Mixing(depth), tokens),
     "written": (lambda depth: Written(depth), tokens),
     "llava": (lambda depth: Llava(depth // 2, depth - depth // 2), _llava_batch),
     "experts": (lambda depth: _causal("mixtral", depth), tokens),

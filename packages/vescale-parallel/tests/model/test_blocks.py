@@ -60,8 +60,19 @@ def test_of_lists_that_nothing_calls_what_is_called_is_a_block() -> None:
     model = nn.ModuleDict({"pairs": pairs, "named": named, "plain": nn.Sequential(*_linears())})
     called = ["pairs.0.0", "pairs.1.0", "named.0.a", "named.1.a", "plain.0", "plain.1"]
     assert blocks_of(model) == tuple(called)
-    with pytest.raises(ValueError, match="'0' is a ModuleList, which nothing calls"):
-        pipeline_blocks(pairs)
+    assert pipeline_blocks(model) == tuple(called)
+    assert pipeline_blocks(pairs) == ("0.0", "1.0")
+
+
+def test_a_block_that_nothing_calls_has_no_parameters_beside_those_of_its_modules() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    message = "'0' is a Holder with parameters of its own, which nothing calls; give it a forward"
+    with pytest.raises(ValueError, match=message):
+        pipeline_blocks(nn.ModuleList([Holder(), Holder()]))
 
 
 def _linears() -> list[nn.Linear]:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from vescale_parallel import ParallelPlan, parallelize, with_constraints
+from vescale_parallel import ParallelPlan, calls_between_blocks, parallelize, with_constraints
+from vescale_parallel._pipeline.call_order import places_seen
 from vescale_parallel._pipeline.cuts.partition import split_blocks, stage_starts
 from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
 from vescale_testing import World
@@ -191,3 +192,44 @@ def test_parallelize_cuts_where_the_method_says(world2: World) -> None:
         assert losses == [pytest.approx(expected, rel=1e-6)]  # a mean of two means in float32
         assert first[-1] == f"blocks.{last - 1}.bias"
         assert second[0] == f"blocks.{last}.weight"
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))
+        self.gates = nn.ParameterList(torch.ones(2) for _ in range(4))
+        self.embed, self.norm = nn.Linear(2, 2, bias=False), nn.LayerNorm(2, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scales = self.embed(x), self.scales.exp()
+        for scale, gate, layer in zip(scales[1:3], self.gates[1:3], self.layers[:2], strict=True):
+            x = layer(x) * scale * gate
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.norm(x) @ self.embed.weight + self.shift
+
+
+def test_parameters_are_on_the_stages_whose_code_uses_them() -> None:
+    model, batch, plan = Held(), torch.ones(2, 2), plan_of(size=4, microbatches=4)
+    stages = stage_map(plan, model, places_seen(plan, model, batch))
+    assert stages is not None
+    found = {name: stages.stages_of([name]) for name, _ in model.named_parameters()}
+    expected = {
+        # On the first and the last stage as well: another call may use them there.
+        "scales": (0, 1, 3),
+        "shift": (0, 3),
+        **{f"gates.{i}": (0, 3) for i in (0, 1, 3)},
+        "gates.2": (0, 1, 3),
+        "embed.weight": (0, 3),
+        "norm.weight": (3,),
+    }
+    assert {name: found[name] for name in expected} == expected
+    said = calls_between_blocks(model, batch)
+    assert said["embed.weight"] == ("layers.3",)
+    again = plan_of(size=4, microbatches=4, called_behind=said)
+    stages = stage_map(again, model)
+    assert stages is not None
+    del found["norm.weight"]  # defined before, called behind: a plan says that in its tail_modules
+    assert {name: stages.stages_of([name]) for name in found} == found

@@ -50,10 +50,11 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the FQNs of the blocks that a pipeline is split between, in order.
 
     They are those of all lists that matter, one list after the other as they are defined: of an
-    encoder and a decoder, or of a vision tower and a language model.
+    encoder and a decoder, or of a vision tower and a language model. Of a block that is a list or
+    dict of modules, which nothing calls, what is in it is a block.
 
     Raises:
-        ValueError: If there is no list of blocks, or blocks that nothing calls.
+        ValueError: If there is no list of blocks, or a block with parameters that nothing calls.
     """
     stacks = _lists(model, may_take_turns=True)
     if not stacks:
@@ -66,15 +67,25 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
         )
     sizes = [sum(numel_of(model.get_submodule(fqn)) for fqn in stack) for stack in stacks]
     large = [stack for stack, size in zip(stacks, sizes, strict=True) if 5 * size >= max(sizes)]
-    blocks = tuple(fqn for stack in large for fqn in stack)
-    for fqn in blocks:
-        if not _is_called(model.get_submodule(fqn)):
-            raise ValueError(
-                f"pipeline parallelism splits between calls of blocks, and {fqn!r} is a "
-                f"{type(model.get_submodule(fqn)).__name__}, which nothing calls; make it a "
-                "module with a forward, or use another parallelism"
-            )
-    return blocks
+    return tuple(
+        called for stack in large for fqn in stack for called in _parts_of_block(model, fqn)
+    )
+
+
+def _parts_of_block(model: nn.Module, fqn: str) -> list[str]:
+    """Return a block, or what is called in it if nothing calls the block itself.
+
+    A list of an attention and an MLP, whose residuals a loop adds (``for attend, feed in
+    layers``), is two blocks: what crosses between them is seen, as between any others.
+    """
+    called, block = _called(model, fqn), model.get_submodule(fqn)
+    if sum(numel_of(model.get_submodule(each)) for each in called) < numel_of(block):
+        raise ValueError(
+            f"pipeline parallelism splits between calls of blocks, and {fqn!r} is a "
+            f"{type(block).__name__} with parameters of its own, which nothing calls; give it a "
+            "forward, or use another parallelism"
+        )
+    return called
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
@@ -88,7 +99,7 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 def _called(model: nn.Module, fqn: str) -> list[str]:
     module = model.get_submodule(fqn)
-    if _is_called(module):
+    if is_called(module):
         return [fqn]
     return [
         called
@@ -98,5 +109,6 @@ def _called(model: nn.Module, fqn: str) -> list[str]:
     ]
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward; lists and dicts of modules or parameters have none."""
     return type(module).forward is not nn.Module.forward

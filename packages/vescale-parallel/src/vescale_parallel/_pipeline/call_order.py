@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from vescale_parallel._trace.observe import observe
 
 from .cuts.block_calls import called_blocks, first_names, names_of_calls, said_calls
 from .cuts.observed_split import with_split_points
+from .cuts.placeholders import placeholder
 from .cuts.values import Name, Values
-from .stage_assignment import StageMap, modules_outside_blocks, places_outside
+from .stage_assignment import StageMap, held_around, modules_outside_blocks, places_outside
 from .stage_module import StageRun, Staging, stage_model
 
 _log = package_logger(__name__)
@@ -33,7 +34,8 @@ class _Seen:
 
     Attributes:
         calls: The block of every call, in order.
-        behind: How many blocks have been called before each call of modules outside of them.
+        behind: How many blocks have been called before each call of modules outside of them, and
+            before each use of their parameters by code around them.
     """
 
     calls: tuple[str, ...]
@@ -41,13 +43,23 @@ class _Seen:
 
 
 class _Places(Values):
-    """Notes which blocks are called, and how many before every call of another module."""
+    """Notes which blocks are called, and how many before every call of another module.
+
+    And before every use of a parameter, or of what was computed from parameters alone.
+    """
 
     def __init__(self, blocks: Sequence[str]) -> None:
         super().__init__()
         self.calls: list[str] = []
         self.behind: dict[str, list[int]] = {}
+        self.uses: dict[str, set[int]] = {}
         self._blocks = frozenset(blocks)
+
+    def used(self, name: Name) -> None:
+        """Note where parameters are needed; activations are sent to where they are."""
+        parameters = _parameters_in(name)
+        for fqn in parameters or ():
+            self.uses.setdefault(fqn, set()).add(len(self.calls))
 
     def of_call(self, fqn: str) -> Name:
         if fqn in self._blocks:
@@ -55,6 +67,18 @@ class _Places(Values):
         else:
             self.behind.setdefault(fqn, []).append(len(self.calls))
         return super().of_call(fqn)
+
+
+def _parameters_in(name: Name) -> tuple[str, ...] | None:
+    """Return the parameters that alone a value is computed from; None if there is another."""
+    kind, *rest = name
+    if kind != "function":
+        return (rest[0],) if kind == "parameter" else None
+    # ("function", what is called, the names of what it was given, the number of the call, place)
+    found = [_parameters_in(each) for each in rest if isinstance(each, tuple)]
+    if any(each is None for each in found):
+        return None
+    return tuple(fqn for each in found for fqn in each or ())
 
 
 def with_stages(
@@ -140,9 +164,9 @@ def calls_between_blocks(
 ) -> dict[str, tuple[str, ...]]:
     """Return the blocks behind which modules outside of them are called, as plans have it.
 
-    Of those that are called between blocks, or in several places; ``""`` is before all blocks. The
-    model's own code is run on the batch without its parameters; models that do not run so have
-    none.
+    Of those that are called between blocks, or in several places; ``""`` is before all blocks.
+    Likewise of parameters outside of the blocks that code around the modules uses. The model's
+    own code is run on the batch without its parameters; models that do not run so have none.
 
     Args:
         model: Real, on the meta device, or deferred; not changed.
@@ -158,11 +182,19 @@ def calls_between_blocks(
     plan = replace(plan, pipeline_parallel=calls)
     blocks = ("", *names_of_calls(plan, model))
     found = {fqn: sorted({*counts}) for fqn, counts in _places_in(plan, model, batch).items()}
-    at_ends = [0], [len(blocks) - 1]
+    held = held_around(model, called_blocks(plan, model))
+    first, last = 0, len(blocks) - 1
+
+    def is_said(fqn: str, counts: Sequence[int]) -> bool:
+        if fqn not in held:
+            return counts not in ([first], [last])
+        # A parameter that no called module holds is on the first and the last stage anyway.
+        return bool({*counts} - {first, last}) or held[fqn]
+
     return {
         fqn: tuple(blocks[count] for count in counts)
         for fqn, counts in found.items()
-        if counts not in at_ends
+        if is_said(fqn, counts)
     }
 
 
@@ -181,8 +213,18 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     blocks = tuple(dict.fromkeys(blocks))
     outside = (*blocks, *modules_outside_blocks(model, blocks))
     places = _Places(blocks)
+    held = {id(model.get_parameter(fqn)): fqn for fqn in held_around(model, blocks)}
+
+    def no_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in held:
+            return nn.Parameter(_zeros(parameter), requires_grad=False)
+        name = ("parameter", held[id(parameter)])
+        device = torch.device("cpu")
+        made = placeholder(parameter.shape, parameter.dtype, device, places, name)
+        return cast("nn.Parameter", made)
+
     try:
-        copied = copied_without_hooks(model, _no_parameter, _no_buffer)
+        copied = copied_without_hooks(model, no_parameter, _no_buffer)
         staging = Staging()
         names = {fqn: copied.get_submodule(fqn) for fqn in outside}
         stage_model(copied, StageMap((), [0], dict.fromkeys(outside, 0)), staging, None)
@@ -200,11 +242,8 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     # A module may have several names.
     seen = {names[fqn]: tuple(found) for fqn, found in places.behind.items() if fqn in names}
     behind = {fqn: seen[module] for fqn, module in names.items() if module in seen}
+    behind |= {fqn: tuple(sorted(counts)) for fqn, counts in places.uses.items()}
     return _Seen(tuple(places.calls), behind)
-
-
-def _no_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_zeros(parameter), requires_grad=False)
 
 
 def _no_buffer(buffer: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._model.blocks import is_called, pipeline_blocks
 from vescale_parallel._plan.pipeline_schedules import StagePlacement
 from vescale_parallel._plan.plan import ParallelPlan
 
@@ -17,6 +17,7 @@ from .cuts.block_calls import called_blocks, names_of_calls
 from .cuts.partition import stage_starts
 
 _Where = Literal["before", "after"]
+_BEHIND = "pipeline_parallel.called_behind"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class StageMap:
             stage: that of the block behind which it is called, the first before all blocks.
         again: Further stages of those that are called in several places.
         aliases: Further names of blocks.
+        used: Stages whose code around modules uses a parameter outside of the blocks, by its FQN.
     """
 
     blocks: Sequence[str]
@@ -38,6 +40,7 @@ class StageMap:
     outside: Mapping[str, int]
     again: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    used: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def num_stages(self) -> int:
@@ -88,7 +91,7 @@ class StageMap:
         """Return the stages that use a parameter, given all its names; the owner first."""
         stages: set[int] = set()
         for fqn in fqns:
-            stages |= set(self._stages_of_name(fqn))
+            stages |= {*self._stages_of_name(fqn), *self.used.get(fqn, ())}
         return tuple(sorted(stages))
 
     def _stages_of_name(self, fqn: str) -> tuple[int, ...]:
@@ -99,7 +102,7 @@ class StageMap:
         for module in self.outside:
             if fqn.startswith(f"{module}."):
                 return self.stages_of_module(module)
-        # Held by a module around the blocks: its forward may use it before or after them.
+        # Of code around the blocks: where no example was seen, it may be used before or after.
         return (0, self.num_stages - 1)
 
 
@@ -109,7 +112,8 @@ def stage_map(
     """Return where the parts of a model run, None without pipeline parallelism.
 
     ``seen`` tells of modules outside the blocks how many blocks have been called before each of
-    their calls; others are where they are defined.
+    their calls, and of their parameters before each use by code around modules; others are where
+    they are defined.
 
     Raises:
         ValueError: If the model cannot be cut as the plan says.
@@ -123,7 +127,36 @@ def stage_map(
     owners = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in behind.items()}
     again = {fqn: more for fqn, (_, *more) in owners.items() if more}
     outside = {fqn: first for fqn, (first, *_) in owners.items()}
-    return StageMap(blocks, starts, outside, again, _aliases(model, blocks))
+    uses = _uses_of_parameters(plan, model, seen or {})
+    used = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in uses.items()}
+    return StageMap(blocks, starts, outside, again, _aliases(model, blocks), used)
+
+
+def held_around(model: nn.Module, blocks: Sequence[str]) -> dict[str, bool]:
+    """Return the parameters outside of blocks, which code around modules may use.
+
+    Returns:
+        The first FQN of each, to whether a module that is called holds it. Those of a module
+        around the blocks, or of an ``nn.ParameterList``, are used by such code alone.
+    """
+    inside = {id(p) for fqn in blocks for p in model.get_submodule(fqn).parameters()}
+    called = modules_outside_blocks(model, blocks)
+    return {
+        fqn: any(fqn.startswith(f"{each}.") for each in called)
+        for fqn, parameter in model.named_parameters()
+        if id(parameter) not in inside
+    }
+
+
+def _uses_of_parameters(
+    plan: ParallelPlan, model: nn.Module, seen: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return behind how many blocks code around modules uses parameters outside of them."""
+    blocks, names = called_blocks(plan, model), names_of_calls(plan, model)
+    held = held_around(model, blocks)
+    uses = {fqn: at for fqn, at in seen.items() if fqn in held}
+    said = plan.pipeline_parallel.called_behind
+    return uses | {fqn: _counts(fqn, at, names, model) for fqn, at in said.items() if fqn in held}
 
 
 def _aliases(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
@@ -142,22 +175,29 @@ def places_outside(
     """
     blocks, names = called_blocks(plan, model), names_of_calls(plan, model)
     behind = {fqn: (count,) for fqn, count in _blocks_before(model, blocks).items()}
-    behind |= {} if seen is None else dict(seen)
-    pipeline = plan.pipeline_parallel
+    behind |= {fqn: at for fqn, at in (seen or {}).items() if fqn in behind}
+    pipeline, held = plan.pipeline_parallel, held_around(model, blocks)
     _move(behind, pipeline.head_modules, [0], "pipeline_parallel.head_modules")
     _move(behind, pipeline.tail_modules, [len(blocks)], "pipeline_parallel.tail_modules")
     for fqn, at in pipeline.called_behind.items():
-        name = "pipeline_parallel.called_behind"
-        unknown = [block for block in at if block and block not in names]
-        if unknown:
-            raise ValueError(
-                f"{name}: {unknown[0]!r}, behind which {fqn!r} is called, is no block of "
-                f"{type(model).__name__}; blocks are {names[0]!r} to {names[-1]!r}, and '' is "
-                "before all of them"
-            )
-        counts = sorted({names.index(block) + 1 if block else 0 for block in at})
-        _move(behind, [fqn], counts, name)
+        counts = _counts(fqn, at, names, model)
+        if fqn not in held:
+            _move(behind, [fqn], counts, _BEHIND)
     return behind
+
+
+def _counts(
+    fqn: str, at: Sequence[str], names: Sequence[str], model: nn.Module
+) -> tuple[int, ...]:
+    """Return behind how many blocks a module is called, given those behind which it is."""
+    unknown = [block for block in at if block and block not in names]
+    if unknown:
+        raise ValueError(
+            f"{_BEHIND}: {unknown[0]!r}, behind which {fqn!r} is called, is no block of "
+            f"{type(model).__name__}; blocks are {names[0]!r} to {names[-1]!r}, and '' is "
+            "before all of them"
+        )
+    return (*sorted({names.index(block) + 1 if block else 0 for block in at}),)
 
 
 def _move(
@@ -176,7 +216,7 @@ def _move(
 def modules_outside_blocks(
     model: nn.Module, blocks: Sequence[str] | None = None
 ) -> dict[str, _Where]:
-    """Return every outermost module with parameters outside the pipeline's blocks.
+    """Return every outermost module with parameters outside the pipeline's blocks that is called.
 
     ``blocks`` are those; None: those of the lists of the model.
 
@@ -204,7 +244,7 @@ def _blocks_before(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
             fqn = prefix + name
             if child in places:
                 reached = max(reached, places[child] + 1)
-            elif any(block.startswith(f"{fqn}.") for block in blocks):
+            elif not is_called(child) or any(block.startswith(f"{fqn}.") for block in blocks):
                 visit(child, f"{fqn}.")
             elif any(True for _ in child.parameters()):
                 found[fqn] = reached

@@ -29,8 +29,8 @@ from .cuts.placeholders import Placeholder, placeholder, rename, taint
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .stage_assignment import StageMap
 
-_CALLED_AGAIN = (
-    ", a second call. List blocks in pipeline_parallel.block_calls as forward calls them, or have "
+_HOW_TO_SAY_CALLS = (
+    "List blocks in pipeline_parallel.block_calls as forward calls them, or have "
     "that be seen: give generate_plan an example_batch, or parallelize a dataset, whose batches "
     "can be run on the processor"
 )
@@ -78,11 +78,11 @@ class StagedModule(nn.Module):
             return self._call_outside(role, run, args, kwargs)
         index = run.blocks_called
         if index not in role.calls:
-            again = min(role.calls) < index
+            again = ", a second call" * (min(role.calls) < index)
             order = "once each and in order" if len(role.calls) == 1 else "as its plan says"
             raise ValueError(
                 f"pipeline parallelism needs the blocks to be called {order}, "
-                f"but {role.fqn!r} was call number {index}{_CALLED_AGAIN * again}"
+                f"but {role.fqn!r} was call number {index}{again}. {_HOW_TO_SAY_CALLS}"
             )
         if index == run.end_block and not run.is_last:
             raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))

@@ -92,8 +92,7 @@ class PipelineParallel:
 
     Attributes:
         size: Ranks in the pipeline.
-        schedule: Order of forward and backward passes; ``docs/concepts/pipelines.md`` compares
-            them.
+        schedule: Order of forward and backward passes, compared in ``docs/concepts/pipelines.md``.
         split_method: Who wrote ``split_points``, or what is made even over stages where there are
             none; ``docs/concepts/pipelines.md`` compares them. ``"manual"`` needs them.
         split_points: FQN of the first block of every stage but the first.
@@ -103,8 +102,9 @@ class PipelineParallel:
         tail_modules: FQNs of modules outside the blocks, defined before them but called after
             them, so that they belong on the last stage.
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
-        called_behind: Of modules outside the blocks that are called between them, or in several
-            places: by FQN, the FQNs of the blocks behind each call, ``""`` before all of them.
+        called_behind: Of modules outside the blocks that are called between them or in several
+            places, and of parameters that code around modules uses there: by FQN, the FQNs of the
+            blocks behind each call, ``""`` before all of them.
         block_calls: FQNs of the blocks in the order in which forward calls them, where it calls
             one more than once; its second call is ``fqn#2`` in ``split_points``. None: each once,
             in the order of definition, or as an example is seen to call them.

@@ -57,9 +57,10 @@ class Placeholder(Tensor):
             raise PlaceholderUsedError(
                 f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
                 "computes and that was not seen to be needed here when its cuts were decided, or "
-                "a parameter that no module with a forward of its own holds, which the first and "
-                "the last stage have. Hand it from block to block as an argument, or use another "
-                "parallelism for this model"
+                "a parameter that code around modules uses between blocks. Of a parameter, list "
+                "the blocks behind which it is used in pipeline_parallel.called_behind, or have "
+                "that be seen: give generate_plan an example_batch, or parallelize a dataset. "
+                "Hand anything else from block to block as an argument"
             )
         if writes(func) and isinstance(args[0], Placeholder):
             return _written(args[0], func, types, args, given, held)
@@ -82,8 +83,13 @@ class Placeholder(Tensor):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call a function on the zeros that placeholders are; tensors it returns are some too."""
-        return super().__torch_function__(func, types, tuple(args), dict(kwargs))  # pyright: ignore[reportArgumentType]: types is a collection
+        """Call a function on the zeros that placeholders are; tensors it returns are some too.
+
+        Without a graph: it would refer to the placeholders, so that they could not become what
+        the stage before sends.
+        """
+        with torch.no_grad():
+            return super().__torch_function__(func, types, tuple(args), dict(kwargs))  # pyright: ignore[reportArgumentType]: types is a collection
 
 
 own_variable(Placeholder, "usable")
