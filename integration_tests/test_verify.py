@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vescale
 from vescale.cli.main import main
 
-from . import planted_in_steps
+from . import crossing_models, planted_in_steps
 from .families import CONFIGS, hugging_face
 from .plans import (
     COPIES,
@@ -76,6 +76,21 @@ def test_a_plan_that_is_right_passes(name: str) -> None:
     assert report.num_compared > 4
     # What is inside of experts sees tokens in another order, and other ranks' tokens.
     assert all("experts" in module for module in report.not_compared), report
+
+
+@pytest.mark.slow
+def test_a_parameter_that_code_uses_again_is_summed_by_stages() -> None:
+    model, batch = crossing_models.make("mixing", 4, torch.float64)
+    said = {PP: 2, PARTS: 2, "batch.global_size": crossing_models.ROWS}
+    plan = vescale.generate_plan(model, said, world_size=2, cluster="cpu", example_batch=batch)
+    report = vescale.verify(
+        plan, lambda: crossing_models.make("mixing", 4, torch.float64)[0], batch, steps=2
+    )
+    assert report.passed, report
+    bits = next(level for level in report.levels if level.level == "N3")
+    assert bits.status == "passed"
+    assert "embed.weight" in bits.text
+    assert "bias" not in bits.text
 
 
 ALL_BUGS = BUGS | planted_in_steps.BUGS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -292,17 +293,30 @@ def _micro_batches(
             status="does not apply",
             text="the loss is no mean over shards of the batch: what rows share is computed whole",
         )
-    tied = _tied(program) if axes["pp"] > 1 else ()
+    tied = _tied(program, plan) if axes["pp"] > 1 else ()
     text = f"first gradients, without what is tied over stages: {', '.join(tied)}" if tied else ""
     return same_micro_batches(reference, ranks, tied, text)
 
 
-def _tied(program: Program) -> tuple[str, ...]:
-    model = program.build()
+def _tied(program: Program, plan: ParallelPlan) -> tuple[str, ...]:
+    """Return parameters whose gradient may be a sum of several stages': tied, or used again."""
+    model, pipeline = program.build(), plan.pipeline_parallel
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return tuple(found[0] for found in names.values() if len(found) > 1)
+    # By a module and by code around modules, behind several blocks, or in a block called twice.
+    again = [fqn for fqn, count in Counter(pipeline.block_calls).items() if count > 1]
+    again += [
+        fqn
+        for fqn, at in pipeline.called_behind.items()
+        if len(at) > 1 or any(fqn in found for found in names.values())
+    ]
+    return tuple(
+        found[0]
+        for found in names.values()
+        if len(found) > 1
+        or any(f"{name}.".startswith(f"{fqn}.") for name in found for fqn in again)
+    )
 
 
 def _under_torchrun(program: Program, plan: ParallelPlan) -> VerifyReport:
