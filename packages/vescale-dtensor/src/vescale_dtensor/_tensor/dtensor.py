@@ -122,6 +122,32 @@ class DTensor(DTensorBase):
         wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
         return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
 
+    def with_local(self, local_tensor: Tensor) -> DTensor:
+        """Return a tensor that is cut as this one, with another part; nothing is communicated.
+
+        The same as :meth:`from_local` with this one's mesh, placements and shape, in less time if
+        the part has the shape, the strides and the dtype that this one's has. Every rank must
+        give a part. Without autograd.
+
+        Raises:
+            ValueError: If the part does not fit.
+        """
+        own = self._local_tensor
+        is_alike = (
+            type(local_tensor) is type(own) is Tensor
+            and local_tensor.shape == own.shape
+            and local_tensor.stride() == own.stride()
+            and local_tensor.dtype == own.dtype
+            and not local_tensor.requires_grad
+            and not local_tensor.is_neg()
+        )
+        if is_alike and not local_tensor.is_conj():
+            return new_dtensor(DTensor, local_tensor, self._spec, requires_grad=False)
+        with torch.no_grad():
+            return DTensor.from_local(
+                local_tensor, self.device_mesh, self.placements, shape=self.shape
+            )
+
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute
         """The tensor without autograd, which does not see what is written to it either.
