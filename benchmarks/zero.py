@@ -189,7 +189,7 @@ def accelerated() -> Trained:
 
 
 def deepspeed(ranks: int, stage: int) -> Trained:
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]: where it is installed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
@@ -210,7 +210,7 @@ class EngineSteps(torch.optim.Optimizer):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]: no loss
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -133,8 +133,8 @@ def _held() -> int:
 BESIDES: dict[int, Callable[[int, int, int], float]] = {
     # Parameters, and what arrives from other ranks, of the largest group.
     0: lambda whole, block, outside: 4 * (whole + max(block, outside)),
-    # And whole parameters, of which the shard is a part, and rows of the gradients of one block and
-    # of what is outside.
+    # And whole parameters, which the shard is a part of, and rows of the gradients of one block
+    # and of what is outside.
     # Under ZeRO 1 of two blocks: those of one are under way while those of the next are written.
     1: lambda whole, block, outside: 4 * (whole + 2 * block + outside + max(block, outside)),
     2: lambda whole, block, outside: 4 * (whole + block + outside + max(block, outside)),

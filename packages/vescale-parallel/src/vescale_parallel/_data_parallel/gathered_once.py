@@ -63,7 +63,9 @@ class GatheredOnce:
         self._device = mesh.device_type
         # By identity: a tensor's hash is a call of Python.
         self._state_of = {
-            id(param.sharded): state for state in self._states for param in state.param_group.params
+            id(param.sharded): state
+            for state in self._states
+            for param in state.param_group.params
         }
 
     def tell_changed(self, publics: Iterable[object]) -> None:

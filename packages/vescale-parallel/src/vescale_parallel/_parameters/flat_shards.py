@@ -276,8 +276,8 @@ def _in_storage_of_its_own(row: Tensor) -> Tensor:
     """
     first = row.storage_offset() * row.element_size()
     storage = row.untyped_storage()[first : first + row.nbytes]
-    made = torch.empty(0, dtype=row.dtype, device=row.device)
-    return made.set_(storage, 0, row.shape)  # pyright: ignore[reportArgumentType]: untyped is accepted
+    made: Any = torch.empty(0, dtype=row.dtype, device=row.device)
+    return made.set_(storage, 0, row.shape)
 
 
 def allocate(tensor: Tensor) -> None:
