@@ -37,7 +37,7 @@ from vescale_dtensor._torch_private import (
 from .checks import check_count, check_local_shape, check_replicas, is_first_replica
 from .events import tell_redistribution
 from .infer_global_shape import infer_layout
-from .strides import as_laid_out, in_memory_order
+from .strides import are_alike, as_laid_out, in_memory_order
 from .watched_memory import handed_out
 
 
@@ -123,30 +123,14 @@ class DTensor(DTensorBase):
         return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
 
     def with_local(self, local_tensor: Tensor) -> DTensor:
-        """Return a tensor that is cut as this one, with another part; nothing is communicated.
+        """Return a tensor that is cut as this one, with another part of this rank.
 
-        The same as :meth:`from_local` with this one's mesh, placements and shape, in less time if
-        the part has the shape, the strides and the dtype that this one's has. Every rank must
-        give a part. Without autograd.
-
-        Raises:
-            ValueError: If the part does not fit.
+        As :meth:`from_local` without autograd, in less time if the part is laid out as this one's.
         """
-        own = self._local_tensor
-        is_alike = (
-            type(local_tensor) is type(own) is Tensor
-            and local_tensor.shape == own.shape
-            and local_tensor.stride() == own.stride()
-            and local_tensor.dtype == own.dtype
-            and not local_tensor.requires_grad
-            and not local_tensor.is_neg()
-        )
-        if is_alike and not local_tensor.is_conj():
+        if are_alike(local_tensor, self._local_tensor):
             return new_dtensor(DTensor, local_tensor, self._spec, requires_grad=False)
-        with torch.no_grad():
-            return DTensor.from_local(
-                local_tensor, self.device_mesh, self.placements, shape=self.shape
-            )
+        how = self.device_mesh, self.placements
+        return DTensor.from_local(local_tensor.detach(), *how, shape=self.shape)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute

@@ -105,8 +105,7 @@ class ZeroState:
         self._writes = not sums_first and not self._reduces_early
         # On every rank, whichever of its gradients come first.
         self._order = [*reversed(self._param_groups), root]
-        compared = self._exchanges if within else None
-        self._end = EndOfPass(mesh, params, self._order, compared)
+        self._end = EndOfPass(mesh, params, self._order, self._exchanges if within else None)
         self.rows_are_coupled, self.syncs = any(param.is_expert for param in params), True
         self._unsynced = UnsyncedGradients(self._order)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
