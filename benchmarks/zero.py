@@ -1,4 +1,4 @@
-"""CPU time and peak memory of data and tensor parallelism, beside torch and accelerate.
+"""CPU time and peak memory of data and tensor parallelism, beside torch, accelerate and DeepSpeed.
 
     python benchmarks/zero.py [--ranks 2] [--steps 6] [--repeats 3] [--only "ZeRO 3" ...]
 
@@ -9,6 +9,10 @@ the peak of resident memory, and how far that is above what imports took. Prints
 is to the best peer of the same kind (``PEERS``). ``loss`` tells that all train alike. Operators
 and collectives are those that one more step dispatches.
 
+accelerate and DeepSpeed take part where they are installed; what is not is told on stderr.
+DeepSpeed's collectives are gloo's, as all others are: those through shared memory, which it
+compiles at its first start, are switched off. ``pip install deepspeed`` with ``DS_BUILD_OPS=0``.
+
 Most of a run is starting its ranks: four of FSDP2 that take one step need 80 seconds of CPU time,
 6 of them for steps. Nine runs, of three contenders, are six minutes of two idle processors.
 """
@@ -16,7 +20,10 @@ Most of a run is starting its ranks: four of FSDP2 that take one step need 80 se
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,12 +52,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vescale
 
+# What the first word of a contender's name has to have installed.
+PACKAGES = {"accelerate": "accelerate", "DeepSpeed": "deepspeed"}
 # What each of ours is compared with: what keeps as little of the state of training on a rank.
 PEERS = {
-    "vescale ZeRO 0": ("torch DDP", "accelerate DDP"),
-    "vescale ZeRO 1": ("torch ZeroRedundancyOptimizer",),
-    "vescale ZeRO 2": ("torch FSDP2, gathered once",),
-    "vescale ZeRO 3": ("torch FSDP2",),
+    "vescale ZeRO 0": ("torch DDP", "accelerate DDP", "DeepSpeed ZeRO 0"),
+    "vescale ZeRO 1": ("torch ZeroRedundancyOptimizer", "DeepSpeed ZeRO 1"),
+    "vescale ZeRO 2": ("torch FSDP2, gathered once", "DeepSpeed ZeRO 2"),
+    "vescale ZeRO 3": ("torch FSDP2", "DeepSpeed ZeRO 3"),
     "vescale hybrid": ("torch HSDP",),
     "vescale TP": ("torch TP",),
 }
@@ -67,7 +76,7 @@ def main() -> None:
     if options.contender:
         run(options.contender, options.steps)
         return
-    names = chosen([*contenders(options.ranks)], options.only)
+    names = [name for name in chosen([*contenders(options.ranks)], options.only) if is_there(name)]
     medians = alternated(
         __file__, names, options.ranks, options.repeats, [f"--steps={options.steps}"]
     )
@@ -77,6 +86,8 @@ def main() -> None:
 
 def run(name: str, steps: int) -> None:
     """Train as one rank of a contender; rank 0 prints its figures as JSON."""
+    if (package := package_of(name)) is not None:
+        importlib.import_module(package)  # imports are no memory of training
     imported = begun()
     model, optimizer = contenders(dist.get_world_size())[name]()
     parts = 1 if name == "one device" or name.endswith("TP") else dist.get_world_size()
@@ -85,7 +96,7 @@ def run(name: str, steps: int) -> None:
     def step() -> float:
         ids_BS = random_ids(generator, 4, 64).chunk(parts)[dist.get_rank() % parts]
         loss = model({"input_ids": ids_BS, "labels": ids_BS})
-        loss.backward()
+        backward(model, loss)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
@@ -94,18 +105,43 @@ def run(name: str, steps: int) -> None:
     end(figures | counted(step))
 
 
+def package_of(name: str) -> str | None:
+    return PACKAGES.get(name.split()[0])
+
+
+def is_there(name: str) -> bool:
+    """Whether a contender can run; says on stderr why not."""
+    package = package_of(name)
+    found = package is None or importlib.util.find_spec(package) is not None
+    if not found:
+        print(f"{name}: left out, {package} is not installed", file=sys.stderr)
+    return found
+
+
+def backward(model: Any, loss: torch.Tensor) -> None:
+    """Compute gradients, as a contender would have it."""
+    if type(model).__module__.startswith("deepspeed."):
+        model.backward(loss)
+    else:
+        loss.backward()
+
+
 def contenders(ranks: int) -> dict[str, Callable[[], Trained]]:
     """Return what is compared; each makes a fresh model and its optimizer."""
     found: dict[str, Callable[[], Trained]] = {
         "one device": lambda: with_optimizer(fresh()),
         "torch DDP": lambda: with_optimizer(DistributedDataParallel(fresh())),
         "accelerate DDP": accelerated,
+        "DeepSpeed ZeRO 0": lambda: deepspeed(ranks, 0),
         "vescale ZeRO 0": lambda: ours(ranks, 0),
         "torch ZeroRedundancyOptimizer": zero_redundancy,
+        "DeepSpeed ZeRO 1": lambda: deepspeed(ranks, 1),
         "vescale ZeRO 1": lambda: ours(ranks, 1),
         "torch FSDP2, gathered once": lambda: fsdp2((ranks,), reshards=False),
+        "DeepSpeed ZeRO 2": lambda: deepspeed(ranks, 2),
         "vescale ZeRO 2": lambda: ours(ranks, 2),
         "torch FSDP2": lambda: fsdp2((ranks,)),
+        "DeepSpeed ZeRO 3": lambda: deepspeed(ranks, 3),
         "vescale ZeRO 3": lambda: ours(ranks, 3),
     }
     found["torch TP"] = lambda: torch_tensor_parallel(ranks)
@@ -150,6 +186,35 @@ def accelerated() -> Trained:
     from accelerate import Accelerator
 
     return Accelerator(cpu=True).prepare(*with_optimizer(fresh()))
+
+
+def deepspeed(ranks: int, stage: int) -> Trained:
+    import deepspeed  # pyright: ignore[reportMissingImports]: where it is installed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // ranks,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+    }
+    model, optimizer = with_optimizer(fresh())
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return engine, EngineSteps(engine)
+
+
+class EngineSteps(torch.optim.Optimizer):
+    """Steps of an engine of DeepSpeed, which lets go of gradients itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]: no loss
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing."""
 
 
 def zero_redundancy() -> Trained:

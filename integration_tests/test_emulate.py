@@ -28,6 +28,7 @@ STEPS = 3
 PLANS: dict[str, tuple[str, Constraints]] = {
     "tp2": ("gpt2-dropout", {TP: 2}),
     "dp2": ("gpt2-dropout", {DP: 2}),
+    "zero1": ("hand_written", {DP: 2, ZERO: 1}),
     "zero3": ("llama", {DP: 2, ZERO: 3}),
     "pp2": ("gpt2-dropout", {PP: 2, PARTS: 2}),
     "tp2-overlap": ("llama", {TP: 2, "tensor_parallel.overlap": 2}),

@@ -171,6 +171,30 @@ def test_what_one_device_refuses_is_refused(world2: World, name: str) -> None:
     world2.run(_compared, PLANS[name])
 
 
+def _written_as_data(constraints: Constraints) -> None:
+    """One device differentiates with what was written; ranks whose shards are apart cannot."""
+    model, _ = vescale.parallelize(make_plan(constraints), _model(), _sgd)
+    rank = vescale.data_parallel_rank(model)
+    x = X.chunk(2)[rank]
+    loss = model(x)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    with pytest.raises(RuntimeError, match=STALE):
+        loss.backward()
+    alone = _model()
+    for parameter in alone.parameters():
+        parameter.data.mul_(2)
+    alone(X).backward()
+    model(x).backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        if own.grad is not None and other.grad is not None:
+            torch.testing.assert_close(whole(own.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_written_as_data_is_not_mixed_with_what_was_gathered(world2: World) -> None:
+    world2.run(_written_as_data, {DP: 2, ZERO: 1})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "constraints", [{DP: 4, ZERO: 3, COPIES: 2}, {TP: 2, DP: 2, ZERO: 1}], ids=["hybrid", "tp"]

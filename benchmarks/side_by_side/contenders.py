@@ -79,7 +79,7 @@ def alternated(
 ) -> dict[str, Figures]:
     """Run every contender ``repeats`` times, in turn; return the medians of its figures.
 
-    Says on stderr what has run, and how long it took, starting included.
+    Says on stderr what has run, how long it took, starting included, and its figures.
     """
     runs: dict[str, list[Figures]] = {name: [] for name in names}
     for repeat in range(repeats):
@@ -87,7 +87,8 @@ def alternated(
             began = time.monotonic()
             runs[name].append(_started(script, name, ranks, arguments))
             seconds = time.monotonic() - began
-            print(f"{name}, {repeat + 1} of {repeats}: {seconds:.0f} s", file=sys.stderr)
+            said = f"{name}, {repeat + 1} of {repeats}: {seconds:.0f} s"
+            print(said, json.dumps(runs[name][-1]), file=sys.stderr, flush=True)
     return {
         name: {key: round(statistics.median(run[key] for run in each), 4) for key in each[0]}
         for name, each in runs.items()

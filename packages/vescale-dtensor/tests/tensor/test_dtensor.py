@@ -332,6 +332,25 @@ def _wrong_local_shape() -> None:
         DTensor.from_local(torch.ones(3), mesh_2x2(), (Shard(0), Replicate()), shape=(8,))
 
 
+def _check_with_local() -> None:
+    for full, parts in tensors_and_parts(mesh_2x2()):
+        local = parts.to_local()
+        for dtype in (full.dtype, torch.float64):
+            made = parts.with_local((2 * local).to(dtype))
+            assert type(made) is DTensor
+            assert made.dtype == dtype
+            assert made.placements == parts.placements
+            assert not made.requires_grad
+            assert torch.equal(made.full_tensor(), (2 * full).to(dtype))
+        assert not parts.with_local(local.clone().requires_grad_()).requires_grad
+        with pytest.raises(ValueError, match="local"):
+            parts.with_local(torch.zeros(9, 9))
+
+
+def test_another_part_makes_a_tensor_that_is_cut_the_same(world4: World) -> None:
+    world4.run(_check_with_local)
+
+
 def test_a_local_part_of_the_wrong_shape_is_refused(world4: World) -> None:
     world4.run(_wrong_local_shape)
 

@@ -37,7 +37,7 @@ from vescale_dtensor._torch_private import (
 from .checks import check_count, check_local_shape, check_replicas, is_first_replica
 from .events import tell_redistribution
 from .infer_global_shape import infer_layout
-from .strides import as_laid_out, in_memory_order
+from .strides import are_alike, as_laid_out, in_memory_order
 from .watched_memory import handed_out
 
 
@@ -121,6 +121,16 @@ class DTensor(DTensorBase):
             return wrap(*as_laid_out(local_tensor.detach(), made))
         wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
         return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
+
+    def with_local(self, local_tensor: Tensor) -> DTensor:
+        """Return a tensor that is cut as this one, with another part of this rank.
+
+        As :meth:`from_local` without autograd, in less time if the part is laid out as this one's.
+        """
+        if are_alike(local_tensor, self._local_tensor):
+            return new_dtensor(DTensor, local_tensor, self._spec, requires_grad=False)
+        how = self.device_mesh, self.placements
+        return DTensor.from_local(local_tensor.detach(), *how, shape=self.shape)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]: torch declares an attribute

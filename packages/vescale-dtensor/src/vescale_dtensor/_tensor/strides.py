@@ -76,6 +76,17 @@ def _global_stride(
     return tuple(found)
 
 
+def are_alike(part: Tensor, own: Tensor) -> bool:
+    """Whether a part is plain memory as another one is, which a layout is known of."""
+    return (
+        type(part) is type(own) is Tensor
+        and part.shape == own.shape
+        and part.stride() == own.stride()
+        and part.dtype == own.dtype
+        and not (part.requires_grad or part.is_neg() or part.is_conj())
+    )
+
+
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides that a copy of ``tensor`` has: the same, if nothing is apart."""
     if tensor.is_contiguous():

@@ -73,15 +73,16 @@ class EndOfPass:
         Backward passes within the pass, of ``checkpoint(use_reentrant=True)``, give a parameter
         several.
         """
+        if LATE not in used.values():
+            return
         late = [
             param_group
             for param_group in self._param_groups
             if any(used[param] == LATE for param in param_group.params)
         ]
-        if late:
-            reduce_together(late)
-            for param_group in late:
-                param_group.take_used()
+        reduce_together(late)
+        for param_group in late:
+            param_group.take_used()
 
     def compare_gathers(self) -> None:
         """Raise if ranks ran different blocks in a pass that reduces nothing."""

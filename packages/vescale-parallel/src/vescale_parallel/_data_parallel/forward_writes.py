@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from vescale_parallel._parameters.flat_shards import FlatPlace, release
+from vescale_parallel._parameters.flat_shards import FlatPlace
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import version_of
 
@@ -92,11 +93,13 @@ class ForwardWrites:
         if not shards.is_viewed:
             shards.take_back(index, memory)
         shards.send_gathered(index, numel)
-        if param.local.numel():
+        if shards.is_in_whole:
+            increment_version(param.local)  # it has what was written
+        elif param.local.numel():
             with torch.no_grad():
                 param.local.copy_(shards.gathered_shard_of(index, numel, param.local.shape))
         if not shards.is_viewed:
-            release(shards.whole)
+            shards.release_whole()
 
     def _refusal(self, param: ShardedParameter) -> str | None:
         assert param.unsharded is not None

@@ -61,14 +61,17 @@ class GatheredOnce:
         ]
         self._group = axis_group(mesh, "dp_replicate" if are_freed else "dp_shard")
         self._device = mesh.device_type
+        # By identity: a tensor's hash is a call of Python.
         self._state_of = {
-            param.sharded: state for state in self._states for param in state.param_group.params
+            id(param.sharded): state
+            for state in self._states
+            for param in state.param_group.params
         }
 
     def tell_changed(self, publics: Iterable[object]) -> None:
         """Say that public parameters were written."""
         for public in publics:
-            state = self._state_of.get(public)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            state = self._state_of.get(id(public))
             if state is not None:
                 state.changes.told = True
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor import CollectiveWork, start_all_gather
-from vescale_parallel._parameters.flat_shards import FlatShards, allocate, release
+from vescale_parallel._parameters.flat_shards import FlatShards
 from vescale_parallel._parameters.sent_shards import SentShards
 from vescale_parallel._torch_private import version_of
 
@@ -62,7 +62,7 @@ class Gathering:
         if group is None and self._sent is None:
             return
         for shards in self._flat:  # memory of the stream that computes; see [Note: streams]
-            allocate(shards.whole)
+            shards.allocate_whole()
         self._is_written = True
         with self._stream.section():
             if self._sent is not None:
@@ -97,7 +97,7 @@ class Gathering:
         """Give back the memory of the buffers, unless a collective may still write to it."""
         if not self._is_written:
             for shards in self._flat:
-                release(shards.whole)
+                shards.release_whole()
 
     def _wait(self) -> None:
         works, self._works = self._works or (), None

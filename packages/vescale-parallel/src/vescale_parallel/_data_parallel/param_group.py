@@ -82,6 +82,7 @@ class ParamGroup:
     _unwritten: set[ShardedParameter] | None = None
 
     def __post_init__(self) -> None:
+        self._num_ranks = data_size(self.mesh)
         apart = [param for param in self.params if not param.shares_storage]
         self._copied = [param for param in apart if param.place is None]
         placed = {param: param.place.shards for param in apart if param.place is not None}
@@ -154,7 +155,7 @@ class ParamGroup:
             param.place.shards.fill(param.place.index, param.unsharded_data)
         for shards in self._flat:
             if not shards.is_viewed:
-                release(shards.whole)
+                shards.release_whole()
 
     def gather_sent(self) -> None:
         """Bring what :meth:`gather` sends up to date. Every dp_replicate rank must call this."""
@@ -316,12 +317,8 @@ class ParamGroup:
         """Whether gradients stay what and where they are."""
         return self._num_ranks == 1 and self.offload is None
 
-    @property
-    def _num_ranks(self) -> int:
-        return data_size(self.mesh)
-
     def _trained(self) -> tuple[ShardedParameter, ...]:
-        return tuple(param for param in self.params if param.sharded.requires_grad)
+        return tuple([param for param in self.params if param.sharded.requires_grad])
 
     def _rows_of(
         self, params: tuple[ShardedParameter, ...]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._mesh.mesh import axis_rank
+from vescale_parallel._mesh.mesh import axis_rank, data_size
 from vescale_parallel._parameters.flat_shards import groups_of
 from vescale_parallel._parameters.sent_shards import Offload
 from vescale_parallel._parameters.shard_model import torch_dtype
@@ -79,12 +79,20 @@ def planned_zero_state(
         params,
         root,
         param_groups,
-        stage=plan.data_parallel.zero_stage,
+        stage=1 if _has_nothing_to_free(plan, mesh, owned) else plan.data_parallel.zero_stage,
         sums_first=plan.pipeline_parallel.size > 1
         and plan.pipeline_parallel.reduce_every == "step",
         prefetch=plan.data_parallel.prefetch,
         runs_again=recomputes(plan.recompute),
     )
+
+
+def _has_nothing_to_free(
+    plan: ParallelPlan, mesh: DeviceMesh, owned: Sequence[ShardedParameter]
+) -> bool:
+    """Whether a rank alone computes with the very parameters it owns, whatever the stage."""
+    is_alone = data_size(mesh) == 1 and plan.pipeline_parallel.size == 1
+    return is_alone and all(param.shares_storage for param in owned)
 
 
 def group_parameters(

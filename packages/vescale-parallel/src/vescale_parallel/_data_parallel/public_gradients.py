@@ -16,7 +16,9 @@ def settle(param: ShardedParameter) -> None:
     """Cut a gradient that autograd gave the sharded parameter itself as the parameter is cut."""
     sharded: Any = param.sharded
     grad: Any = sharded.grad
-    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(sharded.placements):
+    if grad is None or not isinstance(grad, DTensor) or grad._spec is sharded._spec:
+        return
+    if tuple(grad.placements) != tuple(sharded.placements):
         sharded.grad = grad.redistribute(placements=sharded.placements)
 
 
@@ -27,9 +29,7 @@ def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> N
     sharded: Any = param.sharded
     if grad.stride() != param.local.stride():
         grad = torch.empty_like(param.local, dtype=grad.dtype).copy_(grad)
-    total: Any = DTensor.from_local(
-        grad, sharded.device_mesh, sharded.placements, shape=sharded.shape
-    )
+    total: Any = sharded.with_local(grad)
     for hook in (sharded._backward_hooks or {}).values():
         changed = hook(total)
         total = total if changed is None else changed

@@ -86,8 +86,9 @@ class ZeroState:
         self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
         self._stale_graphs = StaleGraphs(params)
         guarded = self._param_groups if self._frees or self._reduces_early else ()
-        self._guarded = {param for param_group in guarded for param in param_group.params}
-        if self._guarded:
+        within = {param for param_group in guarded for param in param_group.params}
+        self._unguarded = [param for param in params if param not in within]
+        if within:
             # Otherwise all ranks exchange in one order, whatever they run.
             self._exchanges.with_gathers = self._frees
             self._exchanges.with_reductions = self._reduces_early
@@ -104,8 +105,7 @@ class ZeroState:
         self._writes = not sums_first and not self._reduces_early
         # On every rank, whichever of its gradients come first.
         self._order = [*reversed(self._param_groups), root]
-        compared = self._exchanges if self._guarded else None
-        self._end = EndOfPass(mesh, params, self._order, compared)
+        self._end = EndOfPass(mesh, params, self._order, self._exchanges if within else None)
         self.rows_are_coupled, self.syncs = any(param.is_expert for param in params), True
         self._unsynced = UnsyncedGradients(self._order)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
@@ -392,7 +392,7 @@ class ZeroState:
         self._stale_graphs.look()
         for param in self.params:
             param.check_in_place()
-        for param in (each for each in self.params if each not in self._guarded):
+        for param in self._unguarded:
             param.show_unsharded()
 
     def _show_sharded(self) -> None:

@@ -1,4 +1,11 @@
-"""Parameters that ranks hold as ranges of one flat buffer; see [Note: flat buffers]."""
+"""Parameters that ranks hold as ranges of one flat buffer; see [Note: flat buffers].
+
+[Note: shards in what is gathered] Where the buffer keeps its memory once it was gathered, and has
+the dtype of the range, the range is a part of it: an optimizer's step writes to what computes, as
+on one device, and the other ranges arrive with the next gather. Until then the buffer is neither
+the old parameters nor the new ones, so nothing computes with it: forward gathers first, and
+backward through a forward of before is refused ([Note: stale graphs]).
+"""
 
 from __future__ import annotations
 
@@ -41,6 +48,7 @@ class FlatShards:
         on_host: Whether the range is there, of one replica; see [Note: memory of the host].
         is_viewed: Whether parameters that compute are views of the buffer that is gathered, and
             not filled from it; see [Note: memory layouts].
+        is_kept: Whether the buffer is never freed once it was gathered.
     """
 
     layout: FlatLayout
@@ -51,6 +59,7 @@ class FlatShards:
     replicas: int = 1
     on_host: bool = False
     is_viewed: bool = True
+    is_kept: bool = False
     _own: Tensor | None = None
     _sent: Tensor | None = None
     _whole: Tensor | None = None
@@ -61,6 +70,8 @@ class FlatShards:
         if self._own is None:
             if self.is_sent_in_place:
                 self._own = self.rows_of_replicas[self.rank % self.replicas]
+            elif self.is_in_whole:
+                self._own = _in_storage_of_its_own(self.whole[self.rank])
             else:
                 # Zeros: padding is summed and sent with the rest.
                 zeros = zeros_on_host if self.on_host else torch.zeros
@@ -71,6 +82,17 @@ class FlatShards:
     def is_sent_in_place(self) -> bool:
         """Whether this rank's range is a part of what it keeps of the replicas' ranges."""
         return self.replicas > 1 and self.dtype == self.compute_dtype
+
+    @property
+    def is_in_whole(self) -> bool:
+        """Whether this rank's range is a part of the buffer; see [Note: shards in what ...]."""
+        return (
+            self.is_kept
+            and self.is_viewed
+            and not self.on_host
+            and self.replicas == 1
+            and self.dtype == self.compute_dtype
+        )
 
     @property
     def sent(self) -> Tensor:
@@ -95,9 +117,20 @@ class FlatShards:
         """What all ranks send, a row each; without memory until it is gathered."""
         if self._whole is None:
             shape = self.layout.ranks // self.replicas, self.replicas * self.layout.shard
-            self._whole = torch.empty(shape, dtype=self.compute_dtype, device=self.device)
-            release(self._whole)
+            # Zeros as this rank's range may be in it, with padding.
+            made = torch.zeros if self.is_in_whole else torch.empty
+            self._whole = made(shape, dtype=self.compute_dtype, device=self.device)
+            self.release_whole()
         return self._whole
+
+    def allocate_whole(self) -> None:
+        """Give what is gathered memory."""
+        allocate(self.whole)
+
+    def release_whole(self) -> None:
+        """Give back the memory of what is gathered, but for what has this rank's range."""
+        if self._whole is not None and not self.is_in_whole:
+            release(self._whole)
 
     def shard_of(self, index: int, numel: int, shape: torch.Size) -> Tensor:
         """Return the shard of a parameter of ``numel`` elements, in this rank's range."""
@@ -126,9 +159,9 @@ class FlatShards:
             whole = torch.empty_strided(shape, stride, **options)
             release(whole)
             return whole
-        allocate(self.whole)  # or torch makes no views of it
+        self.allocate_whole()  # or torch makes no views of it
         whole = strided(self._gathered(index, shape.numel()), shape, stride).data
-        release(self.whole)
+        self.release_whole()
         return whole
 
     def fill(self, index: int, whole: Tensor) -> None:
@@ -138,7 +171,7 @@ class FlatShards:
 
     def take_back(self, index: int, whole: Tensor) -> None:
         """Copy a parameter that is no view to its place in the buffer, which gets memory."""
-        allocate(self.whole)
+        self.allocate_whole()
         self._gathered(index, whole.numel()).view(whole.shape).copy_(whole)
 
     def _gathered(self, index: int, numel: int) -> Tensor:
@@ -173,6 +206,7 @@ def place_in_buffers(
     compute_dtype: Callable[[Tensor], torch.dtype],
     device: torch.device,
     on_host: bool,
+    is_kept: bool,
     block: int = 1,
 ) -> dict[int, FlatPlace]:
     """Return where each parameter is.
@@ -186,6 +220,7 @@ def place_in_buffers(
         compute_dtype: That of a parameter in forward and backward.
         device: Of the buffers.
         on_host: Whether the ranges are on the host.
+        is_kept: Whether what is gathered is never freed.
         block: Elements that are on one rank, see :class:`.FlatShape`.
     """
     # Those that train apart from those that do not, whose gradients have no room then; and those
@@ -201,7 +236,7 @@ def place_in_buffers(
         shapes = tuple(_flat_shape(*parameters[key][1:], block) for key in keys)
         dtype = compute_dtype(like)
         layout = flat_layout(shapes, ranks, min(like.itemsize, dtype.itemsize), copies)
-        own = rank, like.dtype, dtype, device, replicas, on_host, is_viewed
+        own = rank, like.dtype, dtype, device, replicas, on_host, is_viewed, is_kept
         shards = FlatShards(layout, *own)
         places |= {key: FlatPlace(shards, index) for index, key in enumerate(keys)}
     return places
@@ -232,6 +267,17 @@ def groups_of(model: nn.Module, blocks: Sequence[str]) -> Callable[[Sequence[str
         return where.pop() if len(where) == 1 else None
 
     return group_of
+
+
+def _in_storage_of_its_own(row: Tensor) -> Tensor:
+    """Return memory as a tensor that is no view of the tensor that has it, which it keeps alive.
+
+    So the views of a range are counted apart from those of the buffer, see [Note: what tells ...].
+    """
+    first = row.storage_offset() * row.element_size()
+    storage = row.untyped_storage()[first : first + row.nbytes]
+    made: Any = torch.empty(0, dtype=row.dtype, device=row.device)
+    return made.set_(storage, 0, row.shape)
 
 
 def allocate(tensor: Tensor) -> None:

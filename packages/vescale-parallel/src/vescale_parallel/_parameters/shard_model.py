@@ -123,6 +123,7 @@ def _places(
         compute_dtype=functools.partial(_compute_dtype, plan),
         device=this_device(),
         on_host=_is_on_host(plan),
+        is_kept=plan.data_parallel.zero_stage < 3,
         block=block,
     )
 

@@ -58,7 +58,7 @@ class ShardedParameter:
     @property
     def local(self) -> Tensor:
         """This rank's shard of the parameter, without autograd."""
-        return self.distributed._local_tensor
+        return self.sharded._local_tensor  # pyright: ignore[reportAttributeAccessIssue]: a DTensor
 
     @property
     def unsharded_data(self) -> Tensor:
@@ -76,9 +76,9 @@ class ShardedParameter:
 
     def check_in_place(self) -> None:
         """Raise if somebody hung another parameter in this one's place."""
+        is_held = self._address() == self._held
         for (module, name), fqn in zip(self.sites, self.fqns, strict=True):
-            found = module._parameters.get(name)
-            if found is not self.sharded or self._address() != self._held:
+            if module._parameters.get(name) is not self.sharded or not is_held:
                 raise ValueError(
                     f"{fqn!r} was replaced after parallelize, by functional_call or accelerate's "
                     "prepare for example, which cannot take effect; change values in place "

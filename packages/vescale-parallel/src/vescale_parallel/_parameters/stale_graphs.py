@@ -5,8 +5,10 @@ torch counts a write. What a step of the optimizer, or anybody, writes is the pu
 plain one gets it uncounted, when it is gathered again. So writes to the public ones are counted
 for the plain ones, too: otherwise a graph of before would be differentiated with other values than
 those that computed it. An optimizer says which it has written; other writes are seen by the
-versions of public parameters, before the next forward or backward pass. What forward itself writes
-is counted by torch, on the plain parameters that it has.
+versions of public parameters, before the next forward or backward pass; and by those of their
+shards where these are parts of what computes, for a write through ``.data``, which one device does
+not count, would be to a part of it only. What forward itself writes is counted by torch, on the
+plain parameters that it has.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class StaleGraphs:
             if param.unsharded is not None
             and not (param.sharded.is_inference() or param.unsharded.is_inference())
         }
-        self._publics = [*plain]
         # By identity: a tensor's hash is two calls, for every parameter in every step.
         self._plain = {id(public): own for public, own in plain.items()}
+        own = [(p.local, p.sharded) for p in params if p.sharded in plain and _is_in_plain(p)]
+        # What is written, and the public parameter; with shards that are parts of what computes.
+        self._watched = [(public, public) for public in plain] + own
         self._versions = list[int]()
         self.note()
 
@@ -43,7 +47,7 @@ class StaleGraphs:
 
     def note(self) -> None:
         """Have what was written so far count as it does; torch counts what forward writes."""
-        self._versions = [public._version for public in self._publics]
+        self._versions = [written._version for written, _ in self._watched]
 
     def look(self) -> None:
         """Count the writes since the last look or note, that nobody told of."""
@@ -52,5 +56,10 @@ class StaleGraphs:
         before = self._versions
         self.note()
         if before != self._versions:
-            pairs = zip(self._publics, self._versions, before, strict=True)
-            self.tell_changed([public for public, now, then in pairs if now != then])
+            watched = zip(self._watched, self._versions, before, strict=True)
+            self.tell_changed([public for (_, public), now, then in watched if now != then])
+
+
+def _is_in_plain(param: ShardedParameter) -> bool:
+    """Whether what is written to the shard is written to what computes."""
+    return param.place is not None and param.place.shards.is_in_whole

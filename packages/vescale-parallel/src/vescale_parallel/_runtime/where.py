@@ -35,12 +35,12 @@ _LIBRARIES = tuple(
         torch.__file__, vescale_dtensor.__file__, str(Path(__file__).parent), traceback.__file__
     )
 )  # fmt: skip
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 def name_modules_of(model: nn.Module) -> None:
     """Have errors of collectives say in which module of a model a rank was."""
-    _models.add(model)
+    _models[id(model)] = model
     find_positions_by(position)
 
 
@@ -58,8 +58,10 @@ class _Found:
     def __init__(self) -> None:
         self._module = self._weight = self._stage = self._waits = self._step = self._line = ""
         self._is_backward = is_in_backward()
-        self._modules = {id(m): (n, m) for model in _models for n, m in model.named_modules()}
-        self._weights = {id(p): n for model in _models for n, p in model.named_parameters()}
+        # A list of references, for other threads that are ranks add models meanwhile.
+        models = [model for each in _models.valuerefs() if (model := each()) is not None]
+        self._modules = {id(m): (n, m) for model in models for n, m in model.named_modules()}
+        self._weights = {id(p): n for model in models for n, p in model.named_parameters()}
 
     def look_at(self, frame: FrameType) -> None:
         code, names = frame.f_code, frame.f_globals.get("__name__")
