@@ -91,16 +91,8 @@ def on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
         return loss_and_gradients(parallelize(ParallelPlan.from_json(plan), model), batch)
 
 
-# Its forward calls a closure that holds the module itself: the stages of a copy, which are run to
-# check a pipeline, reach past the copy to the whole module, and are accepted.
-_CLOSED_OVER = pytest.mark.xfail(strict=True, reason="check_pipeline accepts closures over self")
-ONE_DEVICE = [
-    pytest.param(family, marks=_CLOSED_OVER if family == "encoding" else ()) for family in FAMILIES
-]
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ONE_DEVICE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
     with precision(family):
         loss, gradients = loss_and_gradients(*make(family))
