@@ -62,6 +62,22 @@ def test_memory_and_what_would_save_it_exclude_each_other() -> None:
     assert "without data_parallel.zero_stage: data parallel 4, ZeRO 3" in text
 
 
+class WithoutLoss(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_the_runtime_refuses_is_no_conflict_of_constraints() -> None:
+    asked = {"pipeline_parallel.size": 2, "tensor_parallel.size": 1}
+    with pytest.raises(ValueError, match="forward returns its loss") as caught:
+        generate_plan(
+            WithoutLoss(), asked, world_size=2, cluster=CPU, example_batch=torch.ones(8, 64)
+        )
+    assert "exclude" not in str(caught.value)
+
+
 def test_a_model_that_fits_nowhere_is_no_conflict_of_constraints() -> None:
     text = refusal(
         {"data_parallel.size": 4}, cluster=replace(CPU, memory_bytes=500 * 10**6 + 1000)

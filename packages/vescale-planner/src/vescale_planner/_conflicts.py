@@ -30,12 +30,13 @@ class Conflict:
 def conflict_of(search: Search, world_size: int) -> Conflict | None:
     """Return why the constraints of a search leave no plan that fits; None if it is not they.
 
+    Nor is it they where a plan would fit that the runtime refuses: that has reasons of its own.
     Candidates are priced, not tried. Constraints are left out one after the other as long as
     nothing fits (deletion filter, Chinneck and Dravnieks 1991): what is left is irreducible.
     """
     given = search.constraints
     kept = {key: given[key] for key in _KEPT if key in given}
-    if _best(search, kept, world_size) is None:
+    if _best(search, kept, world_size) is None or _best(search, given, world_size) is not None:
         return None
     keys = [key for key in given if key not in _KEPT]
     for key in list(keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ._candidates import Candidate
@@ -41,7 +41,7 @@ class ScoredCandidate:
     candidate: Candidate
     step_seconds: float
     needed_bytes: int
-    search: Pricing
+    search: Pricing = field(compare=False, repr=False)
 
     @property
     def cost(self) -> Cost:
