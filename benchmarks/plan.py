@@ -3,18 +3,21 @@
     python benchmarks/plan.py [--model llama-70b] [--world-size 64]
 
 It prints one JSON object: the plan, processor seconds of ``generate_plan`` (of this process, all
-threads), the process's peak of resident memory and what it was before, and how many candidates
-were scored.
+threads), the process's peak of resident memory and what it was before, how many candidates
+were scored, and how many sharding plans and pipelines were run to check them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import platform
 import resource
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from observe import MODELS
@@ -30,7 +33,10 @@ def main() -> None:
     parser.add_argument("--cluster", default="h200")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    counted = _Counts()
+    counted, checks = _Counts(), dict.fromkeys(("propose_sharding", "check_pipeline"), 0)
+    for file, name in (("_search", "propose_sharding"), ("_runnable", "check_pipeline")):
+        module = importlib.import_module(f"vescale_planner.{file}")
+        setattr(module, name, _counting(getattr(module, name), name, checks))
     logging.getLogger("vescale.planner").addHandler(counted)
     logging.getLogger("vescale.planner").setLevel(logging.DEBUG)
     with torch.device("meta"):
@@ -53,6 +59,7 @@ def main() -> None:
         "peak_bytes": _peak(),
         "peak_bytes_before": before,
         "candidates": counted.scored,
+        "checks": checks,
         "plan": {k: v for k, v in plan.dotted().items() if "sharding_plan" not in k},
     }
     print(json.dumps(result, indent=2))
@@ -67,6 +74,14 @@ class _Counts(logging.Handler):
         if str(record.msg).startswith("%d candidates fit") and isinstance(record.args, tuple):
             fit, too_large, _ = record.args
             self.scored = int(str(fit)) + int(str(too_large))
+
+
+def _counting(run: Callable[..., Any], name: str, counts: dict[str, int]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return run(*args, **kwargs)
+
+    return counted
 
 
 def _peak() -> int:

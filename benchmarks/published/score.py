@@ -16,7 +16,8 @@ scales the parts of the peak that matrix products and attention reach. All other
   be faster than the published one, and whether the search has it at all.
 
 What is priced is the plan as vescale would run it, with two exceptions that every stack has: sums
-by the backend's own collectives, and gradients summed in the dtype of compute.
+by the backend's own collectives, and gradients summed in the dtype of compute; and a third one
+that rows.json says of a stack: ``distributed_optimizer``, see :func:`with_sharded_copy`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,12 +36,13 @@ from decoder import Decoder, example
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate
-from vescale_planner._cost import Numerics, step_cost
 from vescale_planner._layouts import Layout
-from vescale_planner._memory import needed_bytes, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._parts import Part
-from vescale_planner._search import ScoredCandidate, Search
+from vescale_planner._prices.columns import Numerics
+from vescale_planner._prices.cost import Cost, step_cost
+from vescale_planner._prices.memory import Memory, needed_bytes, peak_memory
+from vescale_planner._search import Search
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 Row = dict[str, Any]
@@ -177,20 +179,37 @@ def candidate_of(row: Row) -> Candidate:
     )
 
 
-def predicted(row: Row, cluster: Cluster) -> ScoredCandidate:
+@dataclass(frozen=True)
+class Price:
+    """What is predicted of a row."""
+
+    cost: Cost
+    memory: Memory
+    needed_bytes: int
+
+
+def predicted(row: Row, cluster: Cluster) -> Price:
     candidate, ranks = candidate_of(row), ranks_of(row["index"])
     work = workload_in_half(row["model"], row["length"])
     memory = peak_memory(
         candidate, ranks, states=_STATES, compute_itemsize=2, output_bytes=work.output_bytes
     )
-    return ScoredCandidate(
-        candidate=candidate,
-        cost=step_cost(
-            candidate, ranks, cluster, numerics=Numerics(states=_STATES, compute_itemsize=2)
-        ),
-        memory=memory,
-        needed_bytes=needed_bytes(memory, cluster),
+    if PUBLISHED["stacks"][row["stack"]].get("distributed_optimizer") and row["zero"] in (1, 2):
+        memory = with_sharded_copy(memory, candidate)
+    cost = step_cost(
+        candidate, ranks, cluster, numerics=Numerics(states=_STATES, compute_itemsize=2)
     )
+    return Price(cost, memory, needed_bytes(memory, cluster))
+
+
+def with_sharded_copy(memory: Memory, candidate: Candidate) -> Memory:
+    """Return what a distributed optimizer needs, which updates a sharded copy of 4 bytes.
+
+    There whole parameters have the 2 bytes of compute; vescale has them in both dtypes under ZeRO
+    1 and 2, and is priced so.
+    """
+    whole = memory.parameters / 3
+    return replace(memory, parameters=whole + 2 * whole / candidate.shard)
 
 
 @functools.cache

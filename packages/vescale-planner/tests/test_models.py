@@ -9,11 +9,12 @@ import pytest
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Rows, candidates
-from vescale_planner._cost import Numerics, step_cost
 from vescale_planner._layouts import Layout, layouts
-from vescale_planner._memory import optimizer_states, passes_in_flight, peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part
+from vescale_planner._prices.columns import Numerics
+from vescale_planner._prices.cost import step_cost
+from vescale_planner._prices.memory import optimizer_states, passes_in_flight, peak_memory
 from vescale_planner._workload import Workload
 
 H200 = Cluster.preset("h200")
@@ -213,8 +214,7 @@ def test_mixed_precision_keeps_a_copy_of_the_parameters() -> None:
 def test_schedules_keep_as_many_passes_as_the_literature_says(
     schedule: str, virtual_stages: int, rank: int, passes: int
 ) -> None:
-    candidate = _candidate(pp=4, microbatches=8, schedule=schedule, virtual_stages=virtual_stages)
-    assert passes_in_flight(candidate, rank) == passes
+    assert passes_in_flight(schedule, rank, 4, virtual_stages, 8) == passes
 
 
 def test_the_bubble_is_that_of_the_formula() -> None:

@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vescale_parallel import StagePlacement, simulate_schedule
 from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate
-from vescale_planner._collectives import Group, all_gather, exchange, send
-from vescale_planner._cost import Cost, Numerics, idle_passes, shape_efficiency, step_cost
 from vescale_planner._layouts import Layout
-from vescale_planner._memory import peak_memory
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part
-from vescale_planner._search import TIE
+from vescale_planner._prices.collectives import Group, all_gather, exchange, send
+from vescale_planner._prices.columns import Numerics
+from vescale_planner._prices.cost import Cost, idle_passes, shape_efficiency, step_cost
+from vescale_planner._prices.memory import peak_memory
+from vescale_planner._ranking import TIE
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 # Round numbers, nothing taken off and no latency.
@@ -323,10 +324,10 @@ def test_copies_that_share_out_state_gather_once_a_step_and_hold_less() -> None:
 
 
 def test_narrow_matrices_reach_less_of_the_peak() -> None:
-    assert shape_efficiency(256) == pytest.approx(0.5)
-    assert shape_efficiency(768) == pytest.approx(0.75)
+    assert shape_efficiency(256, 256) == pytest.approx(0.5)
+    assert shape_efficiency(768, 256) == pytest.approx(0.75)
     # Whose width is not known: convolutions, and what has no matrix.
-    assert shape_efficiency(0) == 1.0
+    assert shape_efficiency(0, 256) == 1.0
 
 
 def test_parts_are_as_wide_as_their_matrices() -> None:

@@ -61,7 +61,7 @@ def test_a_rank_has_any_number_of_equal_stages(
     assert _virtual_stages(pp, num_blocks) == expected
 
 
-def test_only_what_is_named_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_returned_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     find = propose_sharding
 
@@ -74,8 +74,9 @@ def test_only_what_is_named_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     only = {"pipeline_parallel.size": 1}
     cluster = Cluster.preset("h200")
     plan = generate_plan(Net(), only, world_size=64, cluster=cluster, example_batch=ids)
-    assert 1 < len(asked) == len(set(asked)) < 6
-    assert all(f"tensor parallel {size}" in str(plan.reasons) for size in set(asked) - {2})
+    # The first size shows what can be cut; the others are priced by it.
+    assert set(asked) == {2, plan.tensor_parallel.size} - {1}
+    assert len(asked) == len(set(asked))
 
 
 def test_a_size_that_cannot_be_is_refused_though_it_was_priced() -> None:

@@ -35,10 +35,7 @@ from ._model.signature import (
     model_signature as model_signature,
 )
 from ._parallelize import parallelize as parallelize
-from ._pipeline.call_order import (
-    calls_between_blocks as calls_between_blocks,
-    calls_of_blocks as calls_of_blocks,
-)
+from ._pipeline.call_order import observed_calls as observed_calls
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.cuts.block_calls import (
     called_blocks as called_blocks,
@@ -130,6 +127,7 @@ __all__ = [
     "expert_load",
     "explain",
     "observe",
+    "observed_calls",
     "parallelize",
     "record_schedule",
     "tensor_parallel_plan",

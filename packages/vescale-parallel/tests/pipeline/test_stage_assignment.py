@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from vescale_parallel import ParallelPlan, calls_between_blocks, parallelize, with_constraints
+from vescale_parallel import ParallelPlan, observed_calls, parallelize, with_constraints
 from vescale_parallel._pipeline.call_order import places_seen
 from vescale_parallel._pipeline.cuts.partition import split_blocks, stage_starts
 from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
@@ -226,7 +226,7 @@ def test_parameters_are_on_the_stages_whose_code_uses_them() -> None:
         "norm.weight": (3,),
     }
     assert {name: found[name] for name in expected} == expected
-    said = calls_between_blocks(model, batch)
+    said = observed_calls(model, batch)[1]
     assert said["embed.weight"] == ("layers.3",)
     again = plan_of(size=4, microbatches=4, called_behind=said)
     stages = stage_map(again, model)

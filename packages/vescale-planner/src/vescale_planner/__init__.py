@@ -5,13 +5,13 @@ Files, in the order in which a plan comes about:
 - ``_generate.py``: the entry point, flat: workload, search, what would run, reasons
 - ``_constraints.py``: what a person may fix, checked before anything else
 - ``_workload.py``: what each block computes and keeps, from one forward on shapes
-- ``cluster.py``, ``_presets.py``: what the machines can do
-- ``_collectives.py``: seconds of one collective
+- ``cluster.py``, ``_machines/``: what the machines can do, declared or measured
 - ``_candidates.py``: every combination of degrees, schedules and stages, as data
 - ``_partition.py``: where the pipeline is cut, and what each of its ranks owns
-- ``_cost.py``, ``_memory.py``: seconds and bytes of one candidate
-- ``_search.py``: scores and ranks all of them
+- ``_prices/``: seconds and bytes of candidates, thousands of one kind at once
+- ``_search.py``, ``_ranking.py``: scores and ranks all of them
 - ``_runnable.py``: drops pipelines that the runtime would refuse
+- ``_conflicts.py``: which constraints exclude each other where nothing is left
 - ``_explain.py``: why the winner won, in words
 - ``_predict.py``, ``prediction.py``: the price of one plan that somebody gives
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,13 +60,13 @@ class Candidate:
 
     @property
     def shard(self) -> int:
-        """Ranks that share one copy of the sharded state."""
-        return self.layout.dp // self.replicate if self.zero_stage else 1
+        """Ranks that share one copy of the sharded state; those of a sequence are among them."""
+        return self.layout.dp // self.replicate * self.layout.cp if self.zero_stage else 1
 
     @property
     def state_shard(self) -> int:
         """Ranks that share one copy of the optimizer state."""
-        return self.layout.dp if self.shares_state else self.shard
+        return self.layout.dp * self.layout.cp if self.shares_state else self.shard
 
     @property
     def stages(self) -> int:
@@ -79,6 +80,7 @@ class Candidate:
         return (
             10 * sum(size > 1 for size in axes)
             + self.zero_stage
+            + (self.zero_stage > 0 and self.replicate > 1)
             + 4 * (self.virtual_stages > 1)
             + (self.schedule == "gpipe")
             + 5 * (self.recompute == "full")
@@ -88,7 +90,8 @@ class Candidate:
     def __str__(self) -> str:
         words = [str(self.layout)]
         if self.zero_stage:
-            words.append(f"ZeRO {self.zero_stage}")
+            copies = f" in {self.replicate} copies" if self.replicate > 1 else ""
+            words.append(f"ZeRO {self.zero_stage}{copies}")
         if self.layout.pp > 1:
             words.append(f"{counted(self.microbatches, 'micro-batch', 'es')} ({self.schedule})")
         if self.accumulation > 1:
@@ -186,25 +189,43 @@ def candidates(
         accumulations = [get(ACCUMULATION) or 1]
         if accumulates and layout.pp == 1:
             accumulations = divisors_of(rows_of_replica, None)
-        for accumulation in accumulations:
-            for zero_stage in _zero_stages(layout, replicate, constraints):
-                for recompute in _recomputations(get("recompute")):
-                    yield Candidate(
-                        layout=layout,
-                        zero_stage=zero_stage,
-                        replicate=replicate,
-                        schedule=schedule,
-                        virtual_stages=virtual_stages,
-                        microbatches=microbatches,
-                        recompute=recompute,
-                        rows=rows_of_replica,
-                        accumulation=accumulation,
-                        prefetch=get(PREFETCH, DataParallel.prefetch),
-                        reduction=get(REDUCTION, DataParallel.reduction),
-                        reshards=get(RESHARD, True) is not False,
-                        offload=get("data_parallel.offload", DataParallel.offload),
-                        shares_state=get(SHARE_STATE) == 1,
-                    )
+        choices = itertools.product(
+            accumulations,
+            [*_shardings(layout, replicate, constraints)],
+            _recomputations(get("recompute")),
+        )
+        for accumulation, (zero_stage, copies), recompute in choices:
+            yield Candidate(
+                layout=layout,
+                zero_stage=zero_stage,
+                replicate=copies,
+                schedule=schedule,
+                virtual_stages=virtual_stages,
+                microbatches=microbatches,
+                recompute=recompute,
+                rows=rows_of_replica,
+                accumulation=accumulation,
+                prefetch=get(PREFETCH, DataParallel.prefetch),
+                reduction=get(REDUCTION, DataParallel.reduction),
+                reshards=get(RESHARD, True) is not False,
+                offload=get("data_parallel.offload", DataParallel.offload),
+                shares_state=get(SHARE_STATE) == 1,
+            )
+
+
+def _shardings(
+    layout: Layout, replicate: int, constraints: Mapping[str, Any]
+) -> Iterator[tuple[int, int]]:
+    """Yield (ZeRO stage, copies of the sharded state).
+
+    Unasked, any number of copies is tried that divides: each may be inside a node then.
+    """
+    unasked = constraints.get(REPLICATE) is None and not constraints.get(SHARE_STATE)
+
+    for zero_stage in _zero_stages(layout, replicate, constraints):
+        yield zero_stage, replicate
+        if zero_stage and unasked and replicate == 1:
+            yield from ((zero_stage, copies) for copies in divisors_of(layout.dp, None)[1:-1])
 
 
 def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:

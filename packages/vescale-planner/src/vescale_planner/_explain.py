@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, counted
-from ._cost import seconds
 from ._layouts import Layout
-from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
-from ._search import TIE, ScoredCandidate, SearchResult
+from ._prices.cost import seconds
+from ._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
+from ._ranking import TIE, ScoredCandidate, SearchResult
 from ._workload import Workload
 from .cluster import Cluster
 
@@ -122,6 +122,8 @@ def _runners_up(result: SearchResult) -> list[str]:
         verdict = f"{ratio:.3g} x the time"
         verdict += ", as good as equal, and more moving parts" if tied else ""
         lines.append(f"next: {each.candidate}: {verdict} ({each.cost})")
+    if lines:
+        lines.append("the next ones are priced; only what is returned was tried as well")
     return lines
 
 

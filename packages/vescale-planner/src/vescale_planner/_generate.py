@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -15,15 +16,19 @@ from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signature, with_constraints
 
 from ._candidates import ACCUMULATION
+from ._conflicts import conflict_of, said
 from ._constraints import check, check_split_points, in_order
-from ._explain import NUM_RUNNERS_UP, left_whole, nothing_fits, reasons, runners_up
-from ._memory import Memory, optimizer_states
+from ._explain import left_whole, nothing_fits, reasons, runners_up
+from ._prices.memory import Memory, optimizer_states
+from ._ranking import ScoredCandidate, SearchResult
 from ._runnable import runnable
-from ._search import ScoredCandidate, Search, SearchResult
+from ._search import Search
 from ._workload import computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 
 _log = package_logger("vescale.planner")
+# Candidates whose prices are logged: there may be a hundred thousand.
+_LOGGED = 100
 
 
 def generate_plan(
@@ -133,21 +138,20 @@ def generate_plans(
         example_batch,
         accumulates=accumulates and workload.returns_loss,
     )
-    num_named = max(top - 1, NUM_RUNNERS_UP)
-    result = _found(search, world_size, num_named)
+    result = _found(search, world_size, top - 1)
     if not result.fits and accumulates and not search.accumulates:
         # Only now: forward has to return its loss then, which was not seen.
-        accumulating = _found(replace(search, accumulates=True), world_size, num_named)
+        accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
         result = accumulating if accumulating.fits else result
     if not result.fits:
-        raise ValueError(_no_plan(result, search))
+        raise ValueError(_no_plan(result, search, world_size))
     plan = _fill_in(result.fits[0], search)
     proposal = search.proposals.get(plan.tensor_parallel.size)
     whole = left_whole(proposal.left_whole if proposal else {})
-    said = (*reasons(result, workload, cluster, constraints, split), *whole)
+    told = (*reasons(result, workload, cluster, constraints, split), *whole)
     others = runners_up(result, top - 1)
     _tell(result, cluster, time.perf_counter() - begin)
-    return (replace(plan, reasons=said), *(_fill_in(each, search) for each in others))
+    return (replace(plan, reasons=told), *(_fill_in(each, search) for each in others))
 
 
 def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
@@ -155,13 +159,17 @@ def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
     _log.info("chose %s for %s, in %.1f s", best.candidate, cluster.name, taken)
     counts = len(result.fits), len(result.too_large), len(result.rejected)
     _log.debug("%d candidates fit, %d are too large; %d reasons against others", *counts)
-    for each in result.fits:
-        _log.debug("%s: %s", each.candidate, each.cost)
+    if _log.isEnabledFor(logging.DEBUG):
+        for each in result.fits[:_LOGGED]:
+            _log.debug("%s: %s", each.candidate, each.cost)
 
 
-def _found(search: Search, world_size: int, num_named: int) -> SearchResult:
+def _found(search: Search, world_size: int, num_returned: int) -> SearchResult:
     return runnable(
-        search.run(world_size), search, lambda each: _fill_in(each, search), num_named=num_named
+        search.run(world_size),
+        search,
+        lambda each: _fill_in(each, search),
+        num_returned=num_returned,
     )
 
 
@@ -203,7 +211,7 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         )
         chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules
-        chosen["pipeline_parallel.called_behind"] = search.called_behind()
+        chosen["pipeline_parallel.called_behind"] = search.workload.called_behind
         chosen["pipeline_parallel.block_calls"] = search.workload.block_calls
     if "tensor_parallel.sharding_plan" in search.constraints:
         chosen["tensor_parallel.sharding_policy"] = "manual"
@@ -218,7 +226,7 @@ def _estimate(scored: ScoredCandidate, search: Search) -> Estimate:
     samples = candidate.layout.dp * candidate.rows
     itemsize = itemsize_of(search.constraints.get("precision.param"), workload.itemsize)
     return Estimate(
-        step_seconds=scored.cost.step,
+        step_seconds=scored.step_seconds,
         memory_bytes=scored.needed_bytes,
         samples=samples,
         tokens=samples * workload.tokens if workload.tokens > 1 else None,
@@ -234,12 +242,14 @@ def _proven_calls(search: Search, size: int) -> tuple[str, ...]:
     return search.proposals[size].proven_calls(size) if size in search.proposals else ()
 
 
-def _no_plan(result: SearchResult, search: Search) -> str:
+def _no_plan(result: SearchResult, search: Search, world_size: int) -> str:
     """Return why there is no plan at all."""
+    conflict = conflict_of(search, world_size)
+    excluded = f"; {said(conflict, search.constraints)}" if conflict else ""
     if not result.too_large:
         why = result.rejected[0] if len(result.rejected) == 1 else "; ".join(result.rejected[:4])
-        return f"no plan obeys the constraints: {why}"
-    return nothing_fits(result, search.cluster, _helpers(result, search))
+        return f"no plan obeys the constraints: {why}{excluded}"
+    return nothing_fits(result, search.cluster, _helpers(result, search)) + excluded
 
 
 def _helpers(result: SearchResult, search: Search) -> dict[str, Memory]:

@@ -11,7 +11,7 @@ from vescale_parallel import ParallelPlan
 
 from ._candidates import Candidate, priced_recompute
 from ._layouts import Layout
-from ._memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
+from ._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
 from ._search import Search
 from ._workload import Workload, computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from vescale_parallel import ObservationError, ParallelPlan, check_pipeline, check_supported
 
 from ._candidates import Candidate, is_pipeline_asked_for
-from ._explain import NUM_RUNNERS_UP, runners_up
-from ._search import ScoredCandidate, Search, SearchResult, distinct, ranked
+from ._explain import runners_up
+from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
+from ._search import Search
 from ._workload import few_tokens
 
 # Stages, whether micro-batches are run one after the other, whether the batch is cut at all, and
 # whether there are several ranks: what the runtime's checks depend on.
 _Kind = tuple[int, bool, bool, bool]
+# Pipelines refused for one reason, after which no other is tried.
+_ENOUGH = 3
 
 
 def runnable(
@@ -22,26 +27,34 @@ def runnable(
     search: Search,
     fill_in: Callable[[ScoredCandidate], ParallelPlan],
     *,
-    num_named: int = NUM_RUNNERS_UP,
+    num_returned: int = 0,
 ) -> SearchResult:
-    """Return what was found, without candidates to be named that would not run.
+    """Return what was found, without candidates that would not run among those to be returned.
 
-    Pipelines that nobody asked for are left out as well if it cannot be said whether they run.
+    Of those that are only named the fastest pipeline is tried, and no sharding plan is proven.
+    Pipelines that nobody asked for are left out as well if it cannot be said whether they run;
+    all of them once several were refused for one reason.
 
     Args:
         result: Candidates, best first.
         search: What they were found by.
         fill_in: Returns the plan that a candidate stands for.
-        num_named: How many are going to be named beside the first.
+        num_returned: How many are going to be returned beside the first.
     """
     tried: dict[_Kind, str] = {}
     while result.fits:
-        result, named = _proven(result, search, num_named)
-        for each in named:
+        result, returned = _proven(result, search, num_returned)
+        named = [each for each in runners_up(result) if each.candidate.layout.pp > 1][:1]
+        for each in (*returned, *named):
             kind = _kind(each.candidate)
             if kind not in tried:
                 tried[kind] = _refusal(fill_in(each), search)
-        kept = [each for each in result.fits if not tried.get(_kind(each.candidate))]
+        none = _refuses_all(tried) and not is_pipeline_asked_for(search.constraints)
+        kept = [
+            each
+            for each in result.fits
+            if not tried.get(_kind(each.candidate)) and not (none and each.candidate.stages > 1)
+        ]
         if len(kept) == len(result.fits):
             break
         result = replace(result, fits=tuple(ranked(kept)))
@@ -58,17 +71,23 @@ def runnable(
     return replace(result, rejected=tuple(distinct((*reasons, *result.rejected))))
 
 
+def _refuses_all(tried: Mapping[_Kind, str]) -> bool:
+    """Whether so many pipelines were refused for one reason that others would be, too."""
+    said = Counter(re.sub(r"\d+", "#", why) for kind, why in tried.items() if why and kind[0] > 1)
+    return max(said.values(), default=0) >= _ENOUGH
+
+
 def _proven(
-    result: SearchResult, search: Search, num_named: int
+    result: SearchResult, search: Search, num_returned: int
 ) -> tuple[SearchResult, list[ScoredCandidate]]:
-    """Return a result and who is named of it, all of whose sharding plans are proven."""
+    """Return a result and who is returned of it, all of whose sharding plans are proven."""
     while result.fits:
-        named = [result.fits[0], *runners_up(result, num_named)]
+        returned = [result.fits[0], *runners_up(result, num_returned)]
         before = result
-        for each in named:
+        for each in returned:
             result = search.proven(result, each.candidate.layout.tp)
         if result is before:
-            return result, named
+            return result, returned
     return result, []
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,52 +14,20 @@ from vescale_parallel import (
     SplitMethod,
     StagePlacement,
     StageRule,
-    calls_between_blocks,
     propose_sharding,
     rule_of,
     state_bytes,
 )
 
 from ._candidates import Candidate, Rows, candidates, stated_batch
-from ._cost import Cost, Numerics, step_cost
 from ._layouts import Layout, layouts
-from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
-from ._workload import Workload, few_tokens, itemsize_of
+from ._prices.columns import Numerics, columns_of, kind_of
+from ._prices.cost import Cost, step_cost, step_costs
+from ._prices.memory import Memory, memory_of_ranks, needed_of_all, peak_memory, peaks
+from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
+from ._workload import Workload, itemsize_of
 from .cluster import Cluster
-
-# Candidates within this factor of the fastest count as equally fast: the simplest is chosen.
-TIE = 1.03
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredCandidate:
-    """A candidate with its predictions."""
-
-    candidate: Candidate
-    cost: Cost
-    memory: Memory
-    needed_bytes: int
-
-    @property
-    def seconds_per_row(self) -> float:
-        """What candidates are compared by: replicas may get different numbers of rows."""
-        return self.cost.step / (self.candidate.layout.dp * self.candidate.rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """Everything that was looked at.
-
-    Attributes:
-        fits: Candidates that fit in memory, best first.
-        too_large: The others, smallest first.
-        rejected: Why layouts are impossible, in the order found, each once.
-    """
-
-    fits: tuple[ScoredCandidate, ...]
-    too_large: tuple[ScoredCandidate, ...]
-    rejected: tuple[str, ...]
 
 
 @dataclass
@@ -79,7 +46,7 @@ class Search:
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
     numbers, which takes seconds a size. Candidates are priced by the plan of another size, which
-    cuts the same layers, and only those to be returned or named are proven; a size that turns out
+    cuts the same layers, and only those to be returned are proven; a size that turns out
     impossible is left out then, with its candidates.
     """
 
@@ -101,7 +68,6 @@ class Search:
     _parts: dict[int, tuple[LocalPart, ...]] = field(
         default_factory=dict["int", "tuple[LocalPart, ...]"]
     )
-    _called_behind: Mapping[str, tuple[str, ...]] | None = None
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
     )
@@ -128,7 +94,7 @@ class Search:
         Raises:
             ValueError: If no sizes of the axes multiply to the world size.
         """
-        scored: list[ScoredCandidate] = []
+        found: list[Candidate] = []
         rejected: dict[str, None] = {}
         rows = self.rows(world_size)
         for layout in layouts(world_size, self.constraints):
@@ -146,8 +112,8 @@ class Search:
                 if isinstance(each, str):
                     rejected[each] = None
                 else:
-                    scored.append(self.score(each))
-        return self._divided(scored, distinct(rejected))
+                    found.append(each)
+        return self._divided(self.scored(found), distinct(rejected))
 
     def _divided(self, scored: Iterable[ScoredCandidate], rejected: Iterable[str]) -> SearchResult:
         """Divide candidates into those that fit and those that do not."""
@@ -167,12 +133,11 @@ class Search:
         likely, found = self._likely_sharding(tp), self.sharding(tp)
         if isinstance(found, dict) and isinstance(likely, dict) and likely.keys() == found.keys():
             return result
-        scored: list[ScoredCandidate] = []
-        for each in (*result.fits, *result.too_large):
-            if each.candidate.layout.tp != tp:
-                scored.append(each)
-            elif isinstance(found, dict):
-                scored.append(self.score(each.candidate))
+        every = *result.fits, *result.too_large
+        scored = [each for each in every if each.candidate.layout.tp != tp]
+        if isinstance(found, dict):
+            again = (each.candidate for each in every if each.candidate.layout.tp == tp)
+            scored += self.scored(again)
         reasons = [*result.rejected] if isinstance(found, dict) else [found, *result.rejected]
         return self._divided(scored, reasons)
 
@@ -202,21 +167,44 @@ class Search:
 
     def score(self, candidate: Candidate) -> ScoredCandidate:
         """Predict one candidate."""
-        ranks = self._ranks_of(candidate)
-        numerics = self.numerics
-        memory = peak_memory(
-            candidate,
+        return self.scored([candidate])[0]
+
+    def scored(self, candidates: Iterable[Candidate]) -> list[ScoredCandidate]:
+        """Predict many: those that differ in numbers alone at once, by kind."""
+        groups: dict[object, list[Candidate]] = {}
+        for each in candidates:
+            groups.setdefault((kind_of(each), self._rank_key(each)), []).append(each)
+        return [scored for group in groups.values() for scored in self._scored_group(group)]
+
+    def _scored_group(self, group: list[Candidate]) -> Iterator[ScoredCandidate]:
+        columns, ranks, numerics = columns_of(group), self._ranks_of(group[0]), self.numerics
+        steps = step_costs(columns, ranks, self.cluster, numerics=numerics).step
+        totals = peaks(
+            columns,
             ranks,
             states=self.states,
             compute_itemsize=numerics.compute_itemsize,
             output_bytes=self.workload.output_bytes,
         )
-        cost = step_cost(candidate, ranks, self.cluster, numerics=numerics)
-        return ScoredCandidate(
-            candidate=candidate,
-            cost=cost,
-            memory=memory,
-            needed_bytes=needed_bytes(memory, self.cluster),
+        needed = needed_of_all(totals, self.cluster)
+        for each, step, nbytes in zip(group, steps.tolist(), needed.tolist(), strict=True):
+            yield ScoredCandidate(
+                candidate=each, step_seconds=step, needed_bytes=nbytes, search=self
+            )
+
+    def cost(self, candidate: Candidate) -> Cost:
+        """Return what the step of one candidate is spent on."""
+        ranks = self._ranks_of(candidate)
+        return step_cost(candidate, ranks, self.cluster, numerics=self.numerics)
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Return what is in the memory of the fullest rank of one candidate."""
+        return peak_memory(
+            candidate,
+            self._ranks_of(candidate),
+            states=self.states,
+            compute_itemsize=self.numerics.compute_itemsize,
+            output_bytes=self.workload.output_bytes,
         )
 
     def sharding(self, tp: int) -> dict[str, str] | str:
@@ -235,19 +223,22 @@ class Search:
             return self.sharding(tp)
         return next(proven, None) or self.sharding(tp)
 
+    def under(self, constraints: Mapping[str, Any], *, keeps_sharding: bool) -> Search:
+        """Return a search under other constraints, with the sharding plans of this if they are."""
+        return replace(
+            self,
+            constraints=constraints,
+            proposals=self.proposals if keeps_sharding else {},
+            _sharding=self._sharding if keeps_sharding else {},
+            _ranks={},
+            _parts={},
+            _starts={},
+        )
+
     def with_sequence(self) -> Search:
         """Return a search of the same sharding plans with a sharded sequence, not yet checked."""
         constraints = {**self.constraints, "tensor_parallel.sequence": True}
         return replace(self, constraints=constraints, _ranks={}, _parts={})
-
-    def called_behind(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the blocks behind which modules between them are called, for a pipeline."""
-        if self._called_behind is None:
-            batch = few_tokens(self.example_batch, self.workload)
-            self._called_behind = calls_between_blocks(
-                self.model, batch, self.workload.block_calls
-            )
-        return self._called_behind
 
     def starts(self, candidate: Candidate) -> list[int]:
         """Return the first block of every stage."""
@@ -335,14 +326,20 @@ class Search:
 
     def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
         tp, pp = candidate.layout.tp, candidate.layout.pp
-        style = rule_of(candidate.schedule).style
-        key = (tp, pp, candidate.virtual_stages, style, *self._decides_stages(candidate))
+        key = self._rank_key(candidate)
         if key not in self._ranks:
             starts = self.starts(candidate)
+            style = rule_of(candidate.schedule).style
             placement = StagePlacement(pp, candidate.virtual_stages, style)
             parts = self._parts_of(tp)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
         return self._ranks[key]
+
+    def _rank_key(self, candidate: Candidate) -> tuple[object, ...]:
+        """Return what decides what pipeline ranks own; sizes of tensor parallelism first."""
+        tp, pp = candidate.layout.tp, candidate.layout.pp
+        style = rule_of(candidate.schedule).style
+        return (tp, pp, candidate.virtual_stages, style, *self._decides_stages(candidate))
 
     def _parts_of(self, tp: int) -> tuple[LocalPart, ...]:
         if tp not in self._parts:
@@ -362,25 +359,3 @@ class Search:
                 cut_logits=cut_logits,
             )
         return self._parts[tp]
-
-
-def distinct(sentences: Iterable[str]) -> list[str]:
-    """Return the first of those that differ in numbers alone."""
-    first: dict[str, str] = {}
-    for sentence in sentences:
-        first.setdefault(re.sub(r"\d+", "#", sentence), sentence)
-    return list(first.values())
-
-
-def ranked(fits: list[ScoredCandidate]) -> list[ScoredCandidate]:
-    """Sort by time; of those about as fast as the fastest, the simplest first."""
-    if not fits:
-        return []
-    fastest = min(each.seconds_per_row for each in fits)
-
-    def key(each: ScoredCandidate) -> tuple[bool, float, float, Candidate]:
-        tied = each.seconds_per_row <= TIE * fastest
-        simplicity = each.candidate.moving_parts if tied else 0
-        return not tied, simplicity, each.seconds_per_row, each.candidate
-
-    return sorted(fits, key=key)

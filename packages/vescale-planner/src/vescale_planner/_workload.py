@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,10 @@ from vescale_parallel import (
     ObservationError,
     ParallelPlan,
     called_blocks,
-    calls_of_blocks,
     modules_outside_blocks,
     names_of_calls,
     observe,
+    observed_calls,
     with_constraints,
 )
 
@@ -45,6 +45,7 @@ class Workload:
         head_modules: Modules that run before the blocks although they are defined behind.
         tail_modules: Modules that run behind the blocks although they are defined before.
         block_calls: As a plan says in which order blocks are called; empty if once each in order.
+        called_behind: As a plan says behind which blocks modules outside of them are called.
         assumptions: Sentences that say what was assumed.
     """
 
@@ -64,6 +65,9 @@ class Workload:
     assumptions: tuple[str, ...]
     returns_loss: bool = False
     block_calls: tuple[str, ...] = ()
+    called_behind: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict["str", "tuple[str, ...]"]
+    )
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -105,7 +109,8 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
 
 def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str] = ()) -> Workload:
     """Observe a model, or estimate from its parameters if that is not possible."""
-    said = tuple(block_calls) or calls_of_blocks(model, example_batch)
+    few = _few_tokens_for(model, example_batch)
+    said, called_behind = observed_calls(model, few, block_calls)
     blocks, block_names, no_pipeline = _blocks(model, said)
     notes: list[str] = []
     try:
@@ -145,6 +150,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
         head_modules=_moved(model, blocks, observation, "after", "before"),
         tail_modules=_moved(model, blocks, observation, "before", "after"),
         block_calls=said,
+        called_behind=called_behind,
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
     )
@@ -238,7 +244,7 @@ def itemsize_of(dtype: str | None, default: int) -> int:
 
 
 # Bytes of logits above which less of the example is run with memory, and tokens of it then.
-_LARGE_OUTPUT, _FEW_TOKENS = 2**28, 64
+_LARGE_OUTPUT, _FEW_TOKENS = 2**26, 64
 
 
 def few_tokens(batch: Any, workload: Workload) -> Any:
@@ -246,13 +252,42 @@ def few_tokens(batch: Any, workload: Workload) -> Any:
 
     Which modules are called, and when, is asked of them, not how long sequences are.
     """
-    is_small = workload.output_bytes * (workload.rows or 1) <= _LARGE_OUTPUT
-    if is_small or workload.tokens <= _FEW_TOKENS:
+    if workload.output_bytes * (workload.rows or 1) <= _LARGE_OUTPUT:
+        return batch
+    return _first_tokens(batch, workload.tokens)
+
+
+def _few_tokens_for(model: nn.Module, batch: Any) -> Any:
+    """Return the same before a model was observed: its widest matrix may make logits."""
+    ids = max((x for x in _tensors(batch) if x.dim() == 2), key=torch.Tensor.numel, default=None)
+    widest = max((p.shape[0] for p in model.parameters() if p.dim() == 2), default=0)
+    if ids is None or 4 * ids.numel() * widest <= _LARGE_OUTPUT:
+        return batch
+    return _first_tokens(batch, ids.shape[1])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    match value:
+        case torch.Tensor():
+            yield value
+        case dict():
+            for each in cast("dict[Any, Any]", value).values():
+                yield from _tensors(each)
+        case tuple() | list():
+            for each in cast("list[Any]", value):
+                yield from _tensors(each)
+        case _:
+            pass
+
+
+def _first_tokens(batch: Any, tokens: int) -> Any:
+    """Cut tensors of two dims, the second of which are all tokens."""
+    if tokens <= _FEW_TOKENS:
         return batch
 
     def first(value: Any) -> Any:
         match value:
-            case torch.Tensor() if value.dim() == 2 and value.shape[1] == workload.tokens:
+            case torch.Tensor() if value.dim() == 2 and value.shape[1] == tokens:
                 return value[:, :_FEW_TOKENS]
             case dict():
                 given = cast("dict[Any, Any]", value)

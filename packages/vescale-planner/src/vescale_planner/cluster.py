@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
-from ._presets import EFFICIENCY, PRESETS
+from ._machines.calibrate import measured
+from ._machines.presets import EFFICIENCY, PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Cluster:
         interference: Part of the time of hidden communication that compute takes longer, since
             kernels of collectives use multiprocessors and memory (Miao et al. 2023, Galvatron,
             measured 0.1 to 0.3).
+        half_width: Of matrices this wide, products reach half of what very wide ones do.
 
     Example:
         >>> Cluster.preset("h200").ranks_per_node
@@ -63,6 +66,7 @@ class Cluster:
     link_efficiency: float = 0.8
     overlap: float = 0.8
     interference: float = 0.2
+    half_width: float = 256.0
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "ranks_per_node"):
@@ -108,6 +112,22 @@ class Cluster:
         return _PRESETS[name.lower()]
 
     @classmethod
+    def calibrate(cls) -> Cluster:
+        """Measure what this machine reaches: products, attention, memory and collectives.
+
+        Every rank of the default process group must call this, if there is one: all measure at the
+        same time and return the same cluster. It takes seconds. What is not measured is that of
+        :meth:`of_this_machine`; :meth:`to_file` keeps it.
+
+        Example:
+            >>> Cluster.calibrate().flops_per_second[4] > 0  # doctest: +SKIP
+            True
+        """
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        found = replace(cls.of_this_machine(world_size), **measured())
+        return replace(found, name=f"{found.name}, as measured")
+
+    @classmethod
     def of_this_machine(cls, world_size: int) -> Cluster:
         """Return what this machine has. Reads no free memory, so that equal ranks agree.
 
@@ -144,6 +164,19 @@ class Cluster:
         """Return the cluster as indented JSON."""
         return json.dumps(asdict(self), indent=2)
 
+    def to_file(self, path: str | Path) -> None:
+        """Write the cluster to a ``.json``, ``.yaml`` or ``.yml`` file.
+
+        Raises:
+            ValueError: If the file is called otherwise.
+            ImportError: If it is YAML and ``pyyaml`` is not installed.
+        """
+        path = Path(path)
+        text = self.to_json() + "\n"
+        if _is_yaml(path):
+            text = _yaml(path).safe_dump(json.loads(text), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
+
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         """Read what :meth:`to_json` wrote, or JSON written by hand.
@@ -170,15 +203,23 @@ class Cluster:
             ImportError: If it is YAML and ``pyyaml`` is not installed.
         """
         path = Path(path)
-        if path.suffix == ".json":
+        if not _is_yaml(path):
             return cls.from_json(path.read_text(encoding="utf-8"))
-        if path.suffix not in (".yaml", ".yml"):
-            raise ValueError(f"expected a .json, .yaml or .yml file of a cluster, got {path}")
-        try:
-            import yaml
-        except ImportError:
-            raise ImportError(f"to read {path}, pip install pyyaml, or write JSON") from None
-        return _of_record(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+        return _of_record(_yaml(path).safe_load(path.read_text(encoding="utf-8")), str(path))
+
+
+def _is_yaml(path: Path) -> bool:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ValueError(f"expected a .json, .yaml or .yml file of a cluster, got {path}")
+    return path.suffix != ".json"
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError(f"for {path}, pip install pyyaml, or use JSON") from None
+    return yaml
 
 
 def _of_record(record: Any, where: str) -> Cluster:

@@ -90,13 +90,21 @@ def with_stages(
     definition, or if it is not seen. Nobody communicates. Arguments are those of
     :func:`with_split_points`.
     """
-    pipeline = plan.pipeline_parallel
-    if pipeline.size == 1:
+    if plan.pipeline_parallel.size == 1:
         return plan
+    return staged(plan, model, batch, global_size=global_size)[0]
+
+
+def staged(
+    plan: ParallelPlan, model: nn.Module, batch: Any, *, global_size: int | None = None
+) -> tuple[ParallelPlan, Mapping[str, tuple[int, ...]]]:
+    """Return the plan of :func:`with_stages` of a pipeline, and what :func:`places_seen` does."""
+    pipeline = plan.pipeline_parallel
     if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
         plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
-    outside = places_outside(plan, model, places_seen(plan, model, batch))
-    return with_split_points(plan, model, batch, outside, global_size=global_size)
+    seen = places_seen(plan, model, batch)
+    outside = places_outside(plan, model, seen)
+    return with_split_points(plan, model, batch, outside, global_size=global_size), seen
 
 
 def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:
@@ -159,30 +167,42 @@ def places_seen(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str
     return {} if plan.pipeline_parallel.size == 1 else _places_in(plan, model, batch)
 
 
-def calls_between_blocks(
+def observed_calls(
     model: nn.Module, batch: Any, block_calls: Sequence[str] = ()
-) -> dict[str, tuple[str, ...]]:
-    """Return the blocks behind which modules outside of them are called, as plans have it.
+) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Return what a pipeline has to know of the order of calls, as plans have it.
 
-    Of those that are called between blocks, or in several places; ``""`` is before all blocks.
-    Likewise of parameters outside of the blocks that code around the modules uses. The model's
-    own code is run on the batch without its parameters; models that do not run so have none.
+    The model's own code is run on the batch without its parameters; nothing is known of models
+    that do not run so.
 
     Args:
         model: Real, on the meta device, or deferred; not changed.
         batch: An example; None if there is none.
-        block_calls: As a plan has them.
+        block_calls: The first result, where a plan says it.
+
+    Returns:
+        - ``block_calls``: the block of every call; nothing if each is called once, in order.
+        - ``called_behind``: the blocks behind which modules outside of them are called, of those
+          that are called between blocks or in several places; ``""`` is before all blocks.
+          Likewise of parameters outside of blocks that code around modules uses.
 
     Example:
-        >>> calls_between_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
-        {}
+        >>> observed_calls(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
+        ((), {})
     """
-    plan = ParallelPlan()
-    calls = replace(plan.pipeline_parallel, block_calls=tuple(block_calls))
-    plan = replace(plan, pipeline_parallel=calls)
-    blocks = ("", *names_of_calls(plan, model))
-    found = {fqn: sorted({*counts}) for fqn, counts in _places_in(plan, model, batch).items()}
-    held = held_around(model, called_blocks(plan, model))
+    calls = tuple(block_calls)
+    seen = _in_order(model, batch) if not calls else None
+    if not calls and seen is None:
+        calls = calls_of_blocks(model, batch)
+    pipeline = replace(ParallelPlan().pipeline_parallel, block_calls=calls)
+    plan = replace(ParallelPlan(), pipeline_parallel=pipeline)
+    try:
+        called = called_blocks(plan, model)
+    except ValueError:  # nothing that a pipeline could be cut between
+        return calls, {}
+    blocks, held = ("", *names_of_calls(plan, model)), held_around(model, called)
+    behind = _places_in(plan, model, batch) if seen is None else seen.behind
+    found = {fqn: sorted({*counts}) for fqn, counts in behind.items()}
     first, last = 0, len(blocks) - 1
 
     def is_said(fqn: str, counts: Sequence[int]) -> bool:
@@ -191,11 +211,21 @@ def calls_between_blocks(
         # A parameter that no called module holds is on the first and the last stage anyway.
         return bool({*counts} - {first, last}) or held[fqn]
 
-    return {
+    return calls, {
         fqn: tuple(blocks[count] for count in counts)
         for fqn, counts in found.items()
         if is_said(fqn, counts)
     }
+
+
+def _in_order(model: nn.Module, batch: Any) -> _Seen | None:
+    """Return what was seen of a model whose blocks are called once each in order, else None."""
+    try:
+        blocks = pipeline_blocks(model)
+    except ValueError:
+        return None
+    seen = _seen(blocks, model, batch) if batch is not None else None
+    return seen if seen is not None and seen.calls == blocks else None
 
 
 def _places_in(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str, tuple[int, ...]]:
@@ -215,17 +245,17 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     places = _Places(blocks)
     held = {id(model.get_parameter(fqn)): fqn for fqn in held_around(model, blocks)}
 
-    def no_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    def held_or_zeros(parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in held:
-            return nn.Parameter(_zeros(parameter), requires_grad=False)
+            return no_parameter(parameter)
         name = ("parameter", held[id(parameter)])
         device = torch.device("cpu")
         made = placeholder(parameter.shape, parameter.dtype, device, places, name)
         return cast("nn.Parameter", made)
 
     try:
-        copied = copied_without_hooks(model, no_parameter, _no_buffer)
-        staging = Staging()
+        copied = copied_without_hooks(model, held_or_zeros, no_buffer)
+        staging = Staging(alike={})
         names = {fqn: copied.get_submodule(fqn) for fqn in outside}
         stage_model(copied, StageMap((), [0], dict.fromkeys(outside, 0)), staging, None)
         args, kwargs = bind(copied, opened(batch))
@@ -246,7 +276,12 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     return _Seen(tuple(places.calls), behind)
 
 
-def _no_buffer(buffer: Tensor) -> Tensor:
+def no_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of zeros, of which there is one in memory."""
+    return nn.Parameter(_zeros(parameter), requires_grad=False)
+
+
+def no_buffer(buffer: Tensor) -> Tensor:
     """Return a buffer as it is, or zeros for one that has no values yet."""
     return buffer if type(buffer) is Tensor and not buffer.is_meta else _zeros(buffer).contiguous()
 

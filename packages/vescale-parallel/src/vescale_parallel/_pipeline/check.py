@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel._loss.output import is_loss
 from vescale_parallel._model.copies import copied_without_hooks, meta_parameter, on_meta
 from vescale_parallel._model.inputs import bind, opened
@@ -14,17 +17,20 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
 
-from .call_order import places_seen, with_stages
-from .cuts.placeholders import Placeholder
+from .call_order import no_buffer, no_parameter, staged
+from .cuts.placeholders import Placeholder, placeholder
 from .cuts.values import Cuts, ObservedValues
 from .stage_assignment import StageMap, stage_map
-from .stage_module import StageDone, StageRun, Staging, stage_model
+from .stage_module import StageDone, StageRun, Staging, compute_nothing, stage_model
+
+_log = package_logger(__name__)
 
 
 def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     """Raise what the stages of a pipeline would raise for a batch. Nobody communicates.
 
-    The stages run one after the other on the meta device, with the code that runs them on ranks.
+    The stages run one after the other, with the code that runs them on ranks, on the example's
+    values and without those of parameters: modules return zeros.
 
     Args:
         plan: How the model is cut.
@@ -41,16 +47,24 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
     """
     if plan.pipeline_parallel.size == 1:
         return
-    plan = with_stages(plan, model, batch)
-    stages = stage_map(plan, model, places_seen(plan, model, batch))
+    plan, seen = staged(plan, model, batch)
+    stages = stage_map(plan, model, seen)
     assert stages is not None
-    copied = copied_without_hooks(model, meta_parameter, on_meta)
-    args, kwargs = bind(copied, pytree.tree_map_only(Tensor, on_meta, opened(batch)))
-    staging = Staging()
-    stage_model(copied, stages, staging, None)
-    usable = Placeholder.usable
+    batch = opened(batch)
+    has_values = not any(x.is_meta for x in pytree.tree_leaves(batch) if isinstance(x, Tensor))
     try:
-        _run_all(copied, stages, staging, args, kwargs)
+        if has_values:
+            _check(model, stages, batch, no_parameter, no_buffer)
+            return
+    except ValueError:
+        raise
+    # Code that was not made for where it runs here: shapes alone may do.
+    except Exception as error:
+        _log.debug("stages are tried on shapes alone: %r", error)
+    batch = pytree.tree_map_only(Tensor, on_meta, batch)
+    try:
+        with torch.device("meta"):
+            _check(model, stages, batch, meta_parameter, on_meta)
     except ValueError:
         raise
     except Exception as error:
@@ -58,6 +72,25 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
             f"expected a forward that runs on shapes alone, to see whether its blocks make a "
             f"pipeline, got {type(error).__name__}: {error}"
         ) from error
+
+
+def _check(
+    model: nn.Module,
+    stages: StageMap,
+    batch: Any,
+    make_parameter: Callable[[nn.Parameter], nn.Parameter],
+    make_buffer: Callable[[Tensor], Tensor],
+) -> None:
+    """Run all stages: what is between modules computes, modules return zeros."""
+    copied = copied_without_hooks(model, make_parameter, make_buffer)
+    args, kwargs = bind(copied, batch)
+    staging = Staging(alike={})
+    stage_model(copied, stages, staging, None)
+    compute_nothing(copied)
+    usable = Placeholder.usable
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _run_all(copied, stages, staging, args, kwargs)
     finally:
         Placeholder.usable = usable
 
@@ -76,13 +109,17 @@ def _run_all(
     for stage, (start, end) in enumerate(zip(stages.starts, ends, strict=True)):
         last = stage == stages.num_stages - 1
         takes, sends = cuts.get(start, ()) if stage else (), cuts.get(end, ())
-        received = [torch.empty_like(x, device="meta").detach() for x in sent]
+        received = [torch.zeros_like(x).detach() for x in sent]
         given = [x.requires_grad_(x.is_floating_point()).view_as(x) for x in received]
         staging.run = StageRun(stage, start, end, last, lambda _, x=given: x, takes, sends)
         # As in the runtime: the first stage needs none.
         Placeholder.usable = stage > 0
         try:
-            with torch.device("meta"), torch.enable_grad(), staging.run.running():
+            with (
+                torch.enable_grad(),
+                _without_others(model, stages, stage),
+                staging.run.running(),
+            ):
                 output = model(*args, **kwargs)
         except StageDone as done:
             sent = [*done.activations]
@@ -105,6 +142,30 @@ def _observed(
     values = ObservedValues()
     staging.run = StageRun.counting(len(stages.blocks), values)
     Placeholder.usable = True
-    with torch.device("meta"), torch.no_grad(), staging.run.running():
+    with torch.no_grad(), staging.run.running():
         output = model(*args, **kwargs)
     return values.cuts(output, losses_only=True)
+
+
+@contextlib.contextmanager
+def _without_others(model: nn.Module, stages: StageMap, stage: int) -> Iterator[None]:
+    """Have placeholders for the parameters of other stages within this, as ranks have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(fqn)
+    others = {p: fqns for p, fqns in names.items() if stage not in stages.stages_of(fqns)}
+    held = {
+        (module, name): p
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p in others
+    }
+    try:
+        for (module, name), p in held.items():
+            assert p is not None
+            hidden = placeholder(p.shape, p.dtype, p.device)
+            module._parameters[name] = cast("nn.Parameter", hidden)
+        yield
+    finally:
+        for (module, name), p in held.items():
+            module._parameters[name] = p

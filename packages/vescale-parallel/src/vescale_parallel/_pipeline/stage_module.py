@@ -13,6 +13,7 @@ between blocks is computed behind the first of them. See [Note: what crosses a c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._torch_private import pytree
 
-from .cuts.outline import Argument, outline_of
+from .cuts.forms import form_of
+from .cuts.outline import Argument, Outline, outline_of
 from .cuts.placeholders import Placeholder, placeholder, rename, taint
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .stage_assignment import StageMap
@@ -42,12 +44,25 @@ class Staging:
 
     ``outlines`` are of modules by what they are called with; ``around`` are the modules, with
     their names, that all stages call, since no stage has them: they have no parameters or are
-    around the blocks.
+    around the blocks. ``alike`` has one copy of blocks that :func:`form_of` says are alike, where
+    that is good enough: where stages are tried, not where they train.
     """
 
     run: StageRun | None = None
     outlines: dict[Any, Any] = field(default_factory=dict[Any, Any])
     around: Mapping[nn.Module, str] = field(default_factory=dict[nn.Module, str])
+    alike: dict[object, nn.Module] | None = None
+
+    def skeleton_of(
+        self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
+    ) -> nn.Module:
+        """Return a copy of a module without memory: one for all that are alike."""
+        if self.alike is None:
+            return _skeleton(module, param_dtype)
+        form = form_of(module, fqn)
+        if form not in self.alike:
+            self.alike[form] = _skeleton(module, param_dtype)
+        return self.alike[form]
 
 
 @dataclass(eq=False)
@@ -176,7 +191,8 @@ def stage_module(
     with parameters outside of them (None). ``param_dtype`` is that of its parameters in compute,
     None for their own; ``staging`` is shared by all staged modules of the model.
     """
-    role = _Role(staging, fqn, calls, frozenset(stages), _skeleton(module, param_dtype))
+    skeleton = staging.skeleton_of(module, fqn, param_dtype)
+    role = _Role(staging, fqn, calls, frozenset(stages), skeleton)
     cls = type(module)
     module.__class__ = type(cls.__name__, (StagedModule, cls), {"__module__": cls.__module__})
     assert isinstance(module, StagedModule)
@@ -199,14 +215,8 @@ def _placeholder(
     role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what the module would, with every tensor replaced by memory-free zeros."""
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outline, tensors = _outline(role, args, kwargs)
     device = next((t.device for t in tensors), torch.device("cpu"))
-    key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
-    outline = role.staging.outlines.get(key)
-    if outline is None:
-        outline = outline_of(role.skeleton, role.fqn, args, kwargs)
-        role.staging.outlines[key] = outline
     values, name = run.values, run.values.of_call(role.fqn)
     for each in tensors:
         if isinstance(each, Placeholder) and each.known_as is not None:
@@ -224,6 +234,43 @@ def _placeholder(
         elif isinstance(leaf, Tensor):
             results[place] = placeholder(leaf.shape, leaf.dtype, device, values, (*name, place))
     return pytree.tree_unflatten(results, output_spec)
+
+
+def _outline(
+    role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Outline, list[Tensor]]:
+    """Return what a call does to the forms of tensors, and the tensors that it is given."""
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
+    outline = role.staging.outlines.get(key)
+    if outline is None:
+        outline = outline_of(role.skeleton, role.fqn, args, kwargs)
+        role.staging.outlines[key] = outline
+    return outline, tensors
+
+
+def compute_nothing(model: nn.Module) -> None:
+    """Let staged modules return zeros of the right shapes where they would run, in place."""
+    for module in model.modules():
+        if isinstance(module, StagedModule):
+            # Not through nn.Module.__setattr__, which looks at what is set.
+            object.__setattr__(module, "forward", functools.partial(_zeros, module._vescale_role))
+
+
+def _zeros(role: _Role, *args: Any, **kwargs: Any) -> Any:
+    outline, tensors = _outline(role, args, kwargs)
+    device = next((t.device for t in tensors), torch.device("cpu"))
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, Argument):
+            return tensors[leaf.place]
+        if not isinstance(leaf, Tensor):
+            return leaf
+        zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+        return zeros.requires_grad_(leaf.is_floating_point() and torch.is_grad_enabled())
+
+    return pytree.tree_map(made, outline.output)
 
 
 def _kind(leaf: object) -> object:

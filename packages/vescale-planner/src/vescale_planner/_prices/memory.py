@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from vescale_parallel import simulate_schedule
+from vescale_planner._candidates import Candidate
+from vescale_planner._partition import PipelineRank
+from vescale_planner.cluster import Cluster
 
-from ._candidates import Candidate
-from ._partition import PipelineRank
-from .cluster import Cluster
+from .columns import Columns, Counts, Values, columns_of
 
 # Reserved over allocated memory of real runs: median 1.04 to 1.11, depending on the stack.
 FRAGMENTATION = 1.08
+
+# Whose memory has a closed form.
+_USUAL = ("gpipe", "1f1b", "interleaved_1f1b")
 
 # Tensors as large as the parameters that an optimizer keeps.
 _OPTIMIZER_STATES = {
@@ -52,20 +60,28 @@ UNTIMED_OFFLOAD = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one rank by purpose."""
+_Number = TypeVar("_Number", float, Values)
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    output: float
+
+@dataclass(frozen=True, kw_only=True)
+class Memories(Generic[_Number]):
+    """Bytes of one rank by purpose, of one candidate or of many."""
+
+    parameters: _Number
+    gradients: _Number
+    optimizer: _Number
+    activations: _Number
+    output: _Number
 
     @property
-    def total(self) -> float:
+    def total(self) -> _Number:
         """Sum, before fragmentation."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Memories[float]):
+    """Of one candidate."""
 
 
 def peak_memory(
@@ -104,10 +120,44 @@ def memory_of_ranks(
     output_bytes: float,
 ) -> tuple[Memory, ...]:
     """Return the memory of every pipeline rank; arguments as of :func:`peak_memory`."""
-    return tuple(
-        _of_rank(candidate, owned, rank, states, compute_itemsize, output_bytes)
+    columns = columns_of([candidate])
+    found = (
+        _of_rank(columns, owned, rank, states, compute_itemsize, output_bytes)
         for rank, owned in enumerate(ranks)
     )
+    names = [each.name for each in fields(Memory)]
+    return tuple(
+        Memory(**{name: float(getattr(each, name)[0]) for name in names}) for each in found
+    )
+
+
+def peaks(
+    columns: Columns,
+    ranks: tuple[PipelineRank, ...],
+    *,
+    states: int,
+    compute_itemsize: int,
+    output_bytes: float,
+) -> Values:
+    """Return the bytes of each candidate's fullest pipeline rank; arguments likewise."""
+    return np.stack(
+        [
+            _of_rank(columns, ranks[rank], rank, states, compute_itemsize, output_bytes).total
+            for rank in _fullest(columns.first, ranks)
+        ]
+    ).max(axis=0)
+
+
+def _fullest(first: Candidate, ranks: Sequence[PipelineRank]) -> list[int]:
+    """Return the pipeline ranks of which one is the fullest.
+
+    The usual schedules keep no more micro-batches the later a rank is, so that of ranks that own
+    the same the first is the fullest; but the last one has the model's output.
+    """
+    if first.schedule not in _USUAL:
+        return [*range(len(ranks))]
+    earliest = {owned.numbers: rank for rank, owned in reversed([*enumerate(ranks)])}
+    return sorted({*earliest.values(), len(ranks) - 1})
 
 
 def needed_bytes(memory: Memory, cluster: Cluster) -> int:
@@ -115,75 +165,89 @@ def needed_bytes(memory: Memory, cluster: Cluster) -> int:
     return round(memory.total * FRAGMENTATION) + cluster.reserved_bytes
 
 
+def needed_of_all(totals: Values, cluster: Cluster) -> Counts:
+    """Return what :func:`needed_bytes` does, of each of many totals."""
+    return np.rint(totals * FRAGMENTATION).astype(np.int64) + cluster.reserved_bytes
+
+
 def _of_rank(
-    candidate: Candidate,
+    columns: Columns,
     owned: PipelineRank,
     rank: int,
     states: int,
     compute_itemsize: int,
     output_bytes: float,
-) -> Memory:
-    nbytes, numel, units = owned.nbytes, owned.numel, owned.unit_bytes
-    shard, zero_stage = candidate.shard, candidate.zero_stage
+) -> Memories[Values]:
+    nbytes, numel, units, first = owned.nbytes, owned.numel, owned.unit_bytes, columns.first
+    shard, zero_stage, state_shard = columns.shard, columns.zero_stage, columns.state_shard
     compute = numel * compute_itemsize
     copied = compute if abs(compute - nbytes) > 1 else 0.0
     scale = compute / nbytes if nbytes else 0.0
     # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
-    num_whole = candidate.prefetch + 1 if candidate.reshards else len(units)
-    gathered = sum(units[:num_whole]) * scale if shard > 1 else 0.0
-    sharded, state_shard = zero_stage == 3, candidate.state_shard
+    num_whole = first.prefetch + 1 if first.reshards else len(units)
+    whole = sum(units[:num_whole]) * scale
+    gathered = np.where(shard > 1, whole, 0.0)
     # Copies that share out optimizer state keep what they gather, besides their part of what is
     # updated, which is in its place there if it computes in its own dtype.
     own = nbytes / shard
-    if candidate.shares_state:
+    if first.shares_state:
         own = compute / shard + (nbytes / state_shard if copied else 0.0)
     # Of cut logits a rank has its part.
     output_bytes /= next((p.tp for p, _ in owned.kinds if p.keeps_cut), 1)
-    is_last = rank == candidate.layout.pp - 1
+    is_last = rank == columns.layout.pp - 1
+    largest = units[0] if units else 0.0
     # Gradients are whole for one unit until they are summed and scattered.
-    whole_unit = units[0] if units and shard > 1 else 0.0
-    parameters = own + gathered if sharded else nbytes + copied
-    gradients = nbytes / state_shard + whole_unit if zero_stage >= 2 else nbytes
+    scattered = nbytes / state_shard + np.where(shard > 1, largest, 0.0)
+    parameters = np.where(zero_stage == 3, own + gathered, nbytes + copied)
+    gradients = np.where(zero_stage >= 2, scattered, nbytes)
     optimizer = states * nbytes / state_shard
-    if candidate.offload != "none":
+    if first.offload != "none":
         # Shards in the dtype that computes stay, but those that every gather brings; gradients
         # are there until they are reduced.
-        stay = 0.0 if candidate.offload == "parameters" else compute / shard
-        parameters = stay + sum(units[:num_whole]) * scale if sharded else compute
-        gradients = units[0] if units and zero_stage >= 2 else nbytes
-        optimizer = 0.0
-    return Memory(
+        stay = 0.0 if first.offload == "parameters" else compute / shard
+        parameters = np.where(zero_stage == 3, stay + whole, compute)
+        gradients = np.where((zero_stage >= 2) & bool(units), largest, nbytes)
+        optimizer = np.zeros_like(parameters)
+    return Memories(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(candidate, owned, rank),
+        activations=_activations(columns, owned, rank),
         # The output and its gradient, on the rank of the last stage.
-        output=2 * output_bytes * candidate.rows_of_part if is_last else 0.0,
+        output=(2 * output_bytes if is_last else 0.0) * columns.rows_of_part,
     )
 
 
-def _activations(candidate: Candidate, owned: PipelineRank, rank: int) -> float:
+def _activations(columns: Columns, owned: PipelineRank, rank: int) -> Values:
     """Return the bytes kept for backward, by all micro-batches in flight."""
-    rows = candidate.rows_of_part
-    full = candidate.recompute == "full"
-    kept = (owned.recomputed_bytes if full else owned.saved_bytes) * rows
+    rows, full, first = columns.rows_of_part, columns.recomputes, columns.first
+    kept = np.where(full, owned.recomputed_bytes, owned.saved_bytes) * rows
     # Recomputation brings back one block at a time.
-    again = max((p.saved_bytes * rows for p, _ in owned.kinds if p.is_block), default=0.0)
-    in_flight = passes_in_flight(candidate, rank)
+    again = max((p.saved_bytes for p, _ in owned.kinds if p.is_block), default=0.0) * rows
+    counts, place = np.unique(columns.parts, return_inverse=True)
+    p, v = columns.layout.pp, first.virtual_stages
+    found = [passes_in_flight(first.schedule, rank, p, v, int(count)) for count in counts]
+    in_flight = np.array(found)[place]
     # Passes are spread over the virtual stages.
-    return kept / len(owned.stages) * in_flight + (again if full else 0.0)
+    return kept / len(owned.stages) * in_flight + np.where(full, again, 0.0)
 
 
-def passes_in_flight(candidate: Candidate, rank: int) -> int:
+def passes_in_flight(schedule: str, rank: int, p: int, v: int, m: int) -> int:
     """Return how many forward passes of one stage wait for their backward at most.
 
     ``gpipe`` all; ``1f1b`` one for each stage behind and itself; interleaved
     2 (p - rank - 1) + (v - 1) p + 1 (Narayanan et al. 2021); others as many as their simulation.
+
+    Args:
+        schedule: Of the pipeline.
+        rank: Of it.
+        p: Its size.
+        v: Stages of each rank.
+        m: Micro-batches of a step.
     """
-    p, v, m = candidate.layout.pp, candidate.virtual_stages, candidate.parts
-    if candidate.schedule not in ("gpipe", "1f1b", "interleaved_1f1b"):
-        return _simulated(candidate.schedule, p, v, m)[rank]
-    if candidate.schedule == "gpipe":
+    if schedule not in _USUAL:
+        return _simulated(schedule, p, v, m)[rank]
+    if schedule == "gpipe":
         return m
     if v == 1:
         return min(m, p - rank)

@@ -12,29 +12,36 @@ the other groups of the node communicate at the same time.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from .cluster import Cluster
+import numpy as np
+
+from vescale_planner.cluster import Cluster
+
+from .columns import Counts, Values
+
+# One number, or one for each of many candidates.
+_Bytes = float | Values
+_Ranks = int | Counts
 
 
 @dataclass(frozen=True)
 class Group:
     """Ranks that communicate: how many, and how far apart neighbours are in the world."""
 
-    ranks: int
-    stride: int = 1
+    ranks: _Ranks
+    stride: _Ranks = 1
 
-    def per_node(self, cluster: Cluster) -> int:
+    def per_node(self, cluster: Cluster) -> Counts:
         """Return how many of them share a node."""
-        return max(1, min(self.ranks, cluster.ranks_per_node // self.stride))
+        return np.maximum(1, np.minimum(self.ranks, cluster.ranks_per_node // self.stride))
 
-    def nodes(self, cluster: Cluster) -> int:
+    def nodes(self, cluster: Cluster) -> Counts:
         """Return how many nodes they are on."""
-        return math.ceil(self.ranks / self.per_node(cluster))
+        return -(-self.ranks // self.per_node(cluster))
 
 
-def all_gather(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+def all_gather(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
     """Return the seconds of an all-gather, or a reduce-scatter in the backend's order.
 
     Args:
@@ -46,16 +53,16 @@ def all_gather(nbytes: float, group: Group, cluster: Cluster, *, messages: int =
     ranks, per_node, nodes = group.ranks, group.per_node(cluster), group.nodes(cluster)
     inside = (ranks - 1) / ranks * nbytes / cluster.inside_bytes_per_second
     across = (nodes - 1) / nodes * nbytes / (per_node * cluster.outside_bytes_per_second)
-    transfer = max(inside if per_node > 1 else 0.0, across)
+    transfer = np.maximum(np.where(per_node > 1, inside, 0.0), across)
     return transfer + messages * latency(group, cluster)
 
 
-def all_reduce(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+def all_reduce(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
     """Return the seconds of a reduce-scatter and an all-gather."""
     return 2 * all_gather(nbytes, group, cluster, messages=messages)
 
 
-def exchange(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1) -> float:
+def exchange(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
     """Return the seconds of an all-to-all: what sums in rank order are made of.
 
     Every rank sends each other one its row, so ``(n - k) / n`` of the bytes leave the node over
@@ -64,19 +71,22 @@ def exchange(nbytes: float, group: Group, cluster: Cluster, *, messages: int = 1
     ranks, per_node = group.ranks, group.per_node(cluster)
     inside = (per_node - 1) / ranks * nbytes / cluster.inside_bytes_per_second
     across = (ranks - per_node) / ranks * nbytes / cluster.outside_bytes_per_second
-    is_inside = group.nodes(cluster) == 1
-    once = cluster.intra_latency_seconds if is_inside else cluster.inter_latency_seconds
-    return max(inside, across) + messages * once
+    return np.maximum(inside, across) + messages * _latency_of_one(group, cluster)
 
 
-def send(nbytes: float, group: Group, cluster: Cluster) -> float:
+def send(nbytes: _Bytes, group: Group, cluster: Cluster) -> Values:
     """Return the seconds of a message to the next rank of a group, over its slowest link."""
-    if group.nodes(cluster) == 1:
-        return nbytes / cluster.inside_bytes_per_second + cluster.intra_latency_seconds
-    return nbytes / cluster.outside_bytes_per_second + cluster.inter_latency_seconds
+    is_inside = group.nodes(cluster) == 1
+    speed = np.where(is_inside, cluster.inside_bytes_per_second, cluster.outside_bytes_per_second)
+    return nbytes / speed + _latency_of_one(group, cluster)
 
 
-def latency(group: Group, cluster: Cluster) -> float:
+def _latency_of_one(group: Group, cluster: Cluster) -> Values:
+    is_inside = group.nodes(cluster) == 1
+    return np.where(is_inside, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
+
+
+def latency(group: Group, cluster: Cluster) -> Values:
     """Return the seconds of as many rounds as a tree has, inside nodes and between them."""
-    inside = math.ceil(math.log2(group.per_node(cluster))) * cluster.intra_latency_seconds
-    return inside + math.ceil(math.log2(group.nodes(cluster))) * cluster.inter_latency_seconds
+    inside = np.ceil(np.log2(group.per_node(cluster))) * cluster.intra_latency_seconds
+    return inside + np.ceil(np.log2(group.nodes(cluster))) * cluster.inter_latency_seconds

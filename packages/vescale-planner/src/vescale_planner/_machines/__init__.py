@@ -1,0 +1,1 @@
+"""Numbers of machines: declared by name, or measured here."""

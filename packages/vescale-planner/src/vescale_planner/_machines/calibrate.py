@@ -1,0 +1,150 @@
+"""What this machine reaches, measured: products, attention, memory and collectives."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows and columns of what is multiplied: narrow, usual and wide.
+_WIDTHS = (64, 128, 256, 512, 1024)
+_ROWS = 512
+_REPEATS = 5
+_FEW_BYTES, _MANY_BYTES = 2**10, 2**23
+
+
+def measured() -> dict[str, Any]:
+    """Return fields of a ``Cluster`` as they are here, the slowest rank's where ranks differ.
+
+    Every rank of the default process group must call this, if there is one. All measure at the
+    same time, so that what they share is shared as in a step. It takes some seconds.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    fields: dict[str, Any] = {}
+    peaks: dict[int, float] = {}
+    for dtype in dtypes:
+        peak, fields["half_width"] = _products(dtype, device)
+        peaks[dtype.itemsize] = peak
+    fields["memory_bytes_per_second"] = _memory(device)
+    fields["attention_efficiency"] = min(1.0, _attention(dtypes[-1], device) / peak)
+    fields["launch_seconds"] = _launch(device)
+    fields |= _links(device)
+    # What is measured is what is reached.
+    fields |= {"flops_per_second": peaks, "efficiency": 1.0, "memory_efficiency": 1.0}
+    return fields | {"link_efficiency": 1.0}
+
+
+def fitted_rate(widths: list[int], rates: list[float]) -> tuple[float, float]:
+    """Return the rate of wide products, and the width that reaches half of it.
+
+    Of ``rate = peak * k / (k + half)`` the inverse is a line in ``1 / k``.
+    """
+    slope, intercept = np.polyfit([1 / width for width in widths], [1 / r for r in rates], 1)
+    peak = 1 / intercept if intercept > 0 else max(rates)
+    return float(max(peak, max(rates))), float(max(0.0, slope * peak))
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    rates: list[float] = []
+    for width in _WIDTHS:
+        left = torch.randn(_ROWS, width, device=device).to(dtype)
+        right = torch.randn(width, width, device=device).to(dtype)
+        taken = _seconds(lambda a=left, b=right: a @ b, device)
+        rates.append(2 * _ROWS * width * width / taken)
+    return fitted_rate([*_WIDTHS], rates)
+
+
+def _attention(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the flops a second of attention, forward and backward, all scores counted."""
+    heads, length, width = 8, 256, 64
+    shape = 1, heads, length, width
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def there_and_back() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    # Two products forward, five backward, as they are priced.
+    return 7 * 2 * heads * length * length * width / _seconds(there_and_back, device)
+
+
+def _memory(device: torch.device) -> float:
+    """Return the bytes a second of an element-wise operator that fits into no cache."""
+    x = torch.ones(2**24, device=device)
+    y = torch.ones_like(x)
+    return 3 * x.nbytes / _seconds(lambda: x.add_(y), device)
+
+
+def _launch(device: torch.device) -> float:
+    x = torch.ones(16, device=device)
+
+    def several() -> None:
+        for _ in range(100):
+            x.add_(1.0)
+
+    return _seconds(several, device) / 100
+
+
+def _links(device: torch.device) -> dict[str, float]:
+    """Return latencies and speeds of all-gathers inside a node, and over all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    world = dist.get_world_size()
+    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    found: dict[str, float] = {"ranks_per_node": local}
+    if local > 1:
+        # All ranks make all groups, in one order.
+        starts = range(0, world, local)
+        groups = [dist.new_group([*range(start, start + local)]) for start in starts]
+        latency, speed = _all_gather(groups[dist.get_rank() // local], local, device)
+        found |= {"intra_latency_seconds": latency, "intra_bytes_per_second": speed}
+    if world > local:
+        latency, speed = _all_gather(None, world, device)
+        found |= {"inter_latency_seconds": latency, "inter_bytes_per_second": speed}
+    return found
+
+
+def _all_gather(group: Any, ranks: int, device: torch.device) -> tuple[float, float]:
+    """Return the latency of a round and the bytes a second, as they are priced."""
+    taken: list[float] = []
+    for nbytes in (_FEW_BYTES, _MANY_BYTES):
+        own = torch.zeros(nbytes // ranks // 4 + 1, device=device)
+        every = own.new_empty(ranks * own.numel())
+
+        def gather(own: Tensor = own, every: Tensor = every) -> None:
+            dist.all_gather_into_tensor(every, own, group=group)
+
+        taken.append(_seconds(gather, device))
+    few, many = taken
+    sent = (ranks - 1) / ranks * (_MANY_BYTES - _FEW_BYTES)
+    return few / math.ceil(math.log2(ranks)), sent / max(many - few, 1e-9)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of several runs, on the slowest rank."""
+    taken: list[float] = []
+    for _ in range(_REPEATS + 1):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    # The first one allocates.
+    found = torch.tensor([median(taken[1:])], dtype=torch.float64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Seconds and bytes of candidates: columns of numbers, collectives, then time and memory."""

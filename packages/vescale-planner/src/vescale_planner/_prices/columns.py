@@ -1,0 +1,108 @@
+"""Candidates as columns of numbers, so that thousands are priced by one formula at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vescale_planner._candidates import Candidate
+from vescale_planner._layouts import Layout
+
+Values = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a plan says of dtypes, and what the optimizer keeps.
+
+    Attributes:
+        states: Tensors of a parameter's size that the optimizer keeps.
+        compute_itemsize: Bytes of an element in forward and backward.
+        reduce_itemsize: Of a gradient while it is summed; None as in backward.
+    """
+
+    states: int
+    compute_itemsize: int
+    reduce_itemsize: int | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Candidates that are of one kind, see :func:`kind_of`: one array a field.
+
+    Attributes:
+        first: Of the candidates, for all that they share.
+        zero_stage: Of each, as the next ones.
+        replicate: Copies of the sharded state.
+        microbatches: Of a pipeline.
+        accumulation: Times that those run.
+        rows: Of a replica in a step.
+        recomputes: Whether all blocks run again in backward.
+    """
+
+    first: Candidate
+    zero_stage: Counts
+    replicate: Counts
+    microbatches: Counts
+    accumulation: Counts
+    rows: Counts
+    recomputes: NDArray[np.bool_]
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh axes, which all share."""
+        return self.first.layout
+
+    @cached_property
+    def parts(self) -> Counts:
+        """As of a candidate, each; so are the next ones."""
+        return self.microbatches * self.accumulation
+
+    @cached_property
+    def rows_of_part(self) -> Values:
+        """Rows of one micro-batch, or the part of a row that a rank has."""
+        return self.rows / self.parts / self.layout.cp
+
+    @cached_property
+    def shard(self) -> Counts:
+        """Ranks that share one copy of the sharded state."""
+        ranks = self.layout.dp // self.replicate * self.layout.cp
+        return np.where(self.zero_stage > 0, ranks, 1)
+
+    @cached_property
+    def state_shard(self) -> Counts:
+        """Ranks that share one copy of the optimizer state."""
+        if self.first.shares_state:
+            return np.full_like(self.shard, self.layout.dp * self.layout.cp)
+        return self.shard
+
+    @cached_property
+    def passes_of_block(self) -> Counts:
+        """Forwards that a block takes in time: backward is two, recomputation one."""
+        return np.where(self.recomputes, 4, 3)
+
+
+def kind_of(candidate: Candidate) -> Hashable:
+    """Return what candidates share that are priced together."""
+    return (
+        candidate.layout, candidate.schedule, candidate.virtual_stages, candidate.prefetch,
+        candidate.reduction, candidate.reshards, candidate.offload, candidate.shares_state,
+    )  # fmt: skip
+
+
+def columns_of(candidates: Sequence[Candidate]) -> Columns:
+    """Return candidates of one kind as columns, in their order."""
+    return Columns(
+        candidates[0],
+        np.array([each.zero_stage for each in candidates]),
+        np.array([each.replicate for each in candidates]),
+        np.array([each.microbatches for each in candidates]),
+        np.array([each.accumulation for each in candidates]),
+        np.array([each.rows for each in candidates]),
+        np.array([each.recompute == "full" for each in candidates]),
+    )

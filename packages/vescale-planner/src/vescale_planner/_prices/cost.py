@@ -1,0 +1,324 @@
+"""How long a step takes: a roofline, collectives by level, and the bubble of the pipeline.
+
+    step = micro-batches x (matrix products + attention + memory-bound work + tensor-parallel
+           communication + hand-over) + bubble + communication of data parallelism that nothing
+           hides + optimizer
+
+Every term is a few multiplications, so that a person can check the winner by hand. What is left
+out: how the speed of a product depends on its shape, slow links shared with others, stragglers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from vescale_parallel import simulate_schedule
+from vescale_planner._candidates import Candidate
+from vescale_planner._partition import LocalPart, PipelineRank
+from vescale_planner.cluster import Cluster
+
+from .collectives import Group, all_gather, all_reduce, send
+from .columns import Columns, Numerics, Values, columns_of
+from .data_parallel import exposed_data_parallel
+
+# Operators of one block's forward, for the time that starting them takes.
+_OPERATORS = 50
+# Backward of fused attention computes the scores again (Dao 2023): five products for two.
+_ATTENTION_BACKWARD = 2.5
+
+
+_Number = TypeVar("_Number", float, Values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(Generic[_Number]):
+    """Seconds of one step, by what they are spent on, of one candidate or of many.
+
+    They add up to ``step``.
+    """
+
+    matrix: _Number
+    attention: _Number
+    memory_bound: _Number
+    tensor_parallel: _Number
+    context_parallel: _Number
+    bubble: _Number
+    hand_over: _Number
+    data_parallel: _Number
+    optimizer: _Number
+
+    @property
+    def compute(self) -> _Number:
+        """Forward and backward of the slowest pipeline rank."""
+        return self.matrix + self.attention + self.memory_bound
+
+    @property
+    def pipeline(self) -> _Number:
+        """What a pipeline adds."""
+        return self.bubble + self.hand_over
+
+    @property
+    def step(self) -> _Number:
+        """The whole step."""
+        return (
+            self.compute
+            + self.tensor_parallel
+            + self.context_parallel
+            + self.pipeline
+            + self.data_parallel
+            + self.optimizer
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Costs[float]):
+    """Of one candidate."""
+
+    def __str__(self) -> str:
+        parts = {
+            "matrix products": self.matrix,
+            "attention": self.attention,
+            "memory-bound operators": self.memory_bound,
+            "tensor-parallel communication": self.tensor_parallel,
+            "context-parallel communication": self.context_parallel,
+            "pipeline bubble": self.bubble,
+            "hand-over between stages": self.hand_over,
+            "data-parallel communication not hidden": self.data_parallel,
+            "optimizer": self.optimizer,
+        }
+        shown = {name: value for name, value in parts.items() if value > 0.001 * self.step}
+        return ", ".join(f"{name} {seconds(value)}" for name, value in shown.items())
+
+
+@dataclass
+class _Spent:
+    """Of one micro-batch."""
+
+    matrix: Values
+    attention: Values
+    memory_bound: Values
+    tensor_parallel: Values
+    context_parallel: Values
+
+    @property
+    def compute(self) -> Values:
+        return self.matrix + self.attention + self.memory_bound
+
+    @property
+    def total(self) -> Values:
+        return self.compute + self.tensor_parallel + self.context_parallel
+
+
+def seconds(value: float) -> str:
+    """Return a duration with three digits and a fitting unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def step_cost(
+    candidate: Candidate,
+    ranks: tuple[PipelineRank, ...],
+    cluster: Cluster,
+    *,
+    numerics: Numerics,
+) -> Cost:
+    """Return the predicted time of one optimizer step of one candidate."""
+    costs = step_costs(columns_of([candidate]), ranks, cluster, numerics=numerics)
+    return Cost(**{each.name: float(getattr(costs, each.name)[0]) for each in fields(Cost)})
+
+
+def step_costs(
+    columns: Columns,
+    ranks: tuple[PipelineRank, ...],
+    cluster: Cluster,
+    *,
+    numerics: Numerics,
+) -> Costs[Values]:
+    """Return the predicted time of one optimizer step of each candidate.
+
+    Args:
+        columns: The candidates.
+        ranks: What every pipeline rank owns.
+        cluster: The machines.
+        numerics: Dtypes, and what is overlapped.
+    """
+    parts = columns.parts
+    # Most ranks of a pipeline have as much as others.
+    alike: dict[object, tuple[PipelineRank, int]] = {}
+    for rank in ranks:
+        first, count = alike.get(rank.numbers, (rank, 0))
+        alike[rank.numbers] = first, count + 1
+    kinds = [rank for rank, _ in alike.values()]
+    spent = [_of_rank(rank, columns, cluster, numerics) for rank in kinds]
+    busy = np.stack([each.total for each in spent])  # (kinds, candidates)
+    slowest = busy.argmax(axis=0)
+    whole = np.zeros_like(busy[0])
+    for seconds_of_rank, (_, count) in zip(busy, alike.values(), strict=True):
+        whole += seconds_of_rank * count
+
+    def of_slowest(name: str) -> Values:
+        stacked = np.stack([getattr(each, name) for each in spent])
+        return stacked[slowest, np.arange(len(slowest))] * parts
+
+    data_parallel = [
+        exposed_data_parallel(columns, rank, cluster, numerics, each.compute)
+        for rank, each in zip(kinds, spent, strict=True)
+    ]
+    return Costs(
+        matrix=of_slowest("matrix"),
+        attention=of_slowest("attention"),
+        memory_bound=of_slowest("memory_bound"),
+        tensor_parallel=of_slowest("tensor_parallel"),
+        context_parallel=of_slowest("context_parallel"),
+        bubble=_bubble(columns, whole, busy.max(axis=0)),
+        hand_over=_hand_over(columns, ranks, cluster) * parts,
+        data_parallel=np.stack(data_parallel).max(axis=0),
+        optimizer=max(rank.nbytes for rank in kinds) / columns.state_shard
+        * (3 + 2 * numerics.states) / cluster.reached_memory_bytes_per_second,
+    )  # fmt: skip
+
+
+def _passes(columns: Columns, p: LocalPart) -> Values:
+    """Return forwards that a part takes: backward is two, recomputation one."""
+    if p.is_block:
+        return columns.passes_of_block.astype(np.float64)
+    return np.full(len(columns.rows), 3.0)
+
+
+def _of_rank(rank: PipelineRank, columns: Columns, cluster: Cluster, numerics: Numerics) -> _Spent:
+    """Return forward and backward of one micro-batch on a pipeline rank."""
+    found = _Spent(*(np.zeros(len(columns.rows)) for _ in range(5)))
+    for part, count in rank.kinds:
+        matrix, attention, memory = _compute(part, columns, cluster, numerics.compute_itemsize)
+        found.matrix += matrix * count
+        found.attention += attention * count
+        found.memory_bound += memory * count
+        found.tensor_parallel += _tensor_parallel(part, columns, cluster) * count
+        found.context_parallel += _context_parallel(part, columns, cluster) * count
+    return found
+
+
+def _compute(
+    p: LocalPart, columns: Columns, cluster: Cluster, itemsize: int
+) -> tuple[Values, Values, Values]:
+    """Return forward and backward of one micro-batch.
+
+    Products are the roofline of their flops and of reading parameters once a pass (Williams et
+    al. 2009). Element-wise operators run before and after them, not beside: they write activations
+    and read them, in each direction. Nothing is faster than starting its operators.
+    """
+    rows, passes = columns.rows_of_part, _passes(columns, p)
+    peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
+    reached = peak * cluster.efficiency * shape_efficiency(p.width, cluster.half_width)
+    arithmetic = passes * rows * (p.flops - p.attention_flops) / reached
+    matrix = np.maximum(arithmetic, passes * p.numel * itemsize / memory)
+    again = passes - 3
+    attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
+    attention /= peak * cluster.attention_efficiency
+    moved = (passes + 1) * rows * p.saved_bytes / memory
+    starting = passes * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
+    return matrix, attention, np.maximum(moved, starting - matrix - attention)
+
+
+def shape_efficiency(width: float, half_width: float) -> float:
+    """Return what products of matrices reach, of what very wide ones do: ``k / (k + half)``.
+
+    A tile of the result is added up along ``k``. Loading its first operands and writing it take as
+    long as some hundred steps, whatever ``k`` is (CUTLASS, "Efficient GEMM in CUDA": prologue and
+    epilogue of the main loop).
+    """
+    return width / (width + half_width) if width else 1.0
+
+
+def _bubble(columns: Columns, whole: Values, slowest: Values) -> Values:
+    """Return how long the slowest pipeline rank waits, by simulating the schedule.
+
+    Of equal stages a rank waits ``idle_passes`` of a stage's forward and backward; of unequal
+    ones, for those of the other ranks.
+
+    Args:
+        columns: The candidates.
+        whole: Seconds of a micro-batch, all pipeline ranks added up.
+        slowest: Seconds of the slowest one.
+    """
+    first, p, v = columns.first, columns.layout.pp, columns.first.virtual_stages
+    if p == 1:
+        return np.zeros_like(whole)
+    others = (whole - slowest) / (p - 1)
+    counts, place = np.unique(columns.microbatches, return_inverse=True)
+    idle = np.array([idle_passes(first.schedule, p, v, int(count)) for count in counts])
+    return idle[place] * others / v
+
+
+def idle_passes(schedule: str, size: int, virtual_stages: int, microbatches: int) -> float:
+    """Return how long a rank waits in a step, in forward and backward passes of one stage.
+
+    The common schedules' simulations have a closed form (Narayanan et al. 2021), which tests
+    compare; simulating hundreds of ranks takes seconds. Of the others no more than about four
+    micro-batches a rank are simulated: more make no difference.
+    """
+    if schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return size - 1
+    most = 4 * size + microbatches % size
+    return _idle_passes(schedule, size, virtual_stages, min(microbatches, most))
+
+
+@functools.cache
+def _idle_passes(schedule: str, p: int, v: int, m: int) -> float:
+    found = simulate_schedule(schedule, size=p, virtual_stages=v, microbatches=m)
+    return found.seconds / 3 - m * v
+
+
+def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values:
+    """Return the all-reduces of one micro-batch: two a block and direction.
+
+    With a cut sequence each is a reduce-scatter and an all-gather, which send the same bytes. In
+    front of the blocks an embedding's rows are summed. Behind them the gradient of an output
+    layer's input is summed; its logits stay cut, or are gathered.
+    """
+    layout, rows = columns.layout, columns.rows_of_part
+    nothing = np.zeros_like(rows)
+    if layout.tp == 1 or p.share == 0.0:
+        return nothing
+    group = Group(layout.tp)
+    handed = p.part.output_bytes * rows
+    if p.is_block:
+        count = np.where(columns.recomputes, 6, 4)
+        return count * all_reduce(handed, group, cluster) if p.part.output_bytes else nothing
+    if not p.is_last:
+        return all_reduce(handed, group, cluster) if p.part.output_bytes else nothing
+    # Of cut logits ranks exchange a few numbers a row: all latency.
+    logits = 3 * all_reduce(nothing, group, cluster)
+    if not p.keeps_cut:
+        logits = all_gather(handed, group, cluster)
+    return logits + all_reduce(p.part.input_bytes * rows, group, cluster)
+
+
+def _context_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values:
+    """Return the all-gathers of keys and values, and of their gradients (Llama 3, sec. 3.3.2).
+
+    As wide as what a block hands on; grouped queries make them smaller.
+    """
+    layout = columns.layout
+    if layout.cp == 1 or not p.is_block:
+        return np.zeros_like(columns.rows_of_part)
+    nbytes = 2 * p.part.output_bytes / layout.tp * columns.rows_of_part * layout.cp
+    times = _passes(columns, p) - 1
+    return times * all_gather(nbytes, Group(layout.cp, layout.tp), cluster)
+
+
+def _hand_over(columns: Columns, ranks: tuple[PipelineRank, ...], cluster: Cluster) -> Values:
+    """Return the activation and its gradient of one micro-batch between two ranks."""
+    layout = columns.layout
+    if layout.pp == 1:
+        return np.zeros_like(columns.rows_of_part)
+    group = Group(layout.pp, layout.tp * layout.cp * layout.dp)
+    width = max((p.handed_bytes for p, _ in ranks[0].kinds if p.is_block), default=0.0)
+    sent = send(width * columns.rows_of_part, group, cluster)
+    return 2 * columns.first.virtual_stages * sent

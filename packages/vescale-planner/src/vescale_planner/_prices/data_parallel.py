@@ -1,0 +1,101 @@
+"""What of data-parallel communication nothing hides."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vescale_planner._partition import PipelineRank
+from vescale_planner.cluster import Cluster
+
+from .collectives import Group, all_gather, exchange
+from .columns import Columns, Numerics, Values
+
+
+def exposed_data_parallel(
+    columns: Columns,
+    owned: PipelineRank,
+    cluster: Cluster,
+    numerics: Numerics,
+    compute_seconds: Values,
+) -> Values:
+    """Return the communication over the data-parallel ranks that nothing hides.
+
+    What the engine does (docs/decisions/0010-overlap.md):
+
+    - Stages 1 and 2 gather parameters once a step, before forward: not hidden.
+    - Stage 3 gathers them before forward of every micro-batch and, if it frees blocks between
+      them, before backward, behind the blocks before if it may prefetch.
+    - A single micro-batch's gradients are reduced while its backward runs, all but those of the
+      last unit. So are those of every micro-batch under stages 2 and 3 without a pipeline.
+    - Otherwise they are summed over micro-batches first, and reduced after all: not hidden.
+    - Copies that share out the optimizer state gather once a step what they updated: not hidden.
+    """
+    layout, parts, first = columns.layout, columns.parts, columns.first
+    if layout.dp * layout.cp == 1:
+        return np.zeros_like(compute_seconds)
+    units = _units(owned)
+    gather, reduce = _gather_and_reduce(columns, owned, cluster, numerics, units)
+    passes = columns.passes_of_block
+    behind = cluster.overlap * (units - 1) / units * compute_seconds
+    forward, backward = behind / passes, behind * (passes - 1) / passes
+
+    def exposed(communication: Values, hiding: Values) -> Values:
+        alone = np.maximum(communication - hiding, communication / units)
+        return alone + cluster.interference * (communication - alone)
+
+    scatters = columns.zero_stage >= 2
+    early = ((parts == 1) | scatters) & (layout.pp == 1)
+    reduced = np.where(early, np.where(scatters, parts, 1) * exposed(reduce, backward), reduce)
+    again = gather if first.reshards else np.zeros_like(gather)
+    if first.prefetch:
+        gathers, hidden = parts * exposed(gather, forward), again
+    else:
+        gathers, hidden = parts * (gather + again), np.zeros_like(gather)
+    gathers = gathers + _gather_of_copies(columns, owned, cluster, numerics, units)
+    both = parts * exposed(hidden + reduce, backward)
+    apart = reduce + np.where(hidden > 0, parts * exposed(hidden, backward), 0.0)
+    of_stage_3 = gathers + np.where(early, both, apart)
+    return np.where((columns.zero_stage < 3) | (columns.shard == 1), gather + reduced, of_stage_3)
+
+
+def _units(owned: PipelineRank) -> int:
+    """Return how many collectives all parameters take: one a block, one for all outside."""
+    units = owned.distinct
+    blocks = sum(p.is_block and p.numel > 0 for p in units)
+    return max(1, blocks + any(not p.is_block and p.numel > 0 for p in units))
+
+
+def _gather_and_reduce(
+    columns: Columns, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+) -> tuple[Values, Values]:
+    """Return the seconds to gather all parameters once, and to reduce all gradients once.
+
+    Ranks that share sequences are next to each other on the axis that shards, or the one that
+    replicates where nothing is sharded.
+    """
+    layout, shard, first = columns.layout, columns.shard, columns.first
+    numel = owned.numel
+    sent = numel * numerics.compute_itemsize
+    summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
+    scatter = exchange if first.reduction == "ordered" else all_gather
+    copies, group = layout.dp * layout.cp // shard, Group(shard, layout.tp)
+    none = np.zeros(len(shard))
+    gather = np.where(shard > 1, all_gather(none + sent, group, cluster, messages=units), 0.0)
+    reduce = np.where(shard > 1, scatter(none + summed, group, cluster, messages=units), 0.0)
+    replicas = Group(copies, layout.tp * shard)
+    once = scatter(summed / shard, replicas, cluster, messages=units)
+    if not first.shares_state:
+        once = once + all_gather(summed / shard, replicas, cluster, messages=units)
+    return gather, reduce + np.where(copies > 1, once, 0.0)
+
+
+def _gather_of_copies(
+    columns: Columns, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+) -> Values:
+    """Return the seconds in which copies that share out state get what others updated."""
+    layout, shard = columns.layout, columns.shard
+    if not columns.first.shares_state:
+        return np.zeros(len(shard))
+    sent = owned.numel * numerics.compute_itemsize / shard
+    replicas = Group(columns.replicate, layout.tp * shard)
+    return all_gather(sent, replicas, cluster, messages=units)
