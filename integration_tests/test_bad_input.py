@@ -96,7 +96,10 @@ STARTS: dict[str, tuple[Constraints, str]] = {
     ),
     "split_point": ({PP: 2, "pipeline_parallel.split_points": ("blocks.7",)}, r"'blocks.7' is no"),
     "sequence": ({TP: 2, "tensor_parallel.sequence": True}, r"sequence needs an example_batch"),
-    "compile": ({TP: 2, "compile": "blocks"}, r"not available with tensor_parallel.size 2"),
+    "compile": (
+        {TP: 2, "tensor_parallel.overlap": 2, "compile": "blocks"},
+        r"not available with tensor_parallel.overlap 2",
+    ),
     "no_experts": ({DP: 2, EP: 2}, r"expert_parallel.size 2: found no experts in HandWritten"),
     "experts_of_one_rank": ({PP: 2, EP: 2}, r"size to divide data_parallel.size \(1\).* got 2"),
     "unknown": ({"tensor_parallel.sise": 2}, r"unknown constraint .*'tensor_parallel.size'"),

@@ -226,7 +226,7 @@ def _change(
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
     rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.compile == "blocks":
-        compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in)
+        compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
         param.refuse_calls_outside()

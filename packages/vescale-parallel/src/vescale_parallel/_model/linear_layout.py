@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,26 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
     if "Conv1D" in named and hasattr(module, "nf"):
         return _CONV1D
     return None
+
+
+def computes_plainly(module: nn.Module) -> bool:
+    """Whether a linear layer's forward is known to be :func:`product`, and nothing else."""
+    if "forward" in vars(module):
+        return False
+    owner = next((base for base in type(module).__mro__ if "forward" in vars(base)), None)
+    is_conv1d = getattr(owner, "__qualname__", "") == "Conv1D"
+    return owner is nn.Linear or (
+        is_conv1d and getattr(owner, "__module__", "") == "transformers.pytorch_utils"
+    )
+
+
+def product(kind: LinearKind, x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a linear layer computes, with another weight and bias than its own."""
+    if kind.out_dim == 0:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    shape = (*x.shape[:-1], weight.shape[kind.out_dim])
+    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(shape)
 
 
 def features(module: nn.Module, kind: LinearKind) -> tuple[int, int]:

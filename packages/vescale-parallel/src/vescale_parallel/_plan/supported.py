@@ -65,7 +65,6 @@ def _check_compile(plan: ParallelPlan) -> None:
     if plan.compile == "none":
         return
     sizes = {
-        "tensor_parallel.size": plan.tensor_parallel.size,
         "context_parallel.size": plan.context_parallel.size,
         "expert_parallel.size": plan.expert_parallel.size,
     }
@@ -75,6 +74,13 @@ def _check_compile(plan: ParallelPlan) -> None:
                 f"compile 'blocks' is not available with {name} {size} in this version, under "
                 "which blocks send activations; leave compile out of the plan"
             )
+    overlap = plan.tensor_parallel.overlap
+    if overlap > 1:
+        raise ValueError(
+            f"compile {plan.compile!r} is not available with tensor_parallel.overlap {overlap}, "
+            "which has a thread sum a part of a layer's output while the next is computed: a "
+            "compiled block has no threads; expected overlap 1, or compile 'none'"
+        )
     backends = list_backends(exclude_tags=None)
     if plan.compile_backend not in backends:
         raise ValueError(

@@ -29,6 +29,8 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.cuts.derived import NamesDerived
 from vescale_parallel._pipeline.execution.split_backward import HookedNodes
 from vescale_parallel._rng.sharded_rng import draws_in_part
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.operators import writes_what_entered
 from vescale_parallel._torch_private import (
     compiled_graph,
     current_dispatch_mode,
@@ -67,11 +69,17 @@ class _CompiledForward:
     """Runs the forward of one block, compiled when it is first called."""
 
     def __init__(
-        self, fqn: str, forward: Callable[..., Any], backend: str, is_coupled: _CoupledIn
+        self,
+        fqn: str,
+        forward: Callable[..., Any],
+        backend: str,
+        is_coupled: _CoupledIn,
+        boundary: Boundary | None,
     ) -> None:
         self._fqn, self._forward, self._backend = fqn, forward, backend
-        self._is_coupled = is_coupled
-        self._compiled = torch.compile(_calling(forward), backend=self._compile_graph)
+        self._is_coupled, self._boundary = is_coupled, boundary
+        run = _calling(forward) if boundary is None else _crossing(forward, boundary)
+        self._compiled = torch.compile(run, backend=self._compile_graph)
         self._breaks: dict[str, None] = {}
         self._num_graphs, self._has_run = 0, False
         self._failure = self._eager = ""
@@ -101,6 +109,8 @@ class _CompiledForward:
 
     def _is_seen(self) -> bool:
         """Whether somebody has to see the operators of this call, or functions, one by one."""
+        if self._boundary is not None and self._boundary.listener is not None:
+            return True
         mode = current_dispatch_mode()
         if draws_in_part(mode):
             self._run_eager_as("its own forward draws random numbers")
@@ -124,6 +134,10 @@ class _CompiledForward:
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self._breaks[_said(reason)] = None
+        if self._boundary is not None and writes_what_entered(graph):
+            raise RuntimeError(
+                "it writes in place into an activation that tensor-parallel ranks share"
+            )
         run = cast("Callable[..., Any]", graph.forward)
         try:
             run = compiled_graph(graph, inputs, self._backend)
@@ -142,6 +156,7 @@ def compile_blocks(
     blocks: Sequence[str],
     backend: str,
     is_coupled: _CoupledIn,
+    boundary: Boundary | None,
 ) -> None:
     """Have the blocks of a model be compiled when they are first called, in place.
 
@@ -150,11 +165,12 @@ def compile_blocks(
         blocks: FQNs of those of this rank.
         backend: What compiles, by the name that torch.compile knows.
         is_coupled: Whether rows of the call that runs depend on each other in a block.
+        boundary: That activations cross within blocks, of tensor-parallel ranks if there are some.
     """
     found: dict[str, _CompiledForward] = {}
     for fqn in blocks:
         block = model.get_submodule(fqn)
-        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled)
+        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary)
         block.forward = found[fqn]
     object.__setattr__(model, "_vescale_compiled", found)
 
@@ -180,6 +196,17 @@ def compile_report(model: nn.Module) -> dict[str, CompiledBlock]:
 def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
+
+    return with_own_code(run)
+
+
+def _crossing(forward: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing from before a program is looked at within it, and nothing is left behind.
+        boundary.forget()
+        output = forward(*args, **kwargs)
+        boundary.forget()
+        return output
 
     return with_own_code(run)
 

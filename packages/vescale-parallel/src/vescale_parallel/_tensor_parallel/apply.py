@@ -7,9 +7,10 @@ user's own code runs on this rank's heads or features. See [Note: regions].
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,12 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import merged, once_each, renamed_owner, stack_of
-from vescale_parallel._model.linear_layout import LinearKind, linear_kind
+from vescale_parallel._model.linear_layout import (
+    LinearKind,
+    computes_plainly,
+    linear_kind,
+    product,
+)
 from vescale_parallel._torch_private import pytree
 
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
@@ -220,23 +226,23 @@ def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundar
     length: int = getattr(module, kind.out_attribute) // parts
     first = boundary.ranks.rank * parts // boundary.ranks.size * length
     setattr(module, kind.out_attribute, length)
-    whole: dict[str, Any] = {}
+    own = module.forward
+    is_known = computes_plainly(module)
 
-    def before(_: nn.Module, args: Any) -> None:
-        for name, dim in (("weight", kind.out_dim), ("bias", 0)):
-            held = module._parameters.get(name)
-            if held is not None:
-                whole[name] = held
-                part: Any = held.narrow(dim, first, length)
-                module._parameters[name] = part
+    @functools.wraps(own)
+    def one_part(*args: Any, **kwargs: Any) -> Tensor:
+        weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+        assert weight is not None
+        chunk = weight.narrow(kind.out_dim, first, length)
+        bias_chunk = None if bias is None else bias.narrow(0, first, length)
+        if is_known:
+            (x,) = (*args, *kwargs.values())
+            return product(kind, x, weight=chunk, bias=bias_chunk)
+        chunks: dict[str, Tensor | None] = {"weight": chunk}
+        with _replaced(module, chunks if bias is None else {**chunks, "bias": bias_chunk}):
+            return own(*args, **kwargs)
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        module._parameters.update(whole)
-        whole.clear()
-
-    module.register_forward_pre_hook(before)
-    # Also when forward raises: the module must not be left with a chunk.
-    module.register_forward_hook(after, prepend=True, always_call=True)
+    module.forward = one_part
 
 
 def _row_wise(
@@ -250,37 +256,46 @@ def _row_wise(
 ) -> None:
     stack, dim, stays = stack_of(fqn), shard_dim(leaves), isinstance(leaves, Partial)
     own = module.forward
-    bias: list[Tensor] = []
+    is_known = computes_plainly(module)
+
+    def without_bias(bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        zeros = None if bias is None or kind.bias_optional else torch.zeros_like(bias)
+        if is_known:
+            weight = module._parameters["weight"]
+            assert weight is not None
+            (x,) = (*args, *kwargs.values())
+            return product(kind, x, weight=weight, bias=zeros)
+        with _replaced(module, {} if bias is None else {"bias": zeros}):
+            return own(*args, **kwargs)
 
     @functools.wraps(own)
     def summed(*args: Any, **kwargs: Any) -> Tensor:
+        # The bias is added once, after the sum over ranks.
+        bias = module._parameters.get("bias")
         if stays:
-            return own(*args, **kwargs)
-        given = list(args) or [kwargs.pop(next(iter(kwargs)))]
-        return boundary.leave_layer(lambda x: own(x, *given[1:], **kwargs), given[0], dim, stack)
-
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        held = module._parameters.get("bias")
-        bias.clear()
-        if held is not None:
-            # The bias is added once, after the sum over ranks.
-            bias.append(held)
-            module._parameters["bias"] = None if kind.bias_optional else _zeros(held)
-        return (boundary.split(args[0], -1, f"{fqn}.<in>"), *args[1:]) if split else args
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Any:
-        if bias:
-            module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
-        return output + bias[0] if bias and output is not None else output
+            total = without_bias(bias, *args, **kwargs)
+        else:
+            given = list(args) or [kwargs.pop(next(iter(kwargs)))]
+            total = boundary.leave_layer(
+                lambda x: without_bias(bias, x, *given[1:], **kwargs), given[0], dim, stack
+            )
+        return total if bias is None else total + bias
 
     module.forward = summed
-    module.register_forward_pre_hook(before)
-    # Also when forward raises: the module must not be left without its bias.
-    module.register_forward_hook(after, prepend=True, always_call=True)
+    if split:
+        _on_argument(module, "", lambda x: boundary.split(x, -1, f"{fqn}.<in>"))
 
 
-def _zeros(bias: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+@contextlib.contextmanager
+def _replaced(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Have a module's own forward, whatever it computes, find other values for a while."""
+    held: Any = {name: module._parameters.get(name) for name in values}
+    parameters: Any = module._parameters
+    parameters.update(values)
+    try:
+        yield
+    finally:
+        parameters.update(held)
 
 
 def _output(

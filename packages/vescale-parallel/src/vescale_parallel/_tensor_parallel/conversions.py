@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from .async_reduce import Beside, sum_in_parts
 from .chunks import part_sizes
 from .communicators import Ranks, own_part
-
-Conversion = Callable[[Tensor], Tensor]
+from .operators import Kind, Place, convert_traced
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,11 @@ class _Convert(torch.autograd.Function):
     """One conversion forward, another backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Conversion, back: Conversion) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.there, ctx.back = there, back
-        result = there(x)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, ranks: Ranks, there: Kind, back: Kind, dim: int, length: int
+    ) -> Tensor:
+        ctx.ranks, ctx.there, ctx.back, ctx.dim, ctx.length = ranks, there, back, dim, length
+        result = _run(x, ranks, there, dim, length)
         # Programs may write into what they get, and autograd refuses to write into views that
         # were made in here; of what was received nothing else sees the memory.
         is_of_x = result is x or result._base is x or (x._is_view() and result._base is x._base)
@@ -54,19 +55,30 @@ class _Convert(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(result, result.shape) if is_received else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _convert(grad, ctx.back, ctx.there), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        turned = _convert(grad, ctx.ranks, ctx.back, ctx.there, ctx.dim, ctx.length)
+        return turned, None, None, None, None, None
 
 
-def _convert(x: Tensor, there: Conversion, back: Conversion) -> Tensor:
+def _convert(
+    x: Tensor, ranks: Ranks, there: Kind, back: Kind, dim: int = 0, length: int = 0
+) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Convert.apply(x, there, back)  # pyright: ignore[reportReturnType]: apply is untyped
-    return there(x)
+        return _Convert.apply(x, ranks, there, back, dim, length)  # pyright: ignore[reportReturnType]: apply is untyped
+    return _run(x, ranks, there, dim, length)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def _run(x: Tensor, ranks: Ranks, kind: Kind, dim: int, length: int) -> Tensor:
+    if kind == "sum":
+        return ranks.all_reduce(x)
+    if kind == "gather":
+        return ranks.all_gather(x, dim, length)
+    if kind == "scatter":
+        return ranks.reduce_scatter(x, dim)
+    return own_part(x, dim, ranks) if kind == "keep" else x
 
+
+_NOTHING: tuple[Tensor | None, int | None, Tensor | None] = (None, None, None)
 
 _ALWAYS = (
     "call the first and the last block in every call, skip others only, or set "
@@ -103,6 +115,8 @@ class Boundary:
         self.lengths: dict[str, int] = {}
         self.listener: Callable[[Crossing], None] | None = None
         self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
+        # While a block is compiled. Programs begin and end with nothing in here.
+        self._place, self._traced = Place(ranks), _NOTHING
         self._ends: dict[str, tuple[str, str]] = {}
         self._cut: set[str] = set()
         self._is_running = False
@@ -152,28 +166,41 @@ class Boundary:
         A tensor that several layers read enters once: gradients are summed before they are
         sent, and a cut one is gathered once.
         """
+        if torch.compiler.is_compiling():
+            return self._enter_traced(x, dim, stack)
         # Inference tensors have no version: nobody could tell whether they were changed since.
         version = None if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled(), x.requires_grad, dim)
         if self._entered is not None and self._entered[0]() is x and self._entered[1] == key:
             return self._entered[2]
-        self._check_cut(x, dim, stack)
-        self._tell("enter", x, dim, self._parts(dim))
-        if dim is None:
-            entered = _convert(x, _as_it_is, self.ranks.all_reduce)
-        else:
-            entered = _convert(x, self._gather(dim, stack, x), self._scatter(dim))
+        entered = self._convert_entering(x, dim, stack)
         self._entered = None if version is None else (weakref.ref(x), key, entered)
         return entered
 
+    def _enter_traced(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
+        """Enter while a block is compiled: which layers read one tensor is known by then."""
+        held, held_dim, entered = self._traced
+        if held is x and held_dim == dim and entered is not None:
+            return entered
+        entered = self._convert_entering(x, dim, stack)
+        self._traced = (x, dim, entered)
+        return entered
+
+    def _convert_entering(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
+        self._check_cut(x, dim, stack)
+        self._tell("enter", x, dim, self._parts(dim))
+        if dim is None:
+            return self._convert(x, "none", "sum")
+        return self._convert(x, "gather", "scatter", dim, self._length(x, dim, stack))
+
     def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         """Sum a partial value that leaves a region; keep this rank's part of ``dim``, if any."""
-        self._entered = None
+        self.forget()
         self._tell("leave", x, dim, 1)
         if dim is None:
-            return _convert(x, self.ranks.all_reduce, _as_it_is)
+            return self._convert(x, "sum", "none")
         self._note_cut(x, dim, stack)
-        return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
+        return self._convert(x, "scatter", "gather", dim, x.shape[dim])
 
     def leave_layer(
         self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str
@@ -182,7 +209,7 @@ class Boundary:
         divides = x.dim() > 1 and (dim is None or x.shape[dim] % self.ranks.size == 0)
         if self._beside is None or not divides:
             return self.leave(compute(x), dim, stack)
-        self._entered = None
+        self.forget()
         if dim is not None:
             self._note_cut(x, dim, stack)
         total = sum_in_parts(compute, x, dim, self._num_parts, self._beside)
@@ -200,18 +227,20 @@ class Boundary:
             )
         self._note_cut(x, dim, stack)
         self._tell("split", x, dim, 1)
-        return _convert(x, self._keep(dim), self._gather(dim, stack, x))
+        return self._convert(x, "keep", "gather", dim, length)
 
     def gather(self, x: Tensor, dim: int, stack: str) -> Tensor:
         """Put the parts of an activation together."""
         self._check_cut(x, dim, stack)
         self._cut.discard(stack)
         self._tell("gather", x, dim, self.ranks.size)
-        return _convert(x, self._gather(dim, stack, x), self._keep(dim))
+        return self._convert(x, "gather", "keep", dim, self._length(x, dim, stack))
 
     def _note_cut(self, x: Tensor, dim: int, stack: str) -> None:
-        self.lengths[stack] = x.shape[dim]
-        if stack in self._ends:
+        # A program that is compiled reads what was noted before it, and writes nothing.
+        if stack not in self.lengths or not torch.compiler.is_compiling():
+            self.lengths[stack] = x.shape[dim]
+        if stack in self._ends and stack not in self._cut:
             self._cut.add(stack)
 
     def _parts(self, dim: int | None) -> int:
@@ -229,15 +258,18 @@ class Boundary:
 
     def forget(self) -> None:
         """Let go of what entered last."""
-        self._entered = None
+        if torch.compiler.is_compiling():
+            self._traced = _NOTHING
+        else:
+            self._entered = None
 
-    def _gather(self, dim: int, stack: str, x: Tensor) -> Conversion:
+    def _length(self, x: Tensor, dim: int, stack: str) -> int:
         # Noted now: backward may run when the next batch has another length.
-        length = self.lengths.get(stack, x.shape[dim] * self.ranks.size)
-        return lambda part: self.ranks.all_gather(part, dim, length)
+        return self.lengths.get(stack, x.shape[dim] * self.ranks.size)
 
-    def _scatter(self, dim: int) -> Conversion:
-        return lambda whole: self.ranks.reduce_scatter(whole, dim)
-
-    def _keep(self, dim: int) -> Conversion:
-        return lambda whole: own_part(whole, dim, self.ranks)
+    def _convert(
+        self, x: Tensor, there: Kind, back: Kind, dim: int = 0, length: int = 0
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return convert_traced(x, self._place, there, back, dim, length)
+        return _convert(x, self.ranks, there, back, dim, length)
