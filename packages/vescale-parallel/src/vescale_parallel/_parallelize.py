@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from vescale_dtensor import announced_failures, package_logger
 
+from ._auto_sharding.invariant import propose_in_chunks
 from ._auto_sharding.policies import propose_sharding
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
@@ -75,6 +76,9 @@ from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
 from ._tensor_parallel.explain import Applied, said_whole
+from ._tensor_parallel.invariant.boundary import InvariantBoundary
+from ._tensor_parallel.invariant.install import check_chunks, install_invariant, without_sums
+from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
 from ._tensor_parallel.tensor_sharding import TensorSharding, shard
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
 from ._verify.call_guard import CallGuard
@@ -192,7 +196,7 @@ def _change(
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = planned_experts(plan, model)
-    sharding, proofs, left_whole = _shard(plan, model, batch)
+    sharding, proofs, left_whole, chunked = _shard(plan, model, batch)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
@@ -222,7 +226,7 @@ def _change(
     if own:
         dispatch(model, experts, mesh)
     move_buffers(model, read)
-    boundary, lift = _add_collectives(plan, model, mesh, sharding)
+    boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
     rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.compile == "blocks":
@@ -297,11 +301,16 @@ def _add_draws(
 
 def _shard(
     plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[TensorSharding, CallGuard | None, dict[str, str]]:
-    """Return how the model is sharded, what proves it for other calls, and what stays whole."""
+) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding | None]:
+    """Return how the model is sharded, what proves it for other calls, and what stays whole.
+
+    Last, how as many ranks as there are chunks would have it, if the plan says so.
+    """
     section = plan.tensor_parallel
+    if plan.numerics == "invariant":
+        return _shard_in_chunks(plan, model, batch)
     if section.size == 1:
-        return shard({}, model, 1), None, {}
+        return shard({}, model, 1), None, {}, None
     left_whole = said_whole(plan.reasons)
     said, proven = dict(section.sharding_plan), proven_forms(section)
     if not said and section.sharding_policy != "manual":
@@ -321,7 +330,31 @@ def _shard(
             model, sharding, batch, declared=section.communication == "declared"
         )
         proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
-    return sharding, CallGuard(model, said, sharding, proven), left_whole
+    return sharding, CallGuard(model, said, sharding, proven), left_whole, None
+
+
+def _shard_in_chunks(
+    plan: ParallelPlan, model: nn.Module, batch: Any
+) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding]:
+    """Return what :func:`_shard` does, of a plan whose bits do not depend on its ranks."""
+    section, said = plan.tensor_parallel, dict(plan.tensor_parallel.sharding_plan)
+    left_whole = said_whole(plan.reasons)
+    if not said:
+        proposal = propose_in_chunks(
+            model,
+            section.sharding_policy,
+            plan.numerics_chunks,
+            sequence=section.sequence,
+            example_batch=batch,
+        )
+        said, left_whole = proposal.plan, proposal.left_whole
+    chunked = shard(said, model, plan.numerics_chunks)
+    check_chunks(model, chunked, sequence=section.sequence)
+    if section.size == 1:
+        return shard({}, model, 1), None, left_whole, chunked
+    sharding = shard(said, model, section.size)
+    guard = CallGuard(model, said, sharding, proven_forms(section))
+    return without_sums(sharding), guard, left_whole, chunked
 
 
 def _guards_of_calls(
@@ -343,13 +376,24 @@ def _guards_of_calls(
 
 
 def _add_collectives(
-    plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, sharding: TensorSharding
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sharding: TensorSharding,
+    chunked: TensorSharding | None,
 ) -> tuple[Boundary | None, LiftPlain | None]:
     """Add tensor parallelism's collectives to a model that holds this rank's parameters."""
     group = axis_group(mesh, "tp")
+    pipelined = plan.pipeline_parallel.size > 1
+    if chunked is not None:
+        ranks = OneRank() if group is None else TreeRanks(group)
+        invariant = InvariantBoundary(ranks, plan.numerics_chunks, even=pipelined)
+        install_invariant(model, chunked, invariant)
+        if not pipelined:
+            invariant.watch(model, sequence_ends(chunked.spec))
+        return invariant, None if group is None else LiftPlain(mesh["tp"])
     if group is None:
         return None, None
-    pipelined = plan.pipeline_parallel.size > 1
     lift = LiftPlain(mesh["tp"])
     keep_cut = functools.partial(keep_sharded, mesh=mesh["tp"], lift=lift)
     parts = plan.tensor_parallel.overlap

@@ -10,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from vescale_parallel import (
+    ParallelPlan,
     PipelineParallel,
     ShardingProposal,
     SplitMethod,
     StagePlacement,
     StageRule,
     calls_between_blocks,
+    propose_in_chunks,
     propose_sharding,
     rule_of,
     state_bytes,
@@ -301,6 +303,8 @@ class Search:
         if given is not None:
             return self._given_sharding(dict(given), tp)
         policy = self.constraints.get("tensor_parallel.sharding_policy", "auto")
+        if self.constraints.get("numerics") == "invariant":
+            return self._chunked_sharding(policy, tp)
         if tp == 1:
             return {}
         try:
@@ -326,6 +330,29 @@ class Search:
                     else ""
                 )
             )
+        return proposal.plan
+
+    def _chunked_sharding(self, policy: str, tp: int) -> dict[str, str] | str:
+        """Return the plan that all sizes have in common whose bits are the same."""
+        chunks = self.constraints.get("numerics_chunks", ParallelPlan().numerics_chunks)
+        if chunks % tp:
+            return f"tensor_parallel.size {tp} does not divide numerics_chunks {chunks}"
+        same = next(
+            (found for size, found in self._sharding.items() if size in self.proposals), None
+        )
+        if same is not None:
+            return same
+        try:
+            proposal = propose_in_chunks(
+                self.model,
+                policy,
+                chunks,
+                sequence=self.sequence,
+                example_batch=self.example_batch,
+            )
+        except ValueError as error:
+            return str(error)
+        self.proposals[tp] = proposal
         return proposal.plan
 
     def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:

@@ -116,11 +116,13 @@ def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
             continue  # whose forward reads the weight
         if placement.dim == kind.out_dim:
             enters = not target.is_in_region(owner)
+            boundary.take_columns(modules[owner], owner, kind, placement)
             _column_wise(modules[owner], owner, kind, boundary, enters=enters)
             if owner in spec.outputs:
                 _output(modules[owner], owner, spec.outputs[owner], boundary, keep_cut)
         else:
             split = (owner, "") in spec.inputs
+            boundary.take_rows(modules[owner], owner, kind, placement)
             _row_wise(modules[owner], owner, kind, boundary, spec.left.get(owner), split=split)
 
 
@@ -271,7 +273,8 @@ def _row_wise(
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Any:
         if bias:
             module._parameters["bias"] = bias[0]  # pyright: ignore[reportArgumentType]: a Parameter
-        return output + bias[0] if bias and output is not None else output
+        held = bias[0] if bias and output is not None else None
+        return output if held is None else boundary.add_bias(output, held, dim)
 
     module.forward = summed
     module.register_forward_pre_hook(before)

@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from vescale_parallel._model.linear_layout import LinearKind
 
 from .async_reduce import Beside, sum_in_parts
 from .chunks import part_sizes
@@ -159,21 +162,42 @@ class Boundary:
             return self._entered[2]
         self._check_cut(x, dim, stack)
         self._tell("enter", x, dim, self._parts(dim))
-        if dim is None:
-            entered = _convert(x, _as_it_is, self.ranks.all_reduce)
-        else:
-            entered = _convert(x, self._gather(dim, stack, x), self._scatter(dim))
+        entered = self._bring_in(x, dim, stack)
         self._entered = None if version is None else (weakref.ref(x), key, entered)
         return entered
 
+    def _bring_in(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
+        if dim is None:
+            return _convert(x, _as_it_is, self.ranks.all_reduce)
+        return _convert(x, self._gather(dim, stack, x), self._scatter(dim))
+
     def leave(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         """Sum a partial value that leaves a region; keep this rank's part of ``dim``, if any."""
+        return self._leave(x, dim, stack, _as_it_is)
+
+    def _leave(self, x: Tensor, dim: int | None, stack: str, then: Conversion) -> Tensor:
+        """Sum, cut, and do with the sum ``then``."""
         self._entered = None
         self._tell("leave", x, dim, 1)
         if dim is None:
-            return _convert(x, self.ranks.all_reduce, _as_it_is)
+            return _convert(x, lambda part: then(self.ranks.all_reduce(part)), _as_it_is)
         self._note_cut(x, dim, stack)
-        return _convert(x, self._scatter(dim), self._gather(dim, stack, x))
+        scatter = self._scatter(dim)
+        return _convert(x, lambda part: then(scatter(part)), self._gather(dim, stack, x))
+
+    def take_columns(
+        self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
+    ) -> None:
+        """Compute a column-wise linear layer otherwise than its forward does, if need be."""
+
+    def take_rows(
+        self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
+    ) -> None:
+        """Compute a row-wise linear layer, without its bias, otherwise."""
+
+    def add_bias(self, output: Tensor, bias: Tensor, dim: int | None) -> Tensor:
+        """Add the bias of a row-wise layer to a sum of which ``dim`` is cut, if any."""
+        return output + bias
 
     def leave_layer(
         self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str
