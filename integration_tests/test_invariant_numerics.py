@@ -109,7 +109,8 @@ def _said(name: str, chunks: int, *, sequence: bool) -> dict[str, str]:
     ).plan
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
@@ -282,8 +283,9 @@ def test_vectors_that_end_elsewhere_on_more_ranks_are_refused() -> None:
     ],
 )
 def test_plans_without_such_sums_are_refused(fields: dict[str, Any], message: str) -> None:
+    given: Any = {"numerics": "invariant", **fields}
     with pytest.raises(ValueError, match=message):
-        vescale.ParallelPlan(**{"numerics": "invariant", **fields})
+        vescale.ParallelPlan(**given)
 
 
 @pytest.mark.nightly

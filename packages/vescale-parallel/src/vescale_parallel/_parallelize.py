@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from vescale_dtensor import announced_failures, package_logger
 
-from ._auto_sharding.invariant import propose_in_chunks
-from ._auto_sharding.policies import propose_sharding
+from ._auto_sharding.planned import shard_as_planned
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.context.blocks import SlicedBlocks
@@ -44,7 +43,7 @@ from ._mesh.mesh import (
 )
 from ._mesh.process_group import check_host_collectives, start_process_group
 from ._model.blocks import blocks_of
-from ._model.inputs import bind, example_from, example_of
+from ._model.inputs import example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
@@ -75,15 +74,12 @@ from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
-from ._tensor_parallel.explain import Applied, said_whole
+from ._tensor_parallel.explain import Applied
 from ._tensor_parallel.invariant.boundary import InvariantBoundary
-from ._tensor_parallel.invariant.install import check_chunks, install_invariant, without_sums
+from ._tensor_parallel.invariant.install import install_invariant
 from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
-from ._tensor_parallel.tensor_sharding import TensorSharding, shard
+from ._tensor_parallel.tensor_sharding import TensorSharding
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
-from ._verify.call_guard import CallGuard
-from ._verify.call_signature import CallForms, proven_forms
-from ._verify.manual_plan import checked_plan
 
 _log = package_logger("vescale.parallel")
 
@@ -196,7 +192,7 @@ def _change(
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = planned_experts(plan, model)
-    sharding, proofs, left_whole, chunked = _shard(plan, model, batch)
+    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
@@ -297,64 +293,6 @@ def _add_draws(
     if forms is not None or sliced is not None:
         rng.install(model, compiled=plan.compile != "none")
     return rng
-
-
-def _shard(
-    plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding | None]:
-    """Return how the model is sharded, what proves it for other calls, and what stays whole.
-
-    Last, how as many ranks as there are chunks would have it, if the plan says so.
-    """
-    section = plan.tensor_parallel
-    if plan.numerics == "invariant":
-        return _shard_in_chunks(plan, model, batch)
-    if section.size == 1:
-        return shard({}, model, 1), None, {}, None
-    left_whole = said_whole(plan.reasons)
-    said, proven = dict(section.sharding_plan), proven_forms(section)
-    if not said and section.sharding_policy != "manual":
-        proposal = propose_sharding(
-            model,
-            section.sharding_policy,
-            section.size,
-            sequence=section.sequence,
-            example_batch=batch,
-        )
-        form = proposal.proven_call
-        said, proven = proposal.plan, [] if form is None else [form]
-        left_whole = proposal.left_whole
-    sharding = shard(said, model, section.size)
-    if section.sharding_policy == "manual":
-        sharding, is_proven = checked_plan(
-            model, sharding, batch, declared=section.communication == "declared"
-        )
-        proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
-    return sharding, CallGuard(model, said, sharding, proven), left_whole, None
-
-
-def _shard_in_chunks(
-    plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding]:
-    """Return what :func:`_shard` does, of a plan whose bits do not depend on its ranks."""
-    section, said = plan.tensor_parallel, dict(plan.tensor_parallel.sharding_plan)
-    left_whole = said_whole(plan.reasons)
-    if not said:
-        proposal = propose_in_chunks(
-            model,
-            section.sharding_policy,
-            plan.numerics_chunks,
-            sequence=section.sequence,
-            example_batch=batch,
-        )
-        said, left_whole = proposal.plan, proposal.left_whole
-    chunked = shard(said, model, plan.numerics_chunks)
-    check_chunks(model, chunked, sequence=section.sequence)
-    if section.size == 1:
-        return shard({}, model, 1), None, left_whole, chunked
-    sharding = shard(said, model, section.size)
-    guard = CallGuard(model, said, sharding, proven_forms(section))
-    return without_sums(sharding), guard, left_whole, chunked
 
 
 def _guards_of_calls(

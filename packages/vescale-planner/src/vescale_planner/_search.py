@@ -10,20 +10,19 @@ from typing import Any
 from torch import nn
 
 from vescale_parallel import (
-    ParallelPlan,
     PipelineParallel,
     ShardingProposal,
     SplitMethod,
     StagePlacement,
     StageRule,
     calls_between_blocks,
-    propose_in_chunks,
     propose_sharding,
     rule_of,
     state_bytes,
 )
 
 from ._candidates import Candidate, Rows, candidates, stated_batch
+from ._constraints import proposal_in_chunks
 from ._cost import Cost, Numerics, step_cost
 from ._layouts import Layout, layouts
 from ._memory import Memory, memory_of_ranks, needed_bytes, peak_memory
@@ -333,27 +332,13 @@ class Search:
         return proposal.plan
 
     def _chunked_sharding(self, policy: str, tp: int) -> dict[str, str] | str:
-        """Return the plan that all sizes have in common whose bits are the same."""
-        chunks = self.constraints.get("numerics_chunks", ParallelPlan().numerics_chunks)
-        if chunks % tp:
-            return f"tensor_parallel.size {tp} does not divide numerics_chunks {chunks}"
-        same = next(
-            (found for size, found in self._sharding.items() if size in self.proposals), None
+        found = proposal_in_chunks(
+            self.model, policy, self.constraints, self.example_batch, sequence=self.sequence
         )
-        if same is not None:
-            return same
-        try:
-            proposal = propose_in_chunks(
-                self.model,
-                policy,
-                chunks,
-                sequence=self.sequence,
-                example_batch=self.example_batch,
-            )
-        except ValueError as error:
-            return str(error)
-        self.proposals[tp] = proposal
-        return proposal.plan
+        if isinstance(found, str):
+            return found
+        self.proposals[tp] = found
+        return found.plan
 
     def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:
         if tp == 1 and self.constraints.get("tensor_parallel.size") != 1:

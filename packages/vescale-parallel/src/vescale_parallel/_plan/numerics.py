@@ -11,7 +11,7 @@ _DEFAULT_CHUNKS = 8
 
 def check_numerics(
     numerics: str,
-    chunks: object,
+    chunks: int,
     tensor: TensorParallel,
     data: DataParallel,
     *,
@@ -25,8 +25,7 @@ def check_numerics(
     Raises:
         ValueError: With the field and what it may be.
     """
-    is_count = isinstance(chunks, int) and not isinstance(chunks, bool)
-    if not is_count or chunks < 2 or chunks & (chunks - 1):
+    if type(chunks) is not int or chunks < 2 or chunks & (chunks - 1):
         raise ValueError(f"expected numerics_chunks to be a power of two from 2, got {chunks!r}")
     if numerics != "invariant":
         if chunks != _DEFAULT_CHUNKS:
