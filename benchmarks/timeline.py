@@ -4,7 +4,8 @@
 
 A Llama of one rank trains in pairs of steps, one with a timeline and one without, in turns. Prints
 JSON: spans of a step, CPU time of the quickest step without, what the quickest one has besides for
-each span, and what a range costs that only the timeline hears of; in microseconds.
+each span, and what a range costs that only the timeline hears of, in microseconds; and that cost
+for all spans of a step as a share of the step.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def main() -> None:
                 "us_a_step": 1e6 * min(without),
                 "us_a_span": 1e6 * (min(during) - min(without)) / num_spans,
                 "us_a_range": 1e6 * seconds / _NUM_RANGES,
+                "share": num_spans * seconds / _NUM_RANGES / min(without),
             }
         )
     )

@@ -52,6 +52,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "modules_outside_blocks",
         "names_of_calls",
         "pipeline_blocks",
+        "propose_in_chunks",
         "propose_sharding",
         "state_bytes",
     ):

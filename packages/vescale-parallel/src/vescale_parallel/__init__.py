@@ -22,6 +22,7 @@ What is promised is in ``__all__``. The other names are what vescale-planner nee
 would run; they change together with it, in any version.
 """
 
+from ._auto_sharding.invariant import propose_in_chunks as propose_in_chunks
 from ._auto_sharding.place_collectives import ShardingProposal as ShardingProposal
 from ._auto_sharding.policies import (
     propose_sharding as propose_sharding,

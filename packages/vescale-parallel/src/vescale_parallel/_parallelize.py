@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from vescale_dtensor import announced_failures, package_logger
 
-from ._auto_sharding.policies import propose_sharding
+from ._auto_sharding.planned import shard_as_planned
 from ._cross_replica.batch import BatchRows, exchange_over
 from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.context.blocks import SlicedBlocks
@@ -43,7 +43,7 @@ from ._mesh.mesh import (
 )
 from ._mesh.process_group import check_host_collectives, start_process_group
 from ._model.blocks import blocks_of
-from ._model.inputs import bind, example_from, example_of
+from ._model.inputs import example_from, example_of
 from ._model.signature import check_signature, described_structure
 from ._parameters.rank_zero import Construction, take_model_of_rank_zero
 from ._parameters.shard_model import Read, move_buffers, read_real, shard_parameters, torch_dtype
@@ -74,12 +74,12 @@ from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
-from ._tensor_parallel.explain import Applied, said_whole
-from ._tensor_parallel.tensor_sharding import TensorSharding, shard
+from ._tensor_parallel.explain import Applied
+from ._tensor_parallel.invariant.boundary import InvariantBoundary
+from ._tensor_parallel.invariant.install import install_invariant
+from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
+from ._tensor_parallel.tensor_sharding import TensorSharding
 from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
-from ._verify.call_guard import CallGuard
-from ._verify.call_signature import CallForms, proven_forms
-from ._verify.manual_plan import checked_plan
 
 _log = package_logger("vescale.parallel")
 
@@ -192,7 +192,7 @@ def _change(
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = planned_experts(plan, model)
-    sharding, proofs, left_whole = _shard(plan, model, batch)
+    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
@@ -222,7 +222,7 @@ def _change(
     if own:
         dispatch(model, experts, mesh)
     move_buffers(model, read)
-    boundary, lift = _add_collectives(plan, model, mesh, sharding)
+    boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
     rows = _batch_rows(mesh, row_guard, lift, plan)
     if plan.compile == "blocks":
@@ -295,35 +295,6 @@ def _add_draws(
     return rng
 
 
-def _shard(
-    plan: ParallelPlan, model: nn.Module, batch: Any
-) -> tuple[TensorSharding, CallGuard | None, dict[str, str]]:
-    """Return how the model is sharded, what proves it for other calls, and what stays whole."""
-    section = plan.tensor_parallel
-    if section.size == 1:
-        return shard({}, model, 1), None, {}
-    left_whole = said_whole(plan.reasons)
-    said, proven = dict(section.sharding_plan), proven_forms(section)
-    if not said and section.sharding_policy != "manual":
-        proposal = propose_sharding(
-            model,
-            section.sharding_policy,
-            section.size,
-            sequence=section.sequence,
-            example_batch=batch,
-        )
-        form = proposal.proven_call
-        said, proven = proposal.plan, [] if form is None else [form]
-        left_whole = proposal.left_whole
-    sharding = shard(said, model, section.size)
-    if section.sharding_policy == "manual":
-        sharding, is_proven = checked_plan(
-            model, sharding, batch, declared=section.communication == "declared"
-        )
-        proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
-    return sharding, CallGuard(model, said, sharding, proven), left_whole
-
-
 def _guards_of_calls(
     plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, batch: Any, sharding: TensorSharding
 ) -> tuple[RowGuard | None, DrawForms | None]:
@@ -343,13 +314,24 @@ def _guards_of_calls(
 
 
 def _add_collectives(
-    plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, sharding: TensorSharding
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sharding: TensorSharding,
+    chunked: TensorSharding | None,
 ) -> tuple[Boundary | None, LiftPlain | None]:
     """Add tensor parallelism's collectives to a model that holds this rank's parameters."""
     group = axis_group(mesh, "tp")
+    pipelined = plan.pipeline_parallel.size > 1
+    if chunked is not None:
+        ranks = OneRank() if group is None else TreeRanks(group)
+        invariant = InvariantBoundary(ranks, plan.numerics_chunks, even=pipelined)
+        install_invariant(model, chunked, invariant)
+        if not pipelined:
+            invariant.watch(model, sequence_ends(chunked.spec))
+        return invariant, None if group is None else LiftPlain(mesh["tp"])
     if group is None:
         return None, None
-    pipelined = plan.pipeline_parallel.size > 1
     lift = LiftPlain(mesh["tp"])
     keep_cut = functools.partial(keep_sharded, mesh=mesh["tp"], lift=lift)
     parts = plan.tensor_parallel.overlap

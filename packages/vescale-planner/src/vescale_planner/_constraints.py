@@ -15,6 +15,7 @@ from vescale_parallel import (
     Precision,
     ShardingProposal,
     check_constraints,
+    propose_in_chunks,
     with_constraints,
 )
 
@@ -158,3 +159,21 @@ def check_split_points(constraints: Mapping[str, Any], workload: Workload, name:
             "expected pipeline_parallel.split_points in the order of the blocks, none the "
             f"first block, got {tuple(points)}"
         )
+
+
+def proposal_in_chunks(
+    model: nn.Module,
+    policy: str,
+    constraints: Mapping[str, Any],
+    example_batch: Any,
+    *,
+    sequence: bool,
+) -> ShardingProposal | str:
+    """Return the sharding that all sizes share whose bits are the same, or why there is none."""
+    chunks = constraints.get("numerics_chunks", ParallelPlan().numerics_chunks)
+    try:
+        return propose_in_chunks(
+            model, policy, chunks, sequence=sequence, example_batch=example_batch
+        )
+    except ValueError as error:
+        return str(error)

@@ -20,6 +20,7 @@ from vescale_parallel import (
 )
 
 from ._candidates import Candidate, Rows, candidates, stated_batch
+from ._constraints import proposal_in_chunks
 from ._layouts import Layout, layouts
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._prices.columns import Numerics, columns_of, kind_of
@@ -292,6 +293,8 @@ class Search:
         if given is not None:
             return self._given_sharding(dict(given), tp)
         policy = self.constraints.get("tensor_parallel.sharding_policy", "auto")
+        if self.constraints.get("numerics") == "invariant":
+            return self._chunked_sharding(policy, tp)
         if tp == 1:
             return {}
         try:
@@ -318,6 +321,15 @@ class Search:
                 )
             )
         return proposal.plan
+
+    def _chunked_sharding(self, policy: str, tp: int) -> dict[str, str] | str:
+        found = proposal_in_chunks(
+            self.model, policy, self.constraints, self.example_batch, sequence=self.sequence
+        )
+        if isinstance(found, str):
+            return found
+        self.proposals[tp] = found
+        return found.plan
 
     def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:
         if tp == 1 and self.constraints.get("tensor_parallel.size") != 1:

@@ -14,9 +14,11 @@ from vescale_planner import Cluster as Cluster, generate_plan as generate_plan
 from ._checkpoint import load as load, save as save
 from ._emulate import emulate as emulate
 from ._export import export as export, load_pretrained as load_pretrained
+from ._memory import MemoryReport as MemoryReport, memory_report as memory_report
 from ._nonfinite import detect_nonfinite as detect_nonfinite
 from ._parallelize import parallelize as parallelize
 from ._progress import Progress as Progress
+from ._spikes import Spike as Spike, SpikeWatch as SpikeWatch, detect_spikes as detect_spikes
 from ._timeline import (
     Span as Span,
     Timeline as Timeline,
@@ -29,10 +31,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Cluster",
+    "MemoryReport",
     "ParallelPlan",
     "PeerError",
     "Progress",
     "Span",
+    "Spike",
+    "SpikeWatch",
     "Timeline",
     "TimelineSummary",
     "VerifyReport",
@@ -41,11 +46,13 @@ __all__ = [
     "declare_optimizer",
     "deferred_init",
     "detect_nonfinite",
+    "detect_spikes",
     "emulate",
     "export",
     "generate_plan",
     "load",
     "load_pretrained",
+    "memory_report",
     "parallelize",
     "save",
     "timeline",

@@ -13,7 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 # The nested structures that modules take and return; torch has no public name for it.
 from torch.utils import _pytree as pytree
 
-__all__ = ["FakeTensor", "is_in_backward", "pytree"]
+# Modes that hear of every operator; a page of torch's documentation names it here.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeTensor", "TorchDispatchMode", "is_in_backward", "pytree"]
 
 
 def is_in_backward() -> bool:

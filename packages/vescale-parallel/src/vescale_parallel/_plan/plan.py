@@ -21,6 +21,7 @@ from .config import (
     TensorParallel,
     check_choices,
 )
+from .numerics import check_numerics, numerics_in_words
 from .printed import entry, filled, in_words, rates
 from .recomputation import Recompute, checked_keep, checked_recompute, keeps_some
 
@@ -106,6 +107,8 @@ class ParallelPlan:
     recompute_keep: tuple[str, ...] = ()
     compile: Literal["none", "blocks"] = "none"
     compile_backend: str = "inductor"
+    numerics: Literal["default", "invariant"] = "default"
+    numerics_chunks: int = 8
     model: ModelSignature | None = None
     estimate: Estimate | None = None
     reasons: tuple[str, ...] = ()
@@ -115,6 +118,18 @@ class ParallelPlan:
         self._check_compile()
         self._check_recompute()
         check_choices("", self)
+        check_numerics(
+            self.numerics,
+            self.numerics_chunks,
+            self.tensor_parallel,
+            self.data_parallel,
+            alone={
+                "context_parallel.size": self.context_parallel.size,
+                "expert_parallel.size": self.expert_parallel.size,
+                "tensor_parallel.overlap": self.tensor_parallel.overlap,
+            },
+            compiled=self.compile,
+        )
         object.__setattr__(self, "reasons", tuple(self.reasons))
         self._check_experts()
         self._check_reductions()
@@ -285,6 +300,8 @@ class ParallelPlan:
             self.recompute,
         ):
             lines += filled(sentence, "  ", "    ")
+        if self.numerics == "invariant":
+            lines += filled(numerics_in_words(self.numerics_chunks), "  ", "    ")
         for key, value in self.dotted().items():
             # What was verified is for the runtime; it is in the JSON.
             if key != "tensor_parallel.proven_calls":

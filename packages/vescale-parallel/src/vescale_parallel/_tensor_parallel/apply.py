@@ -122,11 +122,13 @@ def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
             continue  # whose forward reads the weight
         if placement.dim == kind.out_dim:
             enters = not target.is_in_region(owner)
+            boundary.take_columns(modules[owner], owner, kind, placement)
             _column_wise(modules[owner], owner, kind, boundary, enters=enters)
             if owner in spec.outputs:
                 _output(modules[owner], owner, spec.outputs[owner], boundary, keep_cut)
         else:
             split = (owner, "") in spec.inputs
+            boundary.take_rows(modules[owner], owner, kind, placement)
             _row_wise(modules[owner], owner, kind, boundary, spec.left.get(owner), split=split)
 
 
@@ -279,7 +281,7 @@ def _row_wise(
             total = boundary.leave_layer(
                 lambda x: without_bias(bias, x, *given[1:], **kwargs), given[0], dim, stack
             )
-        return total if bias is None else total + bias
+        return total if bias is None else boundary.add_bias(total, bias, dim)
 
     module.forward = summed
     if split:

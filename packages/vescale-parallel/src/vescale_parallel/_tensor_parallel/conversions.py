@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from vescale_parallel._model.linear_layout import LinearKind
 
 from .async_reduce import Beside, sum_in_parts
 from .chunks import part_sizes
@@ -189,6 +192,9 @@ class Boundary:
     def _convert_entering(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         self._check_cut(x, dim, stack)
         self._tell("enter", x, dim, self._parts(dim))
+        return self._bring_in(x, dim, stack)
+
+    def _bring_in(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         if dim is None:
             return self._convert(x, "none", "sum")
         return self._convert(x, "gather", "scatter", dim, self._length(x, dim, stack))
@@ -201,6 +207,20 @@ class Boundary:
             return self._convert(x, "sum", "none")
         self._note_cut(x, dim, stack)
         return self._convert(x, "scatter", "gather", dim, x.shape[dim])
+
+    def take_columns(
+        self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
+    ) -> None:
+        """Compute a column-wise linear layer otherwise than its forward does, if need be."""
+
+    def take_rows(
+        self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
+    ) -> None:
+        """Compute a row-wise linear layer, without its bias, otherwise."""
+
+    def add_bias(self, output: Tensor, bias: Tensor, dim: int | None) -> Tensor:
+        """Add the bias of a row-wise layer to a sum of which ``dim`` is cut, if any."""
+        return output + bias
 
     def leave_layer(
         self, compute: Callable[[Tensor], Tensor], x: Tensor, dim: int | None, stack: str

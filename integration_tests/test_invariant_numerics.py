@@ -1,0 +1,308 @@
+"""Plans of one, two, four and eight tensor-parallel ranks whose bits are the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vescale
+from vescale_dtensor import DTensor
+from vescale_parallel import TensorParallel, propose_in_chunks
+from vescale_testing import World
+
+from .models import HandWritten
+
+ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 2, 16, 128, 256, 3
+
+
+class _Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        rows, length, _ = x_BSF.shape
+        q, k, v = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x_BSF).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+class _Block(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = _Attention(heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(approximate="tanh"), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        x_BSF = x_BSF + self.attention(self.first(x_BSF))
+        return x_BSF + self.mlp(self.second(x_BSF))
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT writes it, with tied embeddings."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList([_Block(heads) for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        with torch.no_grad():
+            self.embed.weight.mul_(0.05)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x_BSF = self.embed(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        for block in self.blocks:
+            x_BSF = block(x_BSF)
+        logits_BSV = self.head(self.norm(x_BSF))
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels.flatten())
+
+
+def _made(name: str, dtype: str, heads: int) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "nano_gpt":
+        return NanoGPT(heads).to(getattr(torch, dtype))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "llama": {
+            "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
+            "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": VOCABULARY,
+        },
+        "gpt2": {
+            "n_embd": WIDTH, "n_layer": 2, "n_head": heads, "vocab_size": VOCABULARY,
+            "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+            "bos_token_id": 0, "eos_token_id": 0,
+        },
+    }[name]  # fmt: skip
+    sizes["tie_word_embeddings"] = name == "gpt2"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+    return model.to(getattr(torch, dtype))
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(STEPS)
+    ]
+    return [{"input_ids": ids, "labels": ids.roll(-1, 1)} for ids in made]
+
+
+@cache
+def _said(name: str, chunks: int, *, sequence: bool) -> dict[str, str]:
+    model = _made(name, "float32", chunks)
+    return propose_in_chunks(
+        model, "auto", chunks, sequence=sequence, example_batch=_batches()[0]
+    ).plan
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def trained(
+    name: str, dtype: str, said: dict[str, str], chunks: int, constraints: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return losses, gradients of every step, and parameters at the end."""
+    torch.set_num_threads(1)
+    plan = vescale.ParallelPlan(
+        tensor_parallel=TensorParallel(
+            size=constraints["size"], sequence=constraints["sequence"], sharding_plan=said
+        ),
+        numerics="invariant",
+        numerics_chunks=chunks,
+    )
+    made = _made(name, dtype, chunks)
+    model, optimizer = vescale.parallelize(
+        plan, made, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    found: dict[str, Tensor] = {}
+    for step, batch in enumerate(_batches()):
+        output = model(**batch)
+        loss: Tensor = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        found[f"loss {step}"] = loss.detach().clone()
+        for fqn, parameter in model.named_parameters():
+            found[f"gradient {step} {fqn}"] = _whole(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {fqn: _whole(p.detach()) for fqn, p in model.named_parameters()}
+
+
+def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+
+
+def _compare(
+    name: str, dtype: str, chunks: int, *, sequence: bool, sizes: tuple[int, ...]
+) -> None:
+    said = _said(name, chunks, sequence=sequence)
+
+    def run(size: int) -> list[dict[str, Tensor]]:
+        constraints = {"size": size, "sequence": sequence}
+        return vescale.emulate(lambda: trained(name, dtype, said, chunks, constraints), size)
+
+    (one,) = run(1)
+    assert one["loss 0"] != one[f"loss {STEPS - 1}"]
+    for size in sizes:
+        for rank, found in enumerate(run(size)):
+            assert _differences(one, found) == [], f"tp {size}, rank {rank}"
+
+
+def test_four_ranks_with_a_cut_sequence_have_the_bits_of_one() -> None:
+    _compare("nano_gpt", "float32", 4, sequence=True, sizes=(2, 4))
+
+
+def _run(said: dict[str, str], size: int) -> dict[str, Tensor]:
+    return trained("nano_gpt", "bfloat16", said, 4, {"size": size, "sequence": True})
+
+
+def test_two_processes_have_the_bits_of_one(world2: World) -> None:
+    said = _said("nano_gpt", 4, sequence=True)
+    (one,) = vescale.emulate(lambda: _run(said, 1), 1)
+    for found in world2.run(_run, said, 2):
+        assert _differences(one, found) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "nano_gpt"])
+def test_every_number_of_ranks_has_the_same_bits(name: str, dtype: str, *, sequence: bool) -> None:
+    # Fused layers of eight heads have chunks of 32 features, no whole vectors of bfloat16.
+    chunks = 8 if name == "llama" or dtype == "float32" else 4
+    sizes = (2, 4, 8) if chunks == 8 else (2, 4)
+    _compare(name, dtype, chunks, sequence=sequence, sizes=sizes)
+
+
+@pytest.mark.nightly
+def test_chunks_are_what_makes_the_bits_equal() -> None:
+    # Without them two ranks round otherwise, or the tests above would show nothing.
+    found: list[dict[str, Tensor]] = []
+    for size in (1, 2):
+        plan = vescale.ParallelPlan(tensor_parallel=TensorParallel(size=size))
+
+        def run(plan: vescale.ParallelPlan = plan) -> dict[str, Tensor]:
+            torch.set_num_threads(1)
+            model = vescale.parallelize(plan, _made("llama", "float32", 4))
+            model(**_batches()[0]).loss.backward()
+            return {fqn: _whole(p.grad) for fqn, p in model.named_parameters()}
+
+        found.append(vescale.emulate(run, size)[0])
+    assert len(_differences(*found)) > len(found[0]) // 2
+
+
+def _parallelized(model: nn.Module, **fields: Any) -> nn.Module:
+    sequence = fields.pop("sequence", False)
+    section = TensorParallel(sequence=sequence)
+    plan = vescale.ParallelPlan(tensor_parallel=section, numerics="invariant", **fields)
+    (made,) = vescale.emulate(lambda: vescale.parallelize(plan, model), 1)
+    return made
+
+
+def test_heads_that_do_not_divide_into_chunks_are_refused_by_name() -> None:
+    model = _made("llama", "float32", 4)
+    with pytest.raises(ValueError, match=r"numerics 'invariant'.*self_attn.*numerics_chunks"):
+        _parallelized(model, numerics_chunks=8)
+
+
+def test_norms_of_heads_are_refused_by_name() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, vocab_size=64,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"_norm\.weight' is applied to every rank's own heads"):
+        _parallelized(Qwen3ForCausalLM(config), numerics_chunks=4)
+
+
+def test_parameters_of_blocks_that_meet_tokens_are_refused_by_name() -> None:
+    model = HandWritten(vocabulary=64, width=128, heads=4, depth=2)
+    batch = {name: value[:, :LENGTH] for name, value in _batches()[0].items()}
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.gain' is applied to every rank's own tokens"
+    ):
+        propose_in_chunks(model, "auto", 4, sequence=True, example_batch=({**batch},))
+
+
+def _called(model: nn.Module, length: int) -> None:
+    torch.set_num_threads(1)
+    plan = vescale.ParallelPlan(
+        tensor_parallel=TensorParallel(sequence=True), numerics="invariant", numerics_chunks=4
+    )
+    model = vescale.parallelize(plan, model)
+    ids = torch.zeros(2, length, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_sequences_that_do_not_divide_into_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"numerics_chunks \(4\) divides, got 6; .* 4 and 8"):
+        vescale.emulate(lambda: _called(_made("llama", "float32", 4), 6), 1)
+
+
+def test_vectors_that_end_elsewhere_on_more_ranks_are_refused() -> None:
+    model = NanoGPT(heads=8)  # 32 features a chunk of query, key and value
+    section = TensorParallel(sequence=True, sharding_plan=_said("nano_gpt", 4, sequence=True))
+    plan = vescale.ParallelPlan(tensor_parallel=section, numerics="invariant", numerics_chunks=8)
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        vescale.parallelize(plan, model.bfloat16())(**_batches()[0])
+
+    with pytest.raises(
+        ValueError, match=r"must be a multiple of 64 for torch.bfloat16.*qkv' has 32"
+    ):
+        vescale.emulate(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"numerics_chunks": 6}, "power of two from 2, got 6"),
+        ({"numerics_chunks": 16, "numerics": "default"}, "left out with 'default', got 16"),
+        ({"tensor_parallel": TensorParallel(size=3)}, "divide numerics_chunks .8.*got 3"),
+        ({"tensor_parallel": TensorParallel(size=2, overlap=2)}, "tensor_parallel.overlap 2"),
+        ({"tensor_parallel": TensorParallel(sharding_policy="manual")}, "got 'manual'"),
+        ({"compile": "blocks"}, "expected compile 'none', got 'blocks'"),
+    ],
+)
+def test_plans_without_such_sums_are_refused(fields: dict[str, Any], message: str) -> None:
+    given: Any = {"numerics": "invariant", **fields}
+    with pytest.raises(ValueError, match=message):
+        vescale.ParallelPlan(**given)
+
+
+@pytest.mark.nightly
+def test_the_planner_gives_all_sizes_one_sharding_plan() -> None:
+    model = NanoGPT()
+    plans = [
+        vescale.generate_plan(
+            model,
+            {
+                "numerics": "invariant", "numerics_chunks": 4, "tensor_parallel.size": size,
+                "tensor_parallel.sequence": True,
+            },
+            world_size=size,
+            example_batch=_batches()[0],
+        )
+        for size in (1, 2)
+    ]  # fmt: skip
+    first, second = (plan.tensor_parallel.sharding_plan for plan in plans)
+    assert first == second == _said("nano_gpt", 4, sequence=True)
+    assert "cut into 4 chunks" in str(plans[0])
