@@ -224,7 +224,7 @@ def _change(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding)
     sliced, context = _slice_blocks(plan, model, mesh, sequence)
-    rows = _batch_rows(mesh, row_guard, lift, plan)
+    rows = _batch_rows(plan, mesh, row_guard, lift, sliced)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in)
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
@@ -236,6 +236,7 @@ def _change(
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
+    engine.completed = engine.completed if sequence is None else sequence.without_cache
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
@@ -362,18 +363,26 @@ def _add_collectives(
 
 
 def _batch_rows(
-    mesh: DeviceMesh, guard: RowGuard | None, lift: LiftPlain | None, plan: ParallelPlan
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    guard: RowGuard | None,
+    lift: LiftPlain | None,
+    sliced: SlicedBlocks | None,
 ) -> BatchRows:
     axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
     context = plan.context_parallel.size
-    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == context == 1:
+    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
-        regions = RowRegions(
-            mesh[axes], tp_mesh, None if tp_mesh is None else batch_mesh(plan), lift
-        )
+        if context == 1:
+            with_tp = None if tp_mesh is None else batch_mesh(plan)
+            regions = RowRegions(mesh[axes], tp_mesh, with_tp, lift)
+        else:
+            with_tp = batch_mesh(plan)
+            regions = RowRegions(with_tp["dp_shard"], tp_mesh, with_tp, lift)
     num_parts = plan.data_parallel.size * plan.num_microbatches
-    return BatchRows(guard, regions, data_groups(mesh), num_parts, context=context)
+    stacks = () if sliced is None else sliced.stacks
+    return BatchRows(guard, regions, data_groups(mesh), num_parts, sliced=stacks)
 
 
 def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:
