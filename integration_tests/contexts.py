@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +135,10 @@ class ExpertsByHand(nn.Module):
         return loss + 0.1 * torch.cat(scores).softmax(-1).mean(0).square().sum()
 
 
-_BY_HAND = {"by_hand": ByHand, "experts_by_hand": ExpertsByHand}
+_BY_HAND: dict[str, Callable[[], nn.Module]] = {
+    "by_hand": ByHand,
+    "experts_by_hand": ExpertsByHand,
+}
 
 
 def build(family: str, attention: str = "sdpa", experts: str = "eager", **more: Any) -> nn.Module:

@@ -350,18 +350,10 @@ def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
     assert ContextGuard(model, 6, ids(), draws_by)._known == {}
 
 
-@pytest.mark.parametrize(
-    ("others", "why"),
-    [
-        ({"pipeline_parallel.size": 2}, "pipeline_parallel.size 1 with context_parallel.size 2"),
-        (
-            {"tensor_parallel.size": 2, "tensor_parallel.sequence": True},
-            "tensor_parallel.sequence False with context_parallel.size 2",
-        ),
-    ],
-)
-def test_sequences_are_not_shared_with_some_other_axes(others: dict[str, Any], why: str) -> None:
+def test_sequences_are_not_shared_where_layers_are_cut_along_them() -> None:
+    others = {"tensor_parallel.size": 2, "tensor_parallel.sequence": True}
     plan = with_constraints(ParallelPlan(), {"context_parallel.size": 2, **others})
+    why = "tensor_parallel.sequence False with context_parallel.size 2"
     with pytest.raises(ValueError, match=why):
         check_supported(plan, nn.Linear(2, 2))
 

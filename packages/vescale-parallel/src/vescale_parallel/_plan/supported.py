@@ -41,13 +41,6 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
 def _check_context(plan: ParallelPlan) -> None:
     size = plan.context_parallel.size
     tensor = plan.tensor_parallel
-    pipeline = plan.pipeline_parallel.size
-    if size > 1 and pipeline > 1:
-        raise ValueError(
-            f"expected pipeline_parallel.size 1 with context_parallel.size {size}, got "
-            f"{pipeline}: ranks that share sequences go with data, tensor and expert parallelism "
-            "in this version; use data_parallel.size or tensor_parallel.size for the other ranks"
-        )
     if size > 1 and tensor.size > 1 and tensor.sequence:
         raise ValueError(
             f"expected tensor_parallel.sequence False with context_parallel.size {size}, got "

@@ -115,6 +115,9 @@ class SlicedBlocks:
         self.stacks: tuple[str, ...] = ()
         self.runs_short_ones = True
         self._open: str | None = None
+        self._has_closed = False
+        # Of blocks that are not the first ones, with which a stage of a pipeline may begin.
+        self._within: dict[str, str] = {}
         self._state: object = None
         self._intercepted: set[str] = set()
 
@@ -133,9 +136,22 @@ class SlicedBlocks:
                 block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
                 block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
                 self._intercepted.add(fqn)
+            self._within.update(dict.fromkeys(stack[1:], name_of(stack)))
         for fqn in around_one_stack(model, stacks):
             hook = functools.partial(self._gather_collected, fqn)
             model.get_submodule(fqn).register_forward_hook(hook, prepend=True)
+
+    def enter(self, fqn: str, leaves: Sequence[Any]) -> None:
+        """Begin a pass within a stack: a stage of a pipeline that is sent its slice.
+
+        ``leaves`` are of what the block is called with, of whole sequences still.
+        """
+        stack, index = self._within.get(fqn), _activation(leaves)
+        if stack is None or index is None or stack not in self.slicing.stacks:
+            return
+        self._slice_no_short_one(leaves)
+        if self.slicing.stacks:
+            self._open_stack(stack, leaves[index])
 
     def slice_as(self, slicing: Slicing) -> None:
         """Compute the next calls so; see [Note: attention that runs again]."""
@@ -218,7 +234,7 @@ class SlicedBlocks:
         return now
 
     def _begin(self, _: nn.Module, args: Any) -> None:
-        self._open = None
+        self._open, self._has_closed = None, False
 
     def _end(self, _: nn.Module, args: Any, output: Any) -> None:
         stack, self._open = self._open, None
@@ -236,7 +252,7 @@ class SlicedBlocks:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if is_first:
-                self._slice_no_short_one(args, kwargs)
+                self._slice_no_short_one(pytree.tree_leaves((args, kwargs)))
             if stack not in self.slicing.stacks:
                 return self._returned(forward(*args, **kwargs), None, is_last=False)
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -266,18 +282,17 @@ class SlicedBlocks:
 
     def _gather_collected(self, fqn: str, _: nn.Module, args: Any, output: Any) -> Any:
         """Gather what was collected in blocks and a module around them returns."""
-        if not self.slicing.stacks or output is None:
-            return None
+        if not self._has_closed or output is None:
+            return None  # blocks ran on whole sequences, or not at all
         leaves, spec = pytree.tree_flatten(output)
         is_changed = self.slicing.leaving.gather(fqn, leaves, self.slices, self._ranks)
         return pytree.tree_unflatten(leaves, spec) if is_changed else None
 
-    def _slice_no_short_one(self, args: Any, kwargs: Any) -> None:
+    def _slice_no_short_one(self, leaves: Sequence[Any]) -> None:
         """Have this call run whole on every rank if its sequence is too short to be shared.
 
         Gradients are those of the whole on every rank then, and so is their average.
         """
-        leaves = pytree.tree_leaves((args, kwargs))
         index, fewest = _activation(leaves), _FEWEST * self._ranks.size
         if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
             return
@@ -295,7 +310,7 @@ class SlicedBlocks:
         self._state = None if self.slicing.draws else generator_state()
 
     def _close_stack(self) -> None:
-        stack, self._open = self._open, None
+        stack, self._open, self._has_closed = self._open, None, True
         if self._state is not None and generator_state() != self._state:
             raise ValueError(
                 f"context_parallel: {stack!r} drew random numbers, which it did not when the "
