@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale
+from vescale_dtensor import GatherWarning
 
 from .experts import Trained, adamw
 from .families import InDouble
+from .listed_experts import HIDDEN, OldMixtral
 from .plans import make_plan
 from .training import whole
 
@@ -22,6 +25,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "attention_dropout": 0.0,
 }  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64,
@@ -40,9 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {**_SIZES, "state_size": 4},
     "bert": {**_SIZES, **_BERT},
     "roberta": {**_SIZES, **_BERT},
-    "qwen3_moe": {
-        **_SIZES, "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
+    "qwen3_moe": {**_SIZES, **_EXPERTS, "decoder_sparse_step": 1},
+    "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**_SIZES, **_EXPERTS},
+    "deepseek_v3": {
+        **_SIZES, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 4,
+        "first_k_dense_replace": 0,
     },
 }  # fmt: skip
 _HEADS = {"bert": "AutoModelForMaskedLM", "roberta": "AutoModelForSequenceClassification"}
@@ -91,18 +100,59 @@ class ByHand(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def build(family: str, attention: str = "sdpa", **more: Any) -> nn.Module:
+class ExpertBlock(Block):
+    """A block with experts in a list, which returns what its router says besides."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, 2)
+        self.moe = OldMixtral()
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: another block
+        self, x_BSF: Tensor, cos_SD: Tensor, sin_SD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x_BSF = super().forward(x_BSF, cos_SD, sin_SD)
+        made, scores = self.moe(x_BSF)
+        return x_BSF + made, scores
+
+
+class ExpertsByHand(nn.Module):
+    """A causal model by hand, whose loss has a part of all tokens that routers see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(ExpertBlock() for _ in range(3))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x_BSF, scores = self.embed(input_ids), list[Tensor]()
+        place = torch.arange(input_ids.shape[1], dtype=x_BSF.dtype)[:, None]
+        angle_SD = place / torch.arange(1, 5, dtype=x_BSF.dtype)
+        for block in self.blocks:
+            x_BSF, of_block = block(x_BSF, angle_SD.cos(), angle_SD.sin())
+            scores.append(of_block)
+        loss = F.cross_entropy(self.head(x_BSF)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return loss + 0.1 * torch.cat(scores).softmax(-1).mean(0).square().sum()
+
+
+_BY_HAND: dict[str, Callable[[], nn.Module]] = {
+    "by_hand": ByHand,
+    "experts_by_hand": ExpertsByHand,
+}
+
+
+def build(family: str, attention: str = "sdpa", experts: str = "eager", **more: Any) -> nn.Module:
     """Return a model in float64."""
     import transformers
 
     torch.manual_seed(0)
-    if family == "by_hand":
-        model = ByHand().double()
+    if family in _BY_HAND:
+        model = _BY_HAND[family]().double()
     else:
         config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **more})
         kind = getattr(transformers, _HEADS.get(family, "AutoModelForCausalLM"))
         model = kind.from_config(
-            config, attn_implementation=attention, experts_implementation="eager"
+            config, attn_implementation=attention, experts_implementation=experts
         ).double()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # as drawn, attention would be nearly even
@@ -150,7 +200,9 @@ def train(
     losses, norms, grads = list[float](), list[float](), dict[str, Tensor]()
     for step in range(steps):
         batch = rows_of(model, batch_of(step, length + step % 2, kind, rows))
-        with InDouble():
+        with InDouble(), warnings.catch_warnings():
+            # Balancing losses count tokens by torch.histc, whose inputs are gathered.
+            warnings.simplefilter("ignore", GatherWarning)
             output = model(**batch)
             loss = output if isinstance(output, Tensor) else output.loss
             loss.backward()

@@ -62,6 +62,8 @@ PLANS: dict[str, Constraints] = {
     "pp x ZeRO 3": {PP: 2, PARTS: 2, DP: 2, ZERO: 3},
     "pp x ep": {PP: 2, PARTS: 2, DP: 2, EP: 2},
     "cp x ZeRO 3": {CP: 2, DP: 2, ZERO: 3},
+    "cp x ep": {CP: 2, DP: 2, EP: 2},
+    "pp x cp": {PP: 2, PARTS: 2, CP: 2},
     "pp x tp x dp": {PP: 2, PARTS: 2, TP: 2, DP: 2},
     "pp x tp, sp x ZeRO 3": {PP: 2, PARTS: 2, TP: 2, SEQUENCE: True, DP: 2, ZERO: 3},
     "pp x tp x ep": {PP: 2, PARTS: 2, TP: 2, DP: 2, EP: 2},

@@ -208,7 +208,8 @@ def _change(
     draws = None
     if stages is not None:
         input_dtype = param_dtype if plan.precision.cast_inputs else None
-        draws = StageDraws(model, stages.stages_of_calls, mesh, param_dtype, input_dtype)
+        ranks = DataRanks(mesh, plan.context_parallel.size)
+        draws = StageDraws(model, stages.stages_of_calls, mesh, ranks, param_dtype, input_dtype)
         stage_model(model, stages, staging, param_dtype)
         draws.borders.install(model, stages.stages_of_calls)
         give_no_layers(model)
@@ -219,12 +220,11 @@ def _change(
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
-    if own:
-        dispatch(model, experts, mesh)
+    dispatch(model, experts, mesh)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
-    sliced, context = _slice_blocks(plan, model, mesh, sequence)
-    rows = _batch_rows(mesh, row_guard, lift, plan)
+    sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
+    rows = _batch_rows(plan, mesh, row_guard, lift, sliced)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
@@ -236,6 +236,7 @@ def _change(
     leave_in_blocks(model, run_here)
     parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
+    engine.completed = engine.completed if sequence is None else sequence.without_cache
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
@@ -270,13 +271,19 @@ def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard 
 
 
 def _slice_blocks(
-    plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, sequence: ContextGuard | None
+    plan: ParallelPlan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    sequence: ContextGuard | None,
+    staging: Staging,
 ) -> tuple[SlicedBlocks | None, dist.ProcessGroup | None]:
     """Have blocks compute on slices; return them, and the ranks that share a sequence."""
     group = context_group(mesh, plan.context_parallel.size)
     if sequence is None or group is None:
         return None, None
-    return sequence.install(model, ContextProcesses(group)), group
+    sliced = sequence.install(model, ContextProcesses(group))
+    staging.enters = sliced.enter
+    return sliced, group
 
 
 def _add_draws(
@@ -344,18 +351,23 @@ def _add_collectives(
 
 
 def _batch_rows(
-    mesh: DeviceMesh, guard: RowGuard | None, lift: LiftPlain | None, plan: ParallelPlan
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    guard: RowGuard | None,
+    lift: LiftPlain | None,
+    sliced: SlicedBlocks | None,
 ) -> BatchRows:
     axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
     context = plan.context_parallel.size
-    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == context == 1:
+    if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
-        regions = RowRegions(
-            mesh[axes], tp_mesh, None if tp_mesh is None else batch_mesh(plan), lift
-        )
+        with_tp = None if tp_mesh is None and context == 1 else batch_mesh(plan)
+        of_rows = mesh[axes] if with_tp is None or context == 1 else with_tp["dp_shard"]
+        regions = RowRegions(of_rows, tp_mesh, with_tp, lift)
     num_parts = plan.data_parallel.size * plan.num_microbatches
-    return BatchRows(guard, regions, data_groups(mesh), num_parts, context=context)
+    stacks = () if sliced is None else sliced.stacks
+    return BatchRows(guard, regions, data_groups(mesh), num_parts, sliced=stacks)
 
 
 def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:

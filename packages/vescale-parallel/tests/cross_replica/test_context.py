@@ -350,23 +350,40 @@ def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
     assert ContextGuard(model, 6, ids(), draws_by)._known == {}
 
 
-@pytest.mark.parametrize(
-    ("others", "why"),
-    [
-        ({"pipeline_parallel.size": 2}, "pipeline_parallel.size 1 with context_parallel.size 2"),
-        (
-            {"expert_parallel.size": 2, "data_parallel.size": 2},
-            "expert_parallel.size 1 with context_parallel.size 2",
-        ),
-        (
-            {"tensor_parallel.size": 2, "tensor_parallel.sequence": True},
-            "tensor_parallel.sequence False with context_parallel.size 2",
-        ),
-    ],
-)
-def test_sequences_are_shared_with_data_and_tensor_parallelism_alone(
-    others: dict[str, Any], why: str
-) -> None:
+def test_sequences_are_not_shared_where_layers_are_cut_along_them() -> None:
+    others = {"tensor_parallel.size": 2, "tensor_parallel.sequence": True}
     plan = with_constraints(ParallelPlan(), {"context_parallel.size": 2, **others})
+    why = "tensor_parallel.sequence False with context_parallel.size 2"
     with pytest.raises(ValueError, match=why):
         check_supported(plan, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "experts", "axes"),
+    [
+        (2, 2, 2, {"ep": 2, "dp_shard": 1, "cp": 2}),
+        (1, 4, 2, {"ep": 2, "dp_shard": 1, "cp": 2}),
+        (2, 2, 4, {"ep": 4, "dp_shard": 1, "cp": 1}),
+        (6, 2, 4, {"ep": 4, "dp_shard": 3, "cp": 1}),
+    ],
+)
+def test_experts_take_ranks_of_the_batch_before_those_of_a_sequence(
+    data: int, context: int, experts: int, axes: dict[str, int]
+) -> None:
+    plan = with_constraints(
+        ParallelPlan(),
+        {
+            "data_parallel.size": data,
+            "data_parallel.zero_stage": 3,
+            "context_parallel.size": context,
+            "expert_parallel.size": experts,
+        },
+    )
+    assert plan.world_size == data * context
+    assert {name: plan.axes[name] for name in axes} == axes
+
+
+def test_experts_divide_the_ranks_of_batch_and_sequence() -> None:
+    sizes = {"data_parallel.size": 3, "context_parallel.size": 2, "expert_parallel.size": 4}
+    with pytest.raises(ValueError, match=r"times context_parallel.size \(3 x 2\).* got 4"):
+        with_constraints(ParallelPlan(), sizes)

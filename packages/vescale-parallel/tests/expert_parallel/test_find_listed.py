@@ -158,9 +158,30 @@ def test_finding_draws_and_changes_nothing() -> None:
     ],
 )
 def test_other_lists_are_refused_by_name(layer: Callable[[], nn.Module], why: str) -> None:
-    message = rf"found no experts in Model. 'layers.0.experts' is a list .*{why}"
+    message = rf"found no experts in Model; .*list 'layers.0.experts' is not one of .*{why}"
     with pytest.raises(ValueError, match=message):
         find_experts(Model(layer()), 2)
+
+
+class Layers(nn.Module):
+    """Layers between an embedding of two tokens, as many as there are layers, and nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_is_said_of_layers_is_nothing_of_how_they_were_tried() -> None:
+    why = "The list 'layers' is not one of experts: Layers, which has it, does not take rows of "
+    with pytest.raises(ValueError, match=f"{why}features alone\\.$"):
+        find_experts(Layers(), 2)
 
 
 def test_a_list_without_a_router_is_none() -> None:

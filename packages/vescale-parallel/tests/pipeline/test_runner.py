@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._loss.not_returned import NotReturned
@@ -112,20 +111,23 @@ class Stages:
         model, mesh, staging = self.models[rank], build_mesh(self.plan), Staging()
         stages = stage_map(self.plan, model)
         assert stages is not None
-        ranks: Any = _ranks(mesh)
+        ranks = DataRanks(mesh)
         with self.turn:  # torch's copies for shapes use modes of the process
             stage_model(model, stages, staging, None)
         pipeline = TakingTurns(
-            self.plan, mesh, staging, stages.starts, NUM_BLOCKS, ranks, turn=self.turn
+            self.plan,
+            mesh,
+            staging,
+            stages.starts,
+            NUM_BLOCKS,
+            ranks.total,
+            ranks.size,
+            turn=self.turn,
         )
         with self.turn, torch.set_grad_enabled(train):
             run = pipeline.run if train else pipeline.predict
             output = run(model, (x,), {"targets": targets})
         return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _ranks(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    return DataRanks(mesh).total
 
 
 def plan_of(size: int, microbatches: int, schedule: str, virtual: int) -> ParallelPlan:

@@ -24,8 +24,9 @@ from .regions import RowRegions
 class BatchRows:
     """What a parallelized model knows of the rows of its batches.
 
-    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline, nor where
-    ``context`` ranks share sequences; rows that depend on each other are refused there.
+    Without a ``guard`` the batch is in one part. There are no ``regions`` in a pipeline; rows that
+    depend on each other are refused there, and within the blocks of ``sliced`` stacks, which
+    compute on slices of sequences.
 
     Attributes:
         coupling: Of the call that runs.
@@ -38,10 +39,14 @@ class BatchRows:
         groups: Sequence[dist.ProcessGroup],
         num_parts: int,
         *,
-        context: int = 1,
+        sliced: Sequence[str] = (),
     ) -> None:
         self._guard, self._regions = guard, regions
-        self._groups, self._num_parts, self._context = groups, num_parts, context
+        self._groups, self._num_parts, self._sliced = (
+            groups,
+            num_parts,
+            tuple(f"{each}." for each in sliced),
+        )
         self.coupling, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
@@ -80,8 +85,6 @@ class BatchRows:
             if not self.coupling.regions:
                 yield
                 return
-            if self._context > 1:
-                raise ValueError(_refused_context(self.coupling, self._context))
             if in_parts_by and self._regions is None and not torch.is_grad_enabled():
                 # A pipeline without others runs the whole batch at once.
                 yield
@@ -91,6 +94,8 @@ class BatchRows:
             if self._regions is None:  # one rank has the whole batch
                 yield
                 return
+            if any(fqn.startswith(self._sliced) for fqn in self.coupling.regions):
+                raise ValueError(_refused_context(self.coupling))
             self._check_shapes(args, kwargs)
             self._regions.watch(model, self.coupling)
             with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
@@ -142,11 +147,11 @@ def _refused_writes(coupling: RowCoupling, in_parts_by: str) -> str:
     )
 
 
-def _refused_context(coupling: RowCoupling, size: int) -> str:
+def _refused_context(coupling: RowCoupling) -> str:
     return (
-        f"rows of the batch depend on each other ({_listed(coupling)}), of which data-parallel "
-        f"ranks with context_parallel.size {size} have parts. Use data_parallel.size 1 or "
-        "context_parallel.size 1, or a loss that is a mean over rows"
+        f"rows of the batch depend on each other ({_listed(coupling)}) within blocks, which "
+        "compute on slices of sequences under context_parallel. Use data_parallel.size 1 or "
+        "context_parallel.size 1, or compute it outside of blocks"
     )
 
 

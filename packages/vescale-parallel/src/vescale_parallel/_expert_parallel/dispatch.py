@@ -32,6 +32,8 @@ from .load import Counted, Load
 
 def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> None:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place."""
+    if not (found.stacked or found.listed):
+        return
     group = second_group(mesh, "ep")
     counted = {each.fqn: Counted(each.num_experts) for each in (*found.stacked, *found.listed)}
     for listed in found.listed:

@@ -58,16 +58,14 @@ def find_experts(model: nn.Module, size: int) -> FoundExperts:
     stacked = _stacked(model, size)
     if not stacked and not listed:
         why = "".join(
-            f" {fqn!r} is a list of modules beside a router, but {said}."
-            for fqn, said in others.items()
+            f" The list {fqn!r} is not one of experts: {said}." for fqn, said in others.items()
         )
         raise ValueError(
-            f"expert_parallel.size {size}: found no experts in {type(model).__name__}.{why} "
-            "Experts are a module whose parameters all stack them on their first dim, and whose "
-            "forward takes rows (tokens, hidden), the experts of each (tokens, k) and their "
-            "weights (tokens, k); or modules of one structure in an nn.ModuleList, beside a "
-            "router in the module that calls each with its rows; leave expert_parallel out of the "
-            "plan"
+            f"expert_parallel.size {size}: found no experts in {type(model).__name__}; leave "
+            "expert_parallel out of the plan. Looked for: a module whose parameters all stack "
+            "them on their first dim, and whose forward takes rows (tokens, hidden), the experts "
+            "of each (tokens, k) and their weights (tokens, k); or modules of one structure in an "
+            f"nn.ModuleList, beside a router in the module that calls each with its rows.{why}"
         )
     return FoundExperts(stacked, listed)
 

@@ -92,8 +92,15 @@ def _proven(
             )
         module = smaller
     with untouched_generators(seed=0), InDouble():
+        copied = random_copy(module)
         try:
-            proven = _tried(experts, random_copy(module))
+            given = _inputs(experts, copied)
+        except Exception as error:  # of any kind: of code that is called with what it is not for
+            kind = type(module).__name__
+            missing = f" ({error})" if isinstance(error, TypeError) else ""
+            return f"{kind}, which has it, does not take rows of features alone{missing}"
+        try:
+            proven = _tried(experts, copied, given)
         # What a user's module raises is why it is not understood.
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -127,9 +134,8 @@ def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
     return any(names.count(each) > 1 for each in {*own})
 
 
-def _tried(experts: ListedExperts, module: nn.Module) -> ListedExperts | str:
+def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExperts | str:
     """Run a copy of a module as one device and as ranks; return how it calls, or what differs."""
-    given = _inputs(experts, module)
     watched = _Watched(experts, module)
     expected = watched.run(given)
     if watched.why:

@@ -50,12 +50,19 @@ def state_mesh(plan: ParallelPlan, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def batch_mesh(plan: ParallelPlan) -> DeviceMesh:
-    """Return the mesh of data- and tensor-parallel ranks, in the order in which rows are cut.
+    """Return the mesh of ranks that share a batch, in the order in which rows are cut, and ``tp``.
 
-    Every rank must call this; there are no other ranks.
+    Of ranks that share a sequence each has its own. Every rank must call this; without a pipeline.
     """
+    context = plan.context_parallel.size
     axes = {name: size for name, size in plan.axes.items() if size > 1}
-    return _mesh_of(axes, tuple(axes))
+    if context > 1:
+        axes = {"dp_shard": plan.data_parallel.size, "cp": context}
+        axes["tp"] = plan.tensor_parallel.size
+    mesh = _mesh_of(axes, tuple(axes))
+    if context == 1:
+        return mesh
+    return mesh["dp_shard", "tp"] if axes["tp"] > 1 else mesh["dp_shard"]
 
 
 def _mesh_of(axes: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
@@ -131,9 +138,14 @@ def context_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup | None:
     """Return the ranks that share a sequence, None if it is one. Every rank must call this."""
     if size == 1:
         return None
-    axis = next(name for name in reversed(DATA_AXES) if axis_size(mesh, name) > 1)
-    index = (mesh.mesh_dim_names or ()).index(axis)
-    return _subgroup(mesh.mesh.movedim(index, -1).reshape(-1, size).tolist(), "cp")
+    return _subgroup(_data_ranks_last(mesh).reshape(-1, size).tolist(), "cp")
+
+
+def _data_ranks_last(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the ranks of a mesh, those that share a batch last, in the order of its parts."""
+    names = mesh.mesh_dim_names or ()
+    axes = [names.index(name) for name in DATA_AXES if name in names]
+    return mesh.mesh.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 
 def second_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:

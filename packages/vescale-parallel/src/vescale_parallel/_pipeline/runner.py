@@ -50,6 +50,7 @@ class Pipeline:
         starts: Index of the first block of every stage.
         num_blocks: Number of blocks.
         total: Sums a float64 tensor over data-parallel ranks.
+        num_ranks: How many these are, with those that share sequences.
         draws: Random numbers in forward; None leaves them to each stage.
         trained: Of every parameter, the same on all ranks, whether it is trained now.
         loss_scale: What losses are multiplied with before they are differentiated.
@@ -63,6 +64,7 @@ class Pipeline:
     starts: Sequence[int]
     num_blocks: int
     total: Callable[[Tensor], Tensor]
+    num_ranks: int
     draws: StageDraws | None = None
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
@@ -125,7 +127,7 @@ class Pipeline:
         """
         count, num_rows = self.plan.num_microbatches, num_rows_of(args, kwargs, rows) or 0
         microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
-        self._parts = self._parts_of(rows_of_parts(num_rows, count))
+        self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, count))
         seen = self._seen_in(form, forward, args, kwargs, rows)
         schedule = self.plan.pipeline_parallel.schedule
         cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
@@ -157,15 +159,14 @@ class Pipeline:
         num_rows = num_rows_of(args, kwargs, rows) or 0
         most = self.plan.num_microbatches
         num_microbatches = num_microbatches_for(num_rows, 1 if returned is None else most)
-        data = self.plan.data_parallel
-        if data.size > 1 and data.zero_stage == 3:
+        if self.num_ranks > 1 and self.plan.data_parallel.zero_stage == 3:
             # Ranks gather parameters together, once for each micro-batch of each.
             num_microbatches = common_num_microbatches(
-                num_rows, num_microbatches, most, data.size, self.total, self.mesh.device_type
+                num_rows, num_microbatches, most, self.num_ranks, self.total, self.mesh.device_type
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        self._parts = self._parts_of(rows_of_parts(num_rows, num_microbatches))
+        self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, num_microbatches))
         seen = self._seen_in(form, forward, args, kwargs, rows)
         counts = self._count(forward, microbatches, form, seen)
         cuts = seen.all_cuts
@@ -358,9 +359,6 @@ class Pipeline:
     @property
     def _has_last_stage(self) -> bool:
         return self._rank == self._placement.last_rank
-
-    def _parts_of(self, sizes: Sequence[int]) -> Parts:
-        return Parts(self.plan.data_parallel.size, sizes)
 
     def _may_split(self, schedule: str) -> bool:
         """Whether input and weight gradients are computed apart."""

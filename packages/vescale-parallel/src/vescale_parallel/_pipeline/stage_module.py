@@ -14,7 +14,7 @@ between blocks is computed behind the first of them. See [Note: what crosses a c
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,13 +45,16 @@ class Staging:
     ``outlines`` are of modules by what they are called with; ``around`` are the modules, with
     their names, that all stages call, since no stage has them: they have no parameters or are
     around the blocks. ``alike`` has one copy of blocks that :func:`form_of` says are alike, where
-    that is good enough: where stages are tried, not where they train.
+    that is good enough: where stages are tried, not where they train. ``enters`` is told of a
+    stage's first block and what it is called with, before that is replaced by what the stage
+    before sent.
     """
 
     run: StageRun | None = None
     outlines: dict[Any, Any] = field(default_factory=dict[Any, Any])
     around: Mapping[nn.Module, str] = field(default_factory=dict[nn.Module, str])
     alike: dict[object, nn.Module] | None = None
+    enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
 
     def skeleton_of(
         self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
@@ -108,6 +111,7 @@ class StagedModule(nn.Module):
         if index == run.first_block:
             if run.stage > 0:
                 leaves, spec = pytree.tree_flatten((args, kwargs))
+                role.staging.enters(role.fqn, leaves)
                 args, kwargs = pytree.tree_unflatten(run.take(role.fqn, leaves), spec)
             # No placeholder is needed any more; using one would be a mistake.
             Placeholder.usable = False

@@ -311,8 +311,8 @@ class ExpertParallel:
 
     Attributes:
         size: Ranks that each have other experts, and send them each other's tokens; divides
-            ``data_parallel.size``, whose ranks they are. What is no expert has a copy on each,
-            whatever the stage of ZeRO.
+            ``data_parallel.size`` times ``context_parallel.size``, whose ranks they are. What is
+            no expert has a copy on each, whatever the stage of ZeRO.
     """
 
     size: int = 1

@@ -187,10 +187,13 @@ class ParallelPlan:
 
     def _check_experts(self) -> None:
         data, experts = self.data_parallel, self.expert_parallel.size
-        if data.size % experts:
+        context = self.context_parallel.size
+        if data.size * context % experts:
+            size = f"{data.size}" if context == 1 else f"{data.size} x {context}"
+            times = "" if context == 1 else " times context_parallel.size"
             raise ValueError(
-                f"expected expert_parallel.size to divide data_parallel.size ({data.size}), whose "
-                f"ranks it groups, got {experts}"
+                f"expected expert_parallel.size to divide data_parallel.size{times} ({size}), "
+                f"whose ranks it groups, got {experts}"
             )
         if experts > 1 and data.zero_stage and data.replicate_size not in (1, experts):
             raise ValueError(
@@ -227,18 +230,23 @@ class ParallelPlan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size of every mesh axis, outermost first."""
+        """Size of every mesh axis, outermost first.
+
+        Ranks that share experts are data-parallel ones as far as these divide, and then ranks
+        that share a sequence, which are not counted as ``cp`` again.
+        """
         data, experts = self.data_parallel, self.expert_parallel.size
+        of_data = math.gcd(experts, data.size)
         shard = data.shard_size
         if experts > 1 and data.zero_stage:
             # What is no expert has a copy on each rank that shares the experts.
-            shard = data.size // experts
+            shard = data.size // of_data
         return {
             "pp": self.pipeline_parallel.size,
-            "dp_replicate": data.size // shard // experts,
+            "dp_replicate": data.size // shard // of_data,
             "ep": experts,
             "dp_shard": shard,
-            "cp": self.context_parallel.size,
+            "cp": self.context_parallel.size // (experts // of_data),
             "tp": self.tensor_parallel.size,
         }
 

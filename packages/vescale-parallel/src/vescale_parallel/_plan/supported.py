@@ -41,17 +41,6 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
 def _check_context(plan: ParallelPlan) -> None:
     size = plan.context_parallel.size
     tensor = plan.tensor_parallel
-    others = {
-        "pipeline_parallel.size": plan.pipeline_parallel.size,
-        "expert_parallel.size": plan.expert_parallel.size,
-    }
-    for name, other in others.items():
-        if size > 1 and other > 1:
-            raise ValueError(
-                f"expected {name} 1 with context_parallel.size {size}, got {other}: ranks that "
-                "share sequences go with data and tensor parallelism in this version; use "
-                "data_parallel.size or tensor_parallel.size for the other ranks"
-            )
     if size > 1 and tensor.size > 1 and tensor.sequence:
         raise ValueError(
             f"expected tensor_parallel.sequence False with context_parallel.size {size}, got "

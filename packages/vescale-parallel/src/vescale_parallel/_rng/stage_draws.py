@@ -99,6 +99,7 @@ class StageDraws:
         stages_of: The stage of every call of each module that another stage may make, one for all
             calls; none inside of another.
         mesh: The plan's.
+        ranks: Those that share the batch.
         dtype: Of the model's parameters in compute; None for their own.
         input_dtype: Of floating-point inputs; None for their own.
     """
@@ -108,11 +109,12 @@ class StageDraws:
         model: nn.Module,
         stages_of: Mapping[str, Sequence[int]],
         mesh: DeviceMesh,
+        ranks: DataRanks,
         dtype: torch.dtype | None = None,
         input_dtype: torch.dtype | None = None,
     ) -> None:
         self._model, self._whole, self._stages_of = model, copied_without_values(model), stages_of
-        self._mesh, self._ranks = mesh, DataRanks(mesh)
+        self._mesh, self._ranks = mesh, ranks
         self._dtype, self._input_dtype = dtype, input_dtype
         self._found: dict[object, _Found] = {}
         self._agreed: dict[object, _Agreed] = {}
@@ -262,11 +264,12 @@ class StageDraws:
         if not all(isinstance(move, int) for move in moves):
             words = -1
         digest = int.from_bytes(hashlib.sha256(repr((moves, count)).encode()).digest()[:6], "big")
-        rank, size = self._ranks.rank, self._ranks.size
+        rank, size, ranks = self._ranks.part, self._ranks.num_parts, self._ranks.size
         told = torch.zeros(size, 3, dtype=torch.float64)
         told[rank] = torch.tensor([found.draws is not None, words, digest], dtype=torch.float64)
         if size > 1:
-            told = self._ranks.total(told.flatten()).view(size, 3)
+            # Ranks that share a sequence all tell the numbers of their part.
+            told = self._ranks.total(told.flatten()).view(size, 3) / (ranks // size)
         known, numbers, digests = (list(map(int, column)) for column in told.T.tolist())
         if not all(known):
             return None

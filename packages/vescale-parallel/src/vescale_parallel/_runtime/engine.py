@@ -29,6 +29,9 @@ from .cast_inputs import with_cast_inputs
 from .outside import KnownModules, read_in, refuse_trainers
 from .same_inputs import SameInputs
 
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
 
 class ProvesCalls(Protocol):
     """What calls a plan was compared with one device for, and the check for others."""
@@ -60,6 +63,7 @@ class Engine:
         accumulation: Runs a step's micro-batches without stages; None for one.
         input_dtype: Of floating-point inputs in forward; None for their own.
         is_at_uneven: Whether ranks now have batches of other numbers of rows.
+        completed: Returns arguments with what calls of this plan say besides.
         keeps_caches: Whether a rank can keep keys and values of what it generates.
         is_running: Whether a call runs now.
         has_run: Whether a call has run.
@@ -80,6 +84,7 @@ class Engine:
     accumulation: AccumulatedStep | None = None
     input_dtype: torch.dtype | None = None
     is_at_uneven: Callable[[], bool] = lambda: False
+    completed: Callable[[Args, Named], tuple[Args, Named]] = lambda args, kwargs: (args, kwargs)
     keeps_caches: bool = True
     is_running: bool = False
     has_run: bool = False
@@ -92,7 +97,7 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
-        args, kwargs = self.arguments.by_name(args, kwargs)
+        args, kwargs = self.completed(*self.arguments.by_name(args, kwargs))
         phase = "forward" if self.pipeline is None else "pipeline"
         with announced_failures(), profiler_range(phase):
             if is_in_backward():

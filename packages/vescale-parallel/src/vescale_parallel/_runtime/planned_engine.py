@@ -57,8 +57,8 @@ def planned_engine(
     parameters.after_backward = inputs.after_backward
     step, has_buffers = None, any(True for _ in model.buffers())
     if stages is not None and draws is not None:
-        num_blocks = len(stages.blocks)
-        pipeline = Pipeline(plan, mesh, staging, stages.starts, num_blocks, ranks.total, draws)
+        blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
+        pipeline = Pipeline(plan, mesh, staging, *blocks, *shared, draws)
         buffers = StageBuffers(model, pipeline.group_of("F"), staging) if has_buffers else None
         step = PipelineStep(
             model, pipeline, parameters.params, buffers, parameters.finish_backward, parameters

@@ -124,11 +124,10 @@ class Activations:
 
 def place_of(rank: int, plan: ParallelPlan) -> tuple[int, int, Place]:
     """Return a rank's place in the pipeline, which rows it has, and where it shares them."""
-    axes, at = plan.axes, dict[str, int]()
-    for name in reversed(axes):
-        rank, at[name] = divmod(rank, axes[name])
-    data = (at["dp_replicate"] * axes["ep"] + at["ep"]) * axes["dp_shard"] + at["dp_shard"]
-    return at["pp"], data, (at["cp"], at["tp"])
+    rank, tp = divmod(rank, plan.tensor_parallel.size)
+    rank, cp = divmod(rank, plan.context_parallel.size)
+    stage, data = divmod(rank, plan.data_parallel.size)
+    return stage, data, (cp, tp)
 
 
 def _match(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Match] | None:

@@ -270,8 +270,7 @@ def num_rows(batch: Any) -> int:
 
 def num_data_ranks(plan: ParallelPlan) -> int:
     """Return how many ranks have rows of their own."""
-    axes = plan.axes
-    return axes["dp_replicate"] * axes["ep"] * axes["dp_shard"]
+    return plan.data_parallel.size
 
 
 def num_parts(plan: ParallelPlan) -> int:

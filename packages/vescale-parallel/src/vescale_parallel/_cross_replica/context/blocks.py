@@ -37,6 +37,7 @@ from .attention import HeadsAttention
 from .conversions import gather_slices, keep_slice
 from .draws import DrawKey, DrawnDim, DrawsSlices, WholeDraw
 from .intercept import Interception
+from .leaving import Leaving, around_one_stack
 from .ring_attention import RingAttention
 from .slices import ContextRanks, Method, SequenceSlices
 
@@ -57,6 +58,7 @@ class Slicing:
         dims: Of the tensors that blocks are given, by block, place among its arguments and number
             of dims: the one along the sequence, None of what stays whole.
         drawn: Of what ranks draw, likewise.
+        leaving: What blocks return, or is collected in them, beside their activations.
     """
 
     stacks: frozenset[str] = frozenset()
@@ -67,6 +69,7 @@ class Slicing:
         default_factory=dict[tuple[str, int, int], "int | None"]
     )
     drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
+    leaving: Leaving = field(default_factory=Leaving)
 
     @cached_property
     def drawing(self) -> frozenset[str]:
@@ -100,6 +103,7 @@ class SlicedBlocks:
 
     Attributes:
         slicing: What the call that runs slices.
+        stacks: Names of those that may compute on slices.
     """
 
     def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
@@ -108,8 +112,12 @@ class SlicedBlocks:
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         self._interception = Interception(self._attention)
         self.slicing = Slicing()
+        self.stacks: tuple[str, ...] = ()
         self.runs_short_ones = True
         self._open: str | None = None
+        self._has_closed = False
+        # Of blocks that are not the first ones, with which a stage of a pipeline may begin.
+        self._within: dict[str, str] = {}
         self._state: object = None
         self._intercepted: set[str] = set()
 
@@ -120,7 +128,7 @@ class SlicedBlocks:
 
     def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
         """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says."""
-        self._model = model
+        self._model, self.stacks = model, tuple(map(name_of, stacks))
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
         for stack in stacks:
@@ -128,6 +136,22 @@ class SlicedBlocks:
                 block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
                 block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
                 self._intercepted.add(fqn)
+            self._within.update(dict.fromkeys(stack[1:], name_of(stack)))
+        for fqn in around_one_stack(model, stacks):
+            hook = functools.partial(self._gather_collected, fqn)
+            model.get_submodule(fqn).register_forward_hook(hook, prepend=True)
+
+    def enter(self, fqn: str, leaves: Sequence[Any]) -> None:
+        """Begin a pass within a stack: a stage of a pipeline that is sent its slice.
+
+        ``leaves`` are of what the block is called with, of whole sequences still.
+        """
+        stack, index = self._within.get(fqn), _activation(leaves)
+        if stack is None or index is None or stack not in self.slicing.stacks:
+            return
+        self._slice_no_short_one(leaves)
+        if self.slicing.stacks:
+            self._open_stack(stack, leaves[index])
 
     def slice_as(self, slicing: Slicing) -> None:
         """Compute the next calls so; see [Note: attention that runs again]."""
@@ -210,7 +234,7 @@ class SlicedBlocks:
         return now
 
     def _begin(self, _: nn.Module, args: Any) -> None:
-        self._open = None
+        self._open, self._has_closed = None, False
 
     def _end(self, _: nn.Module, args: Any, output: Any) -> None:
         stack, self._open = self._open, None
@@ -228,9 +252,9 @@ class SlicedBlocks:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if is_first:
-                self._slice_no_short_one(args, kwargs)
+                self._slice_no_short_one(pytree.tree_leaves((args, kwargs)))
             if stack not in self.slicing.stacks:
-                return self._returned(forward(*args, **kwargs), is_last=False)
+                return self._returned(forward(*args, **kwargs), None, is_last=False)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             index = _activation(leaves)
             if index is None or leaves[index].dim() < _ROWS:
@@ -252,16 +276,23 @@ class SlicedBlocks:
                     leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             output = attend(*args, **kwargs)
-            return self._returned(output, is_last=is_last)
+            return self._returned(output, fqn, is_last=is_last)
 
         return run
 
-    def _slice_no_short_one(self, args: Any, kwargs: Any) -> None:
+    def _gather_collected(self, fqn: str, _: nn.Module, args: Any, output: Any) -> Any:
+        """Gather what was collected in blocks and a module around them returns."""
+        if not self._has_closed or output is None:
+            return None  # blocks ran on whole sequences, or not at all
+        leaves, spec = pytree.tree_flatten(output)
+        is_changed = self.slicing.leaving.gather(fqn, leaves, self.slices, self._ranks)
+        return pytree.tree_unflatten(leaves, spec) if is_changed else None
+
+    def _slice_no_short_one(self, leaves: Sequence[Any]) -> None:
         """Have this call run whole on every rank if its sequence is too short to be shared.
 
         Gradients are those of the whole on every rank then, and so is their average.
         """
-        leaves = pytree.tree_leaves((args, kwargs))
         index, fewest = _activation(leaves), _FEWEST * self._ranks.size
         if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
             return
@@ -279,17 +310,23 @@ class SlicedBlocks:
         self._state = None if self.slicing.draws else generator_state()
 
     def _close_stack(self) -> None:
-        stack, self._open = self._open, None
+        stack, self._open, self._has_closed = self._open, None, True
         if self._state is not None and generator_state() != self._state:
             raise ValueError(
                 f"context_parallel: {stack!r} drew random numbers, which it did not when the "
                 "model was compared with one device; set dropout before the model is parallelized"
             )
 
-    def _returned(self, output: Any, *, is_last: bool) -> Any:
-        """Return what a block returns; the last one, the whole sequence of its activation."""
+    def _returned(self, output: Any, fqn: str | None, *, is_last: bool) -> Any:
+        """Return what a block returns; the last one, the whole sequence of its activation.
+
+        And whole what else a block returns that computed on a slice, which is named then.
+        """
         leaves, spec = pytree.tree_flatten(output)
         index = _activation(leaves)
+        if fqn is not None:
+            found = self.slices, self._ranks
+            self.slicing.leaving.gather(fqn, leaves, *found, activation=index)
         if is_last:
             self._close_stack()
         if index is not None and is_last:

@@ -58,17 +58,13 @@ class ContextGuard:
         self._blocks: SlicedBlocks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
-            args, kwargs = self._without_cache(args, kwargs)
+            args, kwargs = self.without_cache(args, kwargs)
             self._slicing(args, kwargs, training=model.training)
 
     def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them."""
         self._blocks = SlicedBlocks(ranks, self._method)
         self._blocks.install(model, self._stacks)
-        if self._cache_place is not None:
-            # Of keys and values it would have slices.
-            hook = self._without_cache
-            model.register_forward_pre_hook(lambda _, a, k: hook(a, k), with_kwargs=True)
         self._model = model
         return self._blocks
 
@@ -80,7 +76,6 @@ class ContextGuard:
             ValueError: If the model on slices is another function.
         """
         assert self._blocks is not None
-        args, kwargs = self._without_cache(tuple(args), dict(kwargs))
         self._blocks.slice_as(self._slicing(args, kwargs, training=self._model.training))
         yield
 
@@ -126,9 +121,14 @@ class ContextGuard:
             method=self._method,
         )
 
-    def _without_cache(
+    def without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments without a cache of keys and values: a rank has slices.
+
+        Raises:
+            ValueError: If the call asks for one, or means something else without one.
+        """
         if self._cache_place is None:
             return args, kwargs
         named = self._forms.named(args, kwargs)

@@ -35,6 +35,7 @@ from vescale_parallel._verify.whole_model import whole_region
 
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
 from .draws import DrawKey, DrawsSlices, WholeDraw
+from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
 from .watch import ForwardWatch, noted_outputs
 
@@ -129,7 +130,8 @@ def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
     inside = tuple(f"{stack}." for stack in stacks)
     attending = frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
     once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
-    return Slicing(stacks, attending, _draws(watch, stacks), once)
+    leaving = Leaving(watch.returned)
+    return Slicing(stacks, attending, _draws(watch, stacks), once, leaving=leaving)
 
 
 def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:

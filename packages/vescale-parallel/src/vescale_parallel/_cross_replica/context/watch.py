@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from .blocks import name_of
 from .draws import DrawKey, WholeDraw
 from .intercept import AttentionMode
 from .interface import interface_of
+from .leaving import Place, around_one_stack, shapes_of
 
 
 class ForwardWatch:
@@ -30,6 +32,7 @@ class ForwardWatch:
         draws: By stack of blocks, what was drawn between its beginning and its end, where
             activations are slices. None for one module's numbers of several shapes.
         in_attention: Which draws these modules had attention make, by module.
+        returned: Shapes of what blocks returned, and modules around them.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class ForwardWatch:
         self.modules: set[str] = set()
         self.draws: dict[str, dict[DrawKey, WholeDraw | None]] = {}
         self.in_attention: dict[str, set[tuple[str, int]]] = {}
+        self.returned: dict[Place, tuple[int, ...]] = {}
         self._block: str | None = None
         self._stack: str | None = None
         self._attends: str | None = None
@@ -45,7 +49,11 @@ class ForwardWatch:
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Run a model that is thrown away afterwards."""
-        for stack in block_stacks(model):
+        stacks = block_stacks(model)
+        for fqn in around_one_stack(model, stacks):
+            hook = functools.partial(self._note_returned, fqn)
+            model.get_submodule(fqn).register_forward_hook(hook)
+        for stack in stacks:
             for fqn in stack:
                 self._follow(model.get_submodule(fqn), fqn, stack)
         for fqn, module in model.named_modules():
@@ -103,11 +111,15 @@ class ForwardWatch:
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
             self._block = None
+            self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack = None
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end)
+
+    def _note_returned(self, fqn: str, _: nn.Module, args: Any, output: Any) -> None:
+        self.returned.update(shapes_of(fqn, pytree.tree_leaves(output)))
 
     def _follow_within(self, module: nn.Module, fqn: str) -> None:
         def begin(_: nn.Module, args: Any) -> None:
