@@ -288,6 +288,24 @@ def test_compiled_blocks_draw_what_one_device_draws(world2: World, kind: type[Bl
         ]
 
 
+def deep(dropout: float) -> list[int]:
+    plan = {**PLAN, "compile_backend": "eager"}
+    model = vescale.parallelize(make_plan(plan), net(dropout=dropout, depth=12))
+    before = torch._dynamo.config.recompile_limit
+    for _ in range(2):
+        model(part(ids())).backward()
+    assert torch._dynamo.config.recompile_limit == before
+    report = compile_report(model)
+    assert all(not block.eager and len(block.breaks) == 1 for block in report.values())
+    return [block.num_graphs for block in report.values()]
+
+
+@nightly
+def test_a_deep_model_that_draws_is_compiled_to_its_last_block(world2: World) -> None:
+    # Before the dropout and behind it; torch gave up behind the eighth block.
+    assert world2.run(deep, 0.5, timeout=400) == [[2] * 12] * 2
+
+
 # --- What does not compile.
 
 

@@ -238,7 +238,7 @@ def lengths() -> None:
     loss.backward()
 
 
-@pytest.mark.slow
+@nightly
 def test_a_third_length_does_not_compile_collectives_again(world2: World) -> None:
     world2.run(lengths)
 

@@ -5,8 +5,9 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -84,6 +85,7 @@ __all__ = [
     "num_views",
     "pytree",
     "set_timeout",
+    "shared_by",
     "unseen_functions",
     "version_of",
 ]
@@ -213,6 +215,25 @@ def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[
         compile_graph = cast("Any", _inductor).compile
         return compile_graph(graph, list(inputs), options={"fallback_random": True})
     return cast("Any", torch._dynamo).lookup_backend(backend)(graph, inputs)
+
+
+@contextlib.contextmanager
+def shared_by(num_programs: int) -> Iterator[None]:
+    """Let torch.compile compile each code object as often for each of several programs.
+
+    It gives up code that was compiled more often than a limit; where a graph breaks, what is
+    behind the break is the user's own function, one for all blocks.
+    """
+    config: Any = torch._dynamo.config
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    held = {name: getattr(config, name) for name in names}
+    for name, limit in held.items():
+        setattr(config, name, limit * num_programs)
+    try:
+        yield
+    finally:
+        for name, limit in held.items():
+            setattr(config, name, limit)
 
 
 def is_dynamo_error(error: Exception) -> bool:

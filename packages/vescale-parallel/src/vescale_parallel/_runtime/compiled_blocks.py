@@ -11,6 +11,7 @@ runs so alone, and the graph breaks there.
 
 Every block has code of its own to compile, since the guards of a compiled program name one block,
 and torch gives code up that was compiled more often than ``torch._dynamo.config.recompile_limit``.
+Code behind a break is the user's, one for all blocks, and may be compiled that often for each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from vescale_parallel._torch_private import (
     current_dispatch_mode,
     function_modes,
     is_dynamo_error,
+    shared_by,
     unseen_functions,
 )
 
@@ -75,7 +77,9 @@ class _CompiledForward:
         backend: str,
         is_coupled: _CoupledIn,
         boundary: Boundary | None,
+        num_blocks: int,
     ) -> None:
+        self._num_blocks = num_blocks
         self._fqn, self._forward, self._backend = fqn, forward, backend
         self._is_coupled, self._boundary = is_coupled, boundary
         run = _calling(forward) if boundary is None else _crossing(forward, boundary)
@@ -93,7 +97,11 @@ class _CompiledForward:
         self._has_run = False
         try:
             with unseen_functions() if function_modes() else contextlib.nullcontext():
-                output = self._compiled(*args, **kwargs)
+                if self._num_graphs and not self._breaks:
+                    output = self._compiled(*args, **kwargs)
+                else:  # code behind a break is shared by all blocks
+                    with shared_by(self._num_blocks):
+                        output = self._compiled(*args, **kwargs)
         except Exception as error:
             # Of what has run in part, effects would come twice.
             if self._has_run or not is_dynamo_error(error):
@@ -170,7 +178,9 @@ def compile_blocks(
     found: dict[str, _CompiledForward] = {}
     for fqn in blocks:
         block = model.get_submodule(fqn)
-        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary)
+        found[fqn] = _CompiledForward(
+            fqn, block.forward, backend, is_coupled, boundary, len(blocks)
+        )
         block.forward = found[fqn]
     object.__setattr__(model, "_vescale_compiled", found)
 

@@ -111,7 +111,7 @@ def convert_traced(
     own, first = sizes[place.rank], sum(sizes[: place.rank])
     if there == "none" and not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    convert: Any = torch.ops.vescale_parallel.convert
+    convert: Any = torch.ops.vescale_parallel.convert.default
     return convert(x, place.number, there, back, dim, length, own, first)
 
 
@@ -141,13 +141,14 @@ class _Convert(torch.autograd.Function):
         own: int,
         first: int,
     ) -> Tensor:
-        ctx.number, ctx.back, ctx.dim = number, back, dim
+        ctx.number, ctx.there, ctx.back, ctx.dim = number, there, back, dim
         ctx.length, ctx.own, ctx.first = length, own, first
         return _run(x, number, there, dim, length, own, first)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        turned = _run(grad, ctx.number, ctx.back, ctx.dim, ctx.length, ctx.own, ctx.first)
+        sizes = ctx.dim, ctx.length, ctx.own, ctx.first
+        turned = _convert(grad, ctx.number, ctx.back, ctx.there, *sizes)
         return turned, None, None, None, None, None, None, None
 
 
