@@ -74,7 +74,7 @@ from ._tensor_parallel.apply import install, sequence_ends
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
-from ._tensor_parallel.explain import Applied
+from ._tensor_parallel.explain import Applied, said_whole
 from ._tensor_parallel.invariant.boundary import InvariantBoundary
 from ._tensor_parallel.invariant.install import install_invariant
 from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
@@ -192,7 +192,8 @@ def _change(
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = planned_experts(plan, model)
-    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch)
+    said = said_whole(plan.reasons)
+    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch, said)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)

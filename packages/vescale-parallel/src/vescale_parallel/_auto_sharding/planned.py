@@ -8,7 +8,6 @@ from torch import nn
 
 from vescale_parallel._model.inputs import bind
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._tensor_parallel.explain import said_whole
 from vescale_parallel._tensor_parallel.invariant.install import check_chunks, without_sums
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._verify.call_guard import CallGuard
@@ -20,18 +19,18 @@ from .policies import propose_sharding
 
 
 def shard_as_planned(
-    plan: ParallelPlan, model: nn.Module, batch: Any
+    plan: ParallelPlan, model: nn.Module, batch: Any, left_whole: dict[str, str]
 ) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding | None]:
     """Return how the model is sharded, what proves it for other calls, and what stays whole.
 
-    Last, how as many ranks as there are chunks would have it, if the plan says so.
+    ``left_whole`` is what the plan says stays whole. Last, how as many ranks as there are chunks
+    would have it, if the plan says so.
     """
     section = plan.tensor_parallel
     if plan.numerics == "invariant":
-        return _shard_in_chunks(plan, model, batch)
+        return _shard_in_chunks(plan, model, batch, left_whole)
     if section.size == 1:
         return shard({}, model, 1), None, {}, None
-    left_whole = said_whole(plan.reasons)
     said, proven = dict(section.sharding_plan), proven_forms(section)
     if not said and section.sharding_policy != "manual":
         proposal = propose_sharding(
@@ -54,11 +53,10 @@ def shard_as_planned(
 
 
 def _shard_in_chunks(
-    plan: ParallelPlan, model: nn.Module, batch: Any
+    plan: ParallelPlan, model: nn.Module, batch: Any, left_whole: dict[str, str]
 ) -> tuple[TensorSharding, CallGuard | None, dict[str, str], TensorSharding]:
     """Return what :func:`shard_as_planned` does, of a plan with bits of any number of ranks."""
     section, said = plan.tensor_parallel, dict(plan.tensor_parallel.sharding_plan)
-    left_whole = said_whole(plan.reasons)
     if not said:
         proposal = propose_in_chunks(
             model,
