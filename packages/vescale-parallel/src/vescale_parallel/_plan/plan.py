@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
+from .combinations import check_experts, check_reductions
 from .config import (
     Batch,
     ContextParallel,
@@ -131,8 +132,8 @@ class ParallelPlan:
             compiled=self.compile,
         )
         object.__setattr__(self, "reasons", tuple(self.reasons))
-        self._check_experts()
-        self._check_reductions()
+        check_experts(self.expert_parallel, self.data_parallel, self.context_parallel)
+        check_reductions(self.pipeline_parallel, self.data_parallel)
         shards = self.data_parallel.size * self.num_microbatches
         size = self.batch.global_size
         if size is not None and size % shards:
@@ -183,44 +184,6 @@ class ParallelPlan:
                 "recompute 'selective' tells operators apart, of which a block that compile "
                 f"{self.compile!r} compiles has none: expected recompute 'none' or 'full', or "
                 f"compile 'none', got {recompute!r}"
-            )
-
-    def _check_experts(self) -> None:
-        data, experts = self.data_parallel, self.expert_parallel.size
-        context = self.context_parallel.size
-        if data.size * context % experts:
-            size = f"{data.size}" if context == 1 else f"{data.size} x {context}"
-            times = "" if context == 1 else " times context_parallel.size"
-            raise ValueError(
-                f"expected expert_parallel.size to divide data_parallel.size{times} ({size}), "
-                f"whose ranks it groups, got {experts}"
-            )
-        if experts > 1 and data.zero_stage and data.replicate_size not in (1, experts):
-            raise ValueError(
-                "expected data_parallel.replicate_size to be 1 or expert_parallel.size "
-                f"({experts}), which is how many ranks then have a copy of what is no expert, "
-                f"got {data.replicate_size}"
-            )
-        if experts > 1 and data.replicate_zero_stage:
-            raise ValueError(
-                "expected data_parallel.replicate_zero_stage 0 with expert_parallel.size "
-                f"{experts}, got 1: the copies are the ranks that share experts then, whose "
-                "optimizer state has no copy"
-            )
-
-    def _check_reductions(self) -> None:
-        zero_stage, name = self.data_parallel.zero_stage, "pipeline_parallel.reduce_every"
-        if self.pipeline_parallel.reduce_every == "step":
-            return
-        if zero_stage < 2:
-            raise ValueError(
-                f"{name} 'microbatch' keeps gradients sharded between micro-batches: expected "
-                f"data_parallel.zero_stage 2 or 3, got {zero_stage}, where ranks keep whole ones"
-            )
-        if self.pipeline_parallel.size == 1:
-            raise ValueError(
-                f"expected {name} 'step' without a pipeline, got 'microbatch'; "
-                "batch.gradient_accumulation reduces every micro-batch with ZeRO 2 and 3"
             )
 
     @property
