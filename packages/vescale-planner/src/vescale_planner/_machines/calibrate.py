@@ -118,10 +118,10 @@ def _all_gather(group: Any, ranks: int, device: torch.device) -> tuple[float, fl
     taken: list[float] = []
     for nbytes in (_FEW_BYTES, _MANY_BYTES):
         own = torch.zeros(nbytes // ranks // 4 + 1, device=device)
-        every = own.new_empty(ranks * own.numel())
+        every = [torch.empty_like(own) for _ in range(ranks)]
 
-        def gather(own: Tensor = own, every: Tensor = every) -> None:
-            dist.all_gather_into_tensor(every, own, group=group)
+        def gather(own: Tensor = own, every: list[Tensor] = every) -> None:
+            dist.all_gather(every, own, group=group)
 
         taken.append(_seconds(gather, device))
     few, many = taken
