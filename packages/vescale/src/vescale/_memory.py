@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from vescale_planner import RankMemory
 
 from ._torch_private import FakeTensor, TorchDispatchMode, pytree
 
-CATEGORIES = (
+CATEGORIES: tuple[str, ...] = (
     "parameters", "buffers", "gradients", "optimizer", "activations", "communication",
 )  # fmt: skip
 _ACTIVATIONS, _COMMUNICATION = "activations", "communication"
@@ -212,9 +212,10 @@ class _Held:
                 self._log.see(local, label)
 
 
-def _has_memory(leaf: object) -> bool:
-    plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor | FakeTensor)
-    return plain and not leaf.is_meta and leaf.layout == torch.strided
+def _has_memory(leaf: object) -> TypeGuard[Tensor]:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor | FakeTensor):
+        return False
+    return not leaf.is_meta and leaf.layout == torch.strided
 
 
 def _mb(nbytes: float) -> str:
