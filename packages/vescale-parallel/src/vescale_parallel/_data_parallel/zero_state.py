@@ -174,6 +174,10 @@ class ZeroState:
         for param_group in self._order:
             param_group.tell_changed()
 
+    def refuses_later_writes(self) -> Callable[[Iterable[ShardedParameter]], None]:
+        """Return what raises if parameters were written since; see [Note: stale graphs]."""
+        return self._stale_graphs.as_now()
+
     def refuse_stray_gradients(self) -> None:
         """Raise if parameters have gradients that no backward pass of a call has summed."""
         if not self._in_backward:

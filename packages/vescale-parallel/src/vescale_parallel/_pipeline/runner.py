@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_called, only_scalars, without_graph
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
+from vescale_parallel._mesh.side_stream import SideStream, streams_of
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import rule_of
 from vescale_parallel._plan.plan import ParallelPlan
@@ -31,6 +32,7 @@ from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
+from .execution.offload import ActivationsOnHost
 from .execution.order import operations_of_step
 from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
@@ -55,6 +57,7 @@ class Pipeline:
         loss_scale: What losses are multiplied with before they are differentiated.
         reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule: those
             of a micro-batch, None for all.
+        stays: Returns this rank's plain parameters, and its buffers.
     """
 
     plan: ParallelPlan
@@ -67,6 +70,7 @@ class Pipeline:
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
     reduce: Callable[[int, int | None], None] = lambda *_: None
+    stays: Callable[[], Iterable[Tensor]] = tuple
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -83,6 +87,10 @@ class Pipeline:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
+        self._on_host: ActivationsOnHost | None = None
+        if self.plan.pipeline_parallel.offload_activations:
+            stream = SideStream(streams_of(device.type))
+            self._on_host = ActivationsOnHost(stream, lambda: self.stays())
         self._counts = TargetCounts(self._run_counting)
         self._seen = SeenCounts(
             is_delayed=device.type != "cpu", otherwise="pipeline_parallel.size 1"
@@ -262,6 +270,7 @@ class Pipeline:
             self._say_whole,
             self._parts.shares,
             self.reduce,
+            self._on_host,
         )
         step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():

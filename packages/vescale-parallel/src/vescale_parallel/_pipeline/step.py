@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from .tied_weights import return_tied_gradients, send_tied_weights
 
 
 class EarlyReductions(Protocol):
-    """Gradients that are summed over data-parallel ranks before a schedule ends."""
+    """Gradients of a step before its loss is differentiated."""
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -36,6 +37,10 @@ class EarlyReductions(Protocol):
 
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
+        ...
+
+    def refuses_later_writes(self) -> Callable[[Iterable[ShardedParameter]], None]:
+        """Return what raises if some parameters were written after this."""
         ...
 
 
@@ -61,6 +66,7 @@ class PipelineStep:
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish, self._reduced = buffers, finish, reduced
         pipeline.reduce = reduced.reduce_stage
+        pipeline.stays = self._plain_tensors
         pipeline.outputs.own_flags = self._has_gradients
 
     def run(
@@ -104,15 +110,21 @@ class PipelineStep:
             used, flags = pipeline.loss_scale.value, pipeline.outputs.flags
             assert flags is not None
 
+            anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
+            with_grad = {param for param, has in anywhere if has}
+
             def finish(scale: Tensor) -> None:
                 put_back()
-                anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
-                correction = pipeline.loss_scale.correction(scale, used)
-                self._finish(correction, {param for param, has in anywhere if has})
+                self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
-            return with_deferred_backward(output, self._params, finish, device)
+            check = partial(self._reduced.refuses_later_writes(), with_grad)
+            return with_deferred_backward(output, self._params, finish, device, check)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output
+
+    def _plain_tensors(self) -> Iterator[Tensor]:
+        yield from (param.unsharded for param in self._params if param.unsharded is not None)
+        yield from self._model.buffers()
 
     def _has_gradients(self) -> Tensor:
         early = self._reduced.used_early

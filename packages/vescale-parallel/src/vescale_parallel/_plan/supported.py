@@ -75,6 +75,11 @@ def _check_compile(plan: ParallelPlan) -> None:
                 f"compile 'blocks' is not available with {name} {size} in this version, under "
                 "which blocks send activations; leave compile out of the plan"
             )
+    if plan.pipeline_parallel.offload_activations:
+        raise ValueError(
+            "compile 'blocks' is not available with pipeline_parallel.offload_activations in this "
+            "version: what compiled code keeps for backward is not seen; leave one of them out"
+        )
     backends = list_backends(exclude_tags=None)
     if plan.compile_backend not in backends:
         raise ValueError(
