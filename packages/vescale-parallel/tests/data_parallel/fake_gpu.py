@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from vescale_parallel._data_parallel import gradient_rows, planned
 from vescale_parallel._parameters import flat_shards, sent_shards, shard_model
-from vescale_parallel._pipeline import runner
 from vescale_parallel._pipeline.execution import offload
 
 
@@ -156,7 +155,7 @@ def fake_gpus() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "streams_of", lambda _: of_thread.gpu)
         patch.setattr(flat_shards, "zeros_on_host", on_host)
-        patch.setattr(runner, "streams_of", lambda _: of_thread.gpu)
+        patch.setattr(offload, "streams_of", lambda _: of_thread.gpu)
         for module in (shard_model, sent_shards, gradient_rows, offload):
             patch.setattr(module, "empty_on_host", on_host)
         yield gpu

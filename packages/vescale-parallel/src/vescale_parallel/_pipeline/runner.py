@@ -18,7 +18,6 @@ from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_called, only_scalars, without_graph
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
-from vescale_parallel._mesh.side_stream import SideStream, streams_of
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import rule_of
 from vescale_parallel._plan.plan import ParallelPlan
@@ -32,7 +31,7 @@ from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
-from .execution.offload import ActivationsOnHost
+from .execution.offload import activations_on_host
 from .execution.order import operations_of_step
 from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
@@ -87,10 +86,8 @@ class Pipeline:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
-        self._on_host: ActivationsOnHost | None = None
-        if self.plan.pipeline_parallel.offload_activations:
-            stream = SideStream(streams_of(device.type))
-            self._on_host = ActivationsOnHost(stream, lambda: self.stays())
+        offloads = self.plan.pipeline_parallel.offload_activations
+        self._on_host = activations_on_host(device, lambda: self.stays()) if offloads else None
         self._counts = TargetCounts(self._run_counting)
         self._seen = SeenCounts(
             is_delayed=device.type != "cpu", otherwise="pipeline_parallel.size 1"
@@ -133,12 +130,13 @@ class Pipeline:
         """
         count, num_rows = self.plan.num_microbatches, num_rows_of(args, kwargs, rows) or 0
         microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
-        self._parts = self._parts_of(rows_of_parts(num_rows, count))
+        self._parts = Parts(self.plan.data_parallel.size, rows_of_parts(num_rows, count))
         seen = self._seen_in(form, forward, args, kwargs, rows)
         schedule = self.plan.pipeline_parallel.schedule
         cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
         if self.plan.pipeline_parallel.outputs is not None:
-            cuts, report = seen.all_cuts, _without_graph
+            cuts = seen.all_cuts
+            report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
         counts = self._count(forward, microbatches, form, seen)
         outputs = self._execute(schedule, forward, microbatches, cuts, counts, report, form)
         told: tuple[Any, list[Tensor]] = (None, [])
@@ -173,7 +171,9 @@ class Pipeline:
             )
         if num_microbatches > 1:
             microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        self._parts = self._parts_of(rows_of_parts(num_rows, num_microbatches))
+        self._parts = Parts(
+            self.plan.data_parallel.size, rows_of_parts(num_rows, num_microbatches)
+        )
         seen = self._seen_in(form, forward, args, kwargs, rows)
         counts = self._count(forward, microbatches, form, seen)
         cuts = seen.all_cuts
@@ -368,9 +368,6 @@ class Pipeline:
     def _has_last_stage(self) -> bool:
         return self._rank == self._placement.last_rank
 
-    def _parts_of(self, sizes: Sequence[int]) -> Parts:
-        return Parts(self.plan.data_parallel.size, sizes)
-
     def _may_split(self, schedule: str) -> bool:
         """Whether input and weight gradients are computed apart."""
         if not rule_of(schedule).splits_backward:
@@ -403,7 +400,3 @@ class Pipeline:
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return self._parts.mean(scalars, self.total)
-
-
-def _without_graph(output: Any) -> Any:
-    return pytree.tree_map_only(Tensor, without_graph, output)

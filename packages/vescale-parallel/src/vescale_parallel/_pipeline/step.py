@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
@@ -26,6 +27,8 @@ from .tied_weights import return_tied_gradients, send_tied_weights
 class EarlyReductions(Protocol):
     """Gradients of a step before its loss is differentiated."""
 
+    stale_graphs: StaleGraphs
+
     @property
     def used_early(self) -> set[ShardedParameter]:
         """Those with a gradient on this rank, of what was reduced."""
@@ -37,10 +40,6 @@ class EarlyReductions(Protocol):
 
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
-        ...
-
-    def refuses_later_writes(self) -> Callable[[Iterable[ShardedParameter]], None]:
-        """Return what raises if some parameters were written after this."""
         ...
 
 
@@ -117,7 +116,7 @@ class PipelineStep:
                 put_back()
                 self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
-            check = partial(self._reduced.refuses_later_writes(), with_grad)
+            check = partial(self._reduced.stale_graphs.as_now(), with_grad)
             return with_deferred_backward(output, self._params, finish, device, check)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output

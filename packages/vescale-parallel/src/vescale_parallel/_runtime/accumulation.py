@@ -151,7 +151,7 @@ class AccumulatedStep:
         params = self.parameters.params
         has_grad = [p for p in params if p.unsharded is not None and p.unsharded.grad is not None]
         refuse_stale = functools.partial(
-            self.parameters.refuses_later_writes(), {*has_grad, *early}
+            self.parameters.stale_graphs.as_now(), {*has_grad, *early}
         )
         marked = marked_scalars(outputs, self._mean, self.loss_of)
         return with_deferred_backward(marked, params, finish, self.device, refuse_stale)

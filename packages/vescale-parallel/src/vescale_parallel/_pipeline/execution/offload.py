@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from vescale_parallel._mesh.side_stream import SideStream
+from vescale_parallel._mesh.side_stream import SideStream, streams_of
 from vescale_parallel._parameters.host_memory import empty_on_host
 
 _LEAST_NBYTES = 512  # less is not worth a copy
@@ -194,3 +194,10 @@ class ActivationsOnHost:
         assert memory.back is not None
         self.stream.join(memory.arrived)
         return packed.of(memory.back)
+
+
+def activations_on_host(
+    device: torch.device, stays: Callable[[], Iterable[Tensor]]
+) -> ActivationsOnHost:
+    """Return what keeps activations of a device on the host; nothing is done for a CPU."""
+    return ActivationsOnHost(SideStream(streams_of(device.type)), stays)
