@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .families import CONFIGS, hugging_face
+from .models import HandWritten
 
 ROWS, LENGTH, VOCABULARY = 8, 6, 64
 
@@ -263,6 +264,38 @@ MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tenso
 }
 
 
+class _OfBatch(nn.Module):
+    """A model of a batch, called by its names."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.model = HandWritten(vocabulary=VOCABULARY, depth=depth)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model({"input_ids": input_ids, "labels": labels})
+
+
+def _vit_batch() -> dict[str, Tensor]:
+    pixels = torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(8))
+    return {"pixel_values": pixels, "labels": torch.arange(ROWS) % 2}
+
+
+# Of which a hidden state crosses, in some with a mask; GPT-2's and BERT's heads are tied.
+ONE_STREAM: dict[str, tuple[Callable[[int], nn.Module], Callable[[], dict[str, Tensor]]]] = {
+    "llama": (lambda depth: _causal("llama", depth), tokens),
+    "gpt2": (lambda depth: hugging_face("gpt2", "sdpa", **_of_depth("gpt2", depth)), tokens),
+    "bert": (lambda depth: hugging_face("bert", "sdpa", **_of_depth("bert", depth)), tokens),
+    "vit": (lambda depth: hugging_face("vit", "sdpa", **_of_depth("vit", depth)), _vit_batch),
+    "nanogpt": (_OfBatch, tokens),
+}
+
+
+def _of_depth(name: str, depth: int) -> dict[str, Any]:
+    key = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    sizes = {"vocab_size": VOCABULARY} if name == "gpt2" else {}
+    return {**CONFIGS[name], key: depth, **sizes}
+
+
 def _causal(name: str, depth: int) -> nn.Module:
     sizes = {"num_hidden_layers": depth, "tie_word_embeddings": False, "attention_dropout": 0.0}
     return hugging_face(name, "sdpa", **{**CONFIGS[name], **sizes})
@@ -282,5 +315,6 @@ def _encoder_decoder(name: str, depth: int) -> nn.Module:
 def make(name: str, depth: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a model of so many blocks, and a batch whose keys are its arguments."""
     torch.manual_seed(0)
-    model, batch = MODELS[name][0](depth).to(dtype), MODELS[name][1]()
+    build, batch_of = {**MODELS, **ONE_STREAM}[name]
+    model, batch = build(depth).to(dtype), batch_of()
     return model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 import vescale
 from vescale_testing import World
 
-from .plans import COPIES, DP, TP, TWO, ZERO, Constraints, make_plan
+from .plans import COPIES, DP, PARTS, PP, SCHEDULE, TP, TWO, ZERO, Constraints, make_plan
 from .training import whole
 
 pytestmark = pytest.mark.slow
@@ -32,6 +32,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, *, own: str = "head") -> Tensor:
         for block in self.blocks if own == "head" else ():
+            x = block(x)
+        return self.get_submodule(own)(x).mean()
+
+
+class AllBlocks(Net):
+    """All calls run the blocks, as a pipeline needs them."""
+
+    def forward(self, x: Tensor, *, own: str = "head") -> Tensor:
+        for block in self.blocks:
             x = block(x)
         return self.get_submodule(own)(x).mean()
 
@@ -90,6 +99,13 @@ def step_of_others_then_backward(model: Any, optimizer: Optimizer, x: Tensor, y:
     loss.backward()
 
 
+def write_to_others_then_backward(model: Any, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = model(x)
+    with torch.no_grad():
+        model.other.weight.mul_(2)
+    loss.backward()
+
+
 def backward_twice(model: Any, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
     loss = model(x)
     loss.backward(retain_graph=True)
@@ -102,7 +118,7 @@ REFUSED = (
 )  # fmt: skip
 RIGHT = (
     two_forwards_then_backward, evaluate_then_backward, step_of_others_then_backward,
-    backward_twice,
+    write_to_others_then_backward, backward_twice,
 )  # fmt: skip
 STALE = "modified by an inplace operation"
 
@@ -111,10 +127,13 @@ Program = Callable[[Any, Optimizer, Tensor, Tensor], None]
 
 
 def _outcomes(
-    model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
+    model: nn.Module,
+    optimizer: Optimizer,
+    x: Tensor,
+    y: Tensor,
+    programs: Sequence[Program] = (*REFUSED, *RIGHT),
 ) -> Iterator[list[Tensor] | str]:
     """Give what each program comes to: the gradients, or the error; train a step after each."""
-    programs: list[Program] = [*REFUSED, *RIGHT]
     for program in programs:
         said = ""
         try:
@@ -133,19 +152,22 @@ def _sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1)
 
 
-def _model() -> nn.Module:
+def _model(net: Callable[[], nn.Module] = Net) -> nn.Module:
     torch.manual_seed(0)
-    return Net().double()
+    return net().double()
 
 
-def _compared(constraints: Constraints) -> None:
-    alone = _model()
-    expected = [*_outcomes(alone, _sgd(alone), X, Y)]
+def _compared(constraints: Constraints, in_call: bool = False) -> None:
+    # With ``in_call`` gradients are computed in the call, which keeps no graph.
+    programs = [each for each in (*REFUSED, *RIGHT) if not in_call or each is not backward_twice]
+    net = AllBlocks if in_call else Net
+    alone = _model(net)
+    expected = [*_outcomes(alone, _sgd(alone), X, Y, programs)]
     assert expected[: 2 * len(REFUSED) : 2] == [STALE] * len(REFUSED)
     plan = make_plan(constraints)
-    model, optimizer = vescale.parallelize(plan, _model(), _sgd)
+    model, optimizer = vescale.parallelize(plan, _model(net), _sgd)
     ranks, rank = plan.data_parallel.size, vescale.data_parallel_rank(model)
-    found = [*_outcomes(model, optimizer, X.chunk(ranks)[rank], Y.chunk(ranks)[rank])]
+    found = [*_outcomes(model, optimizer, X.chunk(ranks)[rank], Y.chunk(ranks)[rank], programs)]
     for own, other in zip(found, expected, strict=True):
         if isinstance(other, str):
             assert own == other
@@ -193,6 +215,32 @@ def _written_as_data(constraints: Constraints) -> None:
 
 def test_what_is_written_as_data_is_not_mixed_with_what_was_gathered(world2: World) -> None:
     world2.run(_written_as_data, {DP: 2, ZERO: 1})
+
+
+ACCUMULATED = "batch.gradient_accumulation"
+IN_CALL: dict[str, Constraints] = {
+    "pp": {PP: 2, PARTS: 2},
+    "accumulated": {DP: 2, ACCUMULATED: 2},
+    "gpipe": {PP: 2, PARTS: 2, SCHEDULE: "gpipe"},
+    "accumulated, zero3": {DP: 2, ZERO: 3, ACCUMULATED: 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name not in ("pp", "accumulated")))
+        for name in IN_CALL
+    ],
+)
+def test_gradients_of_a_call_are_not_handed_out_after_a_write(world2: World, name: str) -> None:
+    world2.run(_compared, IN_CALL[name], True)
+
+
+@pytest.mark.nightly
+def test_pipelines_on_four_ranks_refuse_it(world4: World) -> None:
+    for more in ({}, {ZERO: 2}, {ZERO: 3}):
+        world4.run(_compared, {DP: 2, **IN_CALL["pp"], **more}, True)
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from vescale_parallel._data_parallel import gradient_rows, planned
 from vescale_parallel._parameters import flat_shards, sent_shards, shard_model
+from vescale_parallel._pipeline.execution import offload
 
 
 class Stream:
@@ -119,7 +120,9 @@ class FakeGpu(TorchDispatchMode):
         if self.is_host(source):
             self.log.append(f"in {source.numel()}{how}")
             assert target.dtype == source.dtype or not non_blocking, "a cast makes it wait"
-            target.copy_(source)
+            # Streams copy in order: what was asked for before has arrived.
+            before = {_key(held): value for held, value in self._arriving}
+            target.copy_(before.get(_key(source), source))
             if non_blocking:
                 self._leaving.add(_key(source))
         else:
@@ -152,6 +155,7 @@ def fake_gpus() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "streams_of", lambda _: of_thread.gpu)
         patch.setattr(flat_shards, "zeros_on_host", on_host)
-        for module in (shard_model, sent_shards, gradient_rows):
+        patch.setattr(offload, "streams_of", lambda _: of_thread.gpu)
+        for module in (shard_model, sent_shards, gradient_rows, offload):
             patch.setattr(module, "empty_on_host", on_host)
         yield gpu

@@ -16,6 +16,7 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.equivalence import MAX_NUMEL
+from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -108,6 +109,7 @@ class RowGuard:
             found = in_fresh_thread(lambda: self._check(model, given, known_rows))
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
+        give_memory_back()
         if not found.regions and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
         ranks = self._exchange((key[0], found, why, is_wrong))

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor import CollectiveWork, start_all_gather
+from vescale_parallel._mesh.side_stream import SideStream
 from vescale_parallel._parameters.flat_shards import FlatShards
 from vescale_parallel._parameters.sent_shards import SentShards
 from vescale_parallel._torch_private import version_of
-
-from .side_stream import SideStream
 
 
 class Gathering:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import axis_rank, data_size
+from vescale_parallel._mesh.side_stream import SideStream, streams_of
 from vescale_parallel._parameters.flat_shards import groups_of
 from vescale_parallel._parameters.sent_shards import Offload
 from vescale_parallel._parameters.shard_model import torch_dtype
@@ -22,7 +23,6 @@ from .gradient_rows import GradientBuffers
 from .mix_up import Exchanges
 from .param_group import ParamGroup
 from .reductions import ReductionOrder, Reductions
-from .side_stream import SideStream, streams_of
 from .zero_state import ZeroState
 
 

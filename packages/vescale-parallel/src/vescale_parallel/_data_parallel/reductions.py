@@ -16,8 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vescale_dtensor import CollectiveWork
-
-from .side_stream import SideStream
+from vescale_parallel._mesh.side_stream import SideStream
 
 ReductionOrder = Literal["ordered", "library"]
 # Gives each collective that it started, and goes on once it was waited for; gives None when all

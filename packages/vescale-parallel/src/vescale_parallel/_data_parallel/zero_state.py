@@ -84,7 +84,7 @@ class ZeroState:
         self.writes = ForwardWrites(groups, runs_again=runs_again)
         self._gathered_first = (root,) if self._frees else groups
         self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
-        self._stale_graphs = StaleGraphs(params)
+        self.stale_graphs = StaleGraphs(params)
         guarded = self._param_groups if self._frees or self._reduces_early else ()
         within = {param for param_group in guarded for param in param_group.params}
         self._unguarded = [param for param in params if param not in within]
@@ -161,7 +161,7 @@ class ZeroState:
         self._reductions.stream.settle()
         self._show_sharded()
         self.writes.keep(*self._gathered_first)
-        self._stale_graphs.note()
+        self.stale_graphs.note()
         if self._frees and not torch.is_grad_enabled():
             self._root.free()
             if sys.exception() is None:  # else other ranks may come to no comparison
@@ -169,7 +169,7 @@ class ZeroState:
 
     def tell_changed(self, publics: Sequence[object]) -> None:
         """Say that public parameters were written, on all ranks alike."""
-        self._stale_graphs.tell_changed(publics)
+        self.stale_graphs.tell_changed(publics)
         self._kept.tell_changed(publics)
         for param_group in self._order:
             param_group.tell_changed()
@@ -389,7 +389,7 @@ class ZeroState:
             param_group.free()
 
     def _show_unsharded(self) -> None:
-        self._stale_graphs.look()
+        self.stale_graphs.look()
         for param in self.params:
             param.check_in_place()
         for param in self._unguarded:

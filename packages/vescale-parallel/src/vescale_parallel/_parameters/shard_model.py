@@ -253,12 +253,15 @@ def _read_local(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     shape = parameter.shape
-    is_whole = all(placement == Replicate() for placement in placements)
-    if read is read_real and is_whole and not on_host:
+    sizes = torch.Size(local_shape(shape, mesh.shape, coordinate, placements))
+    # The owner among stages has all of it, too.
+    is_whole = all(placement == Replicate() for placement in placements) or sizes == shape
+    # What a deferred model, or a class of tensors of its own, has is read; others are there.
+    is_there = type(parameter) is nn.Parameter and not parameter.is_meta
+    if is_there and is_whole and place is None and not on_host:
         own = parameter.detach()
         if own.device == this_device() and own.stride() == stride and _has_own_memory(own):
             return own  # not held twice, and in its place
-    sizes = torch.Size(local_shape(shape, mesh.shape, coordinate, placements))
     if place is not None:
         local = place.shards.shard_of(place.index, part.numel(), sizes)
     else:
@@ -267,8 +270,9 @@ def _read_local(
             if on_host
             else _empty(sizes, stride_of_part(sizes, shape, stride), parameter.dtype)
         )
+    values = read_real if is_there else read
     for held in local_boxes(shape, mesh.shape, coordinate, placements):
-        held.of(local).copy_(read(parameter, held.box))
+        held.of(local).copy_(values(parameter, held.box))
     return local
 
 

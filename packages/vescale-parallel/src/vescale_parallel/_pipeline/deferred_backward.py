@@ -15,7 +15,11 @@ from vescale_parallel._torch_private import pytree
 
 
 def with_deferred_backward(
-    output: Any, params: Sequence[ShardedParameter], finish: Callable[[Tensor], None], device: str
+    output: Any,
+    params: Sequence[ShardedParameter],
+    finish: Callable[[Tensor], None],
+    device: str,
+    check: Callable[[], None] = lambda: None,
 ) -> Any:
     """Return a step's output with a tensor for each :class:`Scalar`; others refuse backward.
 
@@ -23,7 +27,8 @@ def with_deferred_backward(
     back for ``finish``, which gets the gradient of the loss.
 
     ``output`` is what :meth:`Pipeline.run` returned; ``finish`` reduces gradients, scaled;
-    ``device`` is where the scalars shall be.
+    ``device`` is where the scalars shall be. ``check`` raises, before anything is handed out, if
+    the gradients must not be any more.
     """
     grads: dict[ShardedParameter, Tensor | None] = {}
     for param in params:
@@ -31,6 +36,7 @@ def with_deferred_backward(
             grads[param], param.unsharded.grad = param.unsharded.grad, None
 
     def hand_out(scale: Tensor) -> None:
+        check()
         for param, grad in grads.items():
             assert param.unsharded is not None
             param.unsharded.grad = grad

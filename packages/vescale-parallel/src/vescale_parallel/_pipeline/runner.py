@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
 from .execution import Execution, Links, signature_of
+from .execution.offload import activations_on_host
 from .execution.order import operations_of_step
 from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
@@ -56,6 +57,7 @@ class Pipeline:
         loss_scale: What losses are multiplied with before they are differentiated.
         reduce: Begins to sum a stage's gradients over data-parallel ranks, in a schedule: those
             of a micro-batch, None for all.
+        stays: Returns this rank's plain parameters, and its buffers.
     """
 
     plan: ParallelPlan
@@ -69,6 +71,7 @@ class Pipeline:
     trained: tuple[bool, ...] = ()
     loss_scale: LossScale = field(default_factory=LossScale)
     reduce: Callable[[int, int | None], None] = lambda *_: None
+    stays: Callable[[], Iterable[Tensor]] = tuple
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
     _checked_loss: bool = False
     _said_whole: bool = False
@@ -85,6 +88,8 @@ class Pipeline:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.links = Links(groups, device)
+        offloads = self.plan.pipeline_parallel.offload_activations
+        self._on_host = activations_on_host(device, lambda: self.stays()) if offloads else None
         self._counts = TargetCounts(self._run_counting)
         self._seen = SeenCounts(
             is_delayed=device.type != "cpu", otherwise="pipeline_parallel.size 1"
@@ -132,7 +137,8 @@ class Pipeline:
         schedule = self.plan.pipeline_parallel.schedule
         cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
         if self.plan.pipeline_parallel.outputs is not None:
-            cuts, report = seen.all_cuts, _without_graph
+            cuts = seen.all_cuts
+            report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
         counts = self._count(forward, microbatches, form, seen)
         outputs = self._execute(schedule, forward, microbatches, cuts, counts, report, form)
         told: tuple[Any, list[Tensor]] = (None, [])
@@ -263,6 +269,7 @@ class Pipeline:
             self._say_whole,
             self._parts.shares,
             self.reduce,
+            self._on_host,
         )
         step = draws.of_step(microbatches, form, signatures) if draws else None
         with step or contextlib.nullcontext():
@@ -392,7 +399,3 @@ class Pipeline:
     def _mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean of a scalar over the micro-batches of all data-parallel ranks."""
         return self._parts.mean(scalars, self.total)
-
-
-def _without_graph(output: Any) -> Any:
-    return pytree.tree_map_only(Tensor, without_graph, output)

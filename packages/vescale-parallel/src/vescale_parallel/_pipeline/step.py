@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
+from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
@@ -23,7 +25,9 @@ from .tied_weights import return_tied_gradients, send_tied_weights
 
 
 class EarlyReductions(Protocol):
-    """Gradients that are summed over data-parallel ranks before a schedule ends."""
+    """Gradients of a step before its loss is differentiated."""
+
+    stale_graphs: StaleGraphs
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -61,6 +65,7 @@ class PipelineStep:
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish, self._reduced = buffers, finish, reduced
         pipeline.reduce = reduced.reduce_stage
+        pipeline.stays = self._plain_tensors
         pipeline.outputs.own_flags = self._has_gradients
 
     def run(
@@ -104,15 +109,21 @@ class PipelineStep:
             used, flags = pipeline.loss_scale.value, pipeline.outputs.flags
             assert flags is not None
 
+            anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
+            with_grad = {param for param, has in anywhere if has}
+
             def finish(scale: Tensor) -> None:
                 put_back()
-                anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
-                correction = pipeline.loss_scale.correction(scale, used)
-                self._finish(correction, {param for param, has in anywhere if has})
+                self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
-            return with_deferred_backward(output, self._params, finish, device)
+            check = partial(self._reduced.stale_graphs.as_now(), with_grad)
+            return with_deferred_backward(output, self._params, finish, device, check)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
         return refusing_backward(output) if torch.is_grad_enabled() else output
+
+    def _plain_tensors(self) -> Iterator[Tensor]:
+        yield from (param.unsharded for param in self._params if param.unsharded is not None)
+        yield from self._model.buffers()
 
     def _has_gradients(self) -> Tensor:
         early = self._reduced.used_early

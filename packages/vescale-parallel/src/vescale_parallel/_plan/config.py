@@ -116,6 +116,8 @@ class PipelineParallel:
         reduce_every: When gradients are summed over data-parallel ranks: once a step, or with
             ``data_parallel.zero_stage`` 2 or 3 behind every backward pass of a micro-batch, which
             keeps them sharded and sends as many times the bytes.
+        offload_activations: Whether what a stage keeps for backward of a micro-batch that waits is
+            in the host's memory meanwhile.
     """
 
     size: int = 1
@@ -133,6 +135,7 @@ class PipelineParallel:
     loss: str | int | None = None
     outputs: Literal["last", "broadcast"] | None = None
     reduce_every: Literal["step", "microbatch"] = "step"
+    offload_activations: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -168,6 +171,11 @@ class PipelineParallel:
             raise ValueError(
                 "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "
                 f"got {self.microbatches} microbatches for one stage"
+            )
+        if self.size == 1 and self.offload_activations:
+            raise ValueError(
+                "pipeline_parallel.offload_activations is of micro-batches that wait for later "
+                "stages: expected pipeline_parallel.size above 1, got 1"
             )
 
 

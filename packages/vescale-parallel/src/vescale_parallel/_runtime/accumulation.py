@@ -141,14 +141,20 @@ class AccumulatedStep:
             totals = self.ranks.total(torch.stack(local)).unbind() if local else ()
             outputs = self._microbatches(forward, microbatches, rows, totals, check)
         self._seen.check()
+        early = self.parameters.used_early
         put_back, used = self.parameters.take_reduced(), self._loss_scale.value
 
         def finish(scale: Tensor) -> None:
             put_back()
             self.parameters.finish_backward(self._loss_scale.correction(scale, used))
 
+        params = self.parameters.params
+        has_grad = [p for p in params if p.unsharded is not None and p.unsharded.grad is not None]
+        refuse_stale = functools.partial(
+            self.parameters.stale_graphs.as_now(), {*has_grad, *early}
+        )
         marked = marked_scalars(outputs, self._mean, self.loss_of)
-        return with_deferred_backward(marked, self.parameters.params, finish, self.device)
+        return with_deferred_backward(marked, params, finish, self.device, refuse_stale)
 
     def _microbatches(
         self,

@@ -26,6 +26,7 @@ from vescale_parallel._pipeline.schedules.messages import (
 from vescale_parallel._torch_private import pytree
 
 from .links import Bundle, Links
+from .offload import ActivationsOnHost
 from .split_backward import HookedNodes, SplitBackward
 
 # Told every operation when it is done, how many micro-batches of stages wait for their backward,
@@ -89,6 +90,7 @@ class Execution:
         shares: Of the rows, that every micro-batch has; None for equal ones.
         reduce: Begins to sum a stage's gradients over data-parallel ranks: of a micro-batch, None
             for all.
+        on_host: Has passes wait with what autograd saved on the host; None: on the device.
         outputs: What was kept, in the order of micro-batches.
     """
 
@@ -103,15 +105,20 @@ class Execution:
     say_whole: Callable[[int, str], None]
     shares: Sequence[float] | None = None
     reduce: Callable[[int, int | None], None] = lambda *_: None
+    on_host: ActivationsOnHost | None = None
     outputs: list[Any] = field(default_factory=list[Any])
     _tensors: dict[_Key, Bundle] = field(default_factory=dict[_Key, Bundle])
     _arriving: dict[_Key, Message] = field(default_factory=dict[_Key, Message])
     _passes: dict[tuple[int, int], _Pass] = field(default_factory=dict[tuple[int, int], _Pass])
+    _waits: frozenset[tuple[int, int]] = frozenset()
 
     def execute(self, operations: Sequence[Operation]) -> list[Any]:
         """Do what a list says; return the outputs of the last stage."""
         for _, begins in _watchers:
             begins()
+        if self.on_host is not None:
+            self.on_host.begin()
+            self._waits = waiting_passes(operations)
         for operation in operations:
             if isinstance(operation, Compute):
                 self._compute(operation.action)
@@ -130,6 +137,8 @@ class Execution:
     def _compute(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         words = (_WORDS[action.kind], "of stage", action.stage, "micro-batch", action.microbatch)
+        if self.on_host is not None and action.kind != "F":
+            self.on_host.fetch(key)
         with profiler_range(*words):
             if action.kind == "F":
                 self._forward(action)
@@ -141,6 +150,10 @@ class Execution:
                 self._backward(action, self._passes[key])
         if action.kind == "B":
             del self._passes[key]
+        if self.on_host is not None:
+            if action.kind in "BW":
+                self.on_host.forget(key)
+            self.on_host.let_go(key)
 
     def _communicate(self, operation: Receive | Await | Send | Retire) -> None:
         message = operation.message
@@ -186,7 +199,7 @@ class Execution:
 
         stage, microbatch = action.stage, action.microbatch
         hooked = HookedNodes() if self.may_split and stage > 0 else None
-        with hooked or contextlib.nullcontext():
+        with hooked or contextlib.nullcontext(), self._saving(stage, microbatch):
             output = self.run(stage, microbatch, receive)
         if stage == self.num_stages - 1:
             self.outputs.append(self.report(output))
@@ -198,6 +211,12 @@ class Execution:
         if torch.is_grad_enabled():
             nodes = set() if hooked is None else hooked.nodes
             self._passes[stage, microbatch] = _Pass(received, outputs, nodes)
+
+    def _saving(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        key = (stage, microbatch)
+        if self.on_host is None or key not in self._waits or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return self.on_host.saving(key)
 
     def _backward(self, action: Action, done: _Pass) -> None:
         """Run backward, or with ``"I"`` as much of it as the stage before waits for."""
@@ -237,6 +256,18 @@ class Execution:
                 return
             self.say_whole(action.stage, split.refusal)
         torch.autograd.backward(outputs, grads)
+
+
+def waiting_passes(operations: Sequence[Operation]) -> frozenset[tuple[int, int]]:
+    """Return the stages and micro-batches behind whose forward another pass of this rank runs."""
+    actions = [each.action for each in operations if isinstance(each, Compute)]
+    behind = [*actions[1:], None]
+    return frozenset(
+        (action.stage, action.microbatch)
+        for action, other in zip(actions, behind, strict=True)
+        if action.kind == "F"
+        and (other is None or (other.stage, other.microbatch) != (action.stage, action.microbatch))
+    )
 
 
 def signature_of(microbatch: tuple[Any, Any]) -> object:

@@ -14,7 +14,7 @@ import torch
 
 from vescale_dtensor import CollectiveWork
 from vescale_parallel._data_parallel.reductions import Reduction, Reductions
-from vescale_parallel._data_parallel.side_stream import SideStream
+from vescale_parallel._mesh.side_stream import SideStream
 
 
 class Stream:
