@@ -48,7 +48,7 @@ def model_and_batch(family: str) -> tuple[nn.Module, dict[str, Any]]:
     if family == "dealt_heads":  # six queries read three keys; two ranks take three queries each
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
             "num_attention_heads": 6, "num_key_value_heads": 3,
         }  # fmt: skip
