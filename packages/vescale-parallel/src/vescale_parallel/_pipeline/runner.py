@@ -30,9 +30,7 @@ from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
-from .execution import Execution, Links, signature_of
-from .execution.offload import activations_on_host
-from .execution.order import operations_of_step
+from .execution import Execution, Links, activations_on_host, operations_of_step, signature_of
 from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
 from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
 from .schedules.messages import channels_of
