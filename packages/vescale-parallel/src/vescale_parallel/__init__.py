@@ -60,15 +60,14 @@ from ._plan.config import (
     ContextParallel as ContextParallel,
     DataParallel as DataParallel,
     ExpertParallel as ExpertParallel,
-    PipelineParallel as PipelineParallel,
     Precision as Precision,
-    SplitMethod as SplitMethod,
     TensorParallel as TensorParallel,
 )
 from ._plan.constraints import (
     check_constraints as check_constraints,
     with_constraints as with_constraints,
 )
+from ._plan.pipeline_config import PipelineParallel as PipelineParallel, SplitMethod as SplitMethod
 from ._plan.pipeline_schedules import (
     SCHEDULE_RULES as SCHEDULE_RULES,
     ScheduleName as ScheduleName,

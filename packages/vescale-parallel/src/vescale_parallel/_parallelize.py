@@ -192,8 +192,8 @@ def _change(
     """Change a model in place, in shards of whole blocks; return the loader of its data set."""
     # What is decided on the whole model, before any of it is changed.
     experts = planned_experts(plan, model)
-    said = said_whole(plan.reasons)
-    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch, said)
+    whole = said_whole(plan.reasons)
+    sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch, whole)
     sequence = _sequence(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)

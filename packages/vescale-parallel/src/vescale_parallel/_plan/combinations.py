@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .config import ContextParallel, DataParallel, ExpertParallel, PipelineParallel
+from .config import ContextParallel, DataParallel, ExpertParallel
+from .pipeline_config import PipelineParallel
 
 
 def check_experts(experts: ExpertParallel, data: DataParallel, context: ContextParallel) -> None:

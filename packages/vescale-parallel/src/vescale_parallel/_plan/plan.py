@@ -11,18 +11,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
+from .choices import check_choices
 from .combinations import check_experts, check_reductions
-from .config import (
-    Batch,
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    PipelineParallel,
-    Precision,
-    TensorParallel,
-    check_choices,
-)
+from .config import Batch, ContextParallel, DataParallel, ExpertParallel, Precision, TensorParallel
 from .numerics import check_numerics, numerics_in_words
+from .pipeline_config import PipelineParallel
 from .printed import entry, filled, in_words, rates
 from .recomputation import Recompute, checked_keep, checked_recompute, keeps_some
 

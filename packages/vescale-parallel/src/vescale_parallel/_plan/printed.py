@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, cast
 
-from .config import ContextParallel, DataParallel, ExpertParallel, PipelineParallel, TensorParallel
+from .config import ContextParallel, DataParallel, ExpertParallel, TensorParallel
+from .pipeline_config import PipelineParallel
 from .recomputation import Recompute, recomputes
 
 WIDTH = 100

@@ -33,9 +33,9 @@ def measured() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     peaks: dict[int, float] = {}
     for dtype in dtypes:
-        peak, fields["half_width"] = _products(dtype, device)
-        peaks[dtype.itemsize] = peak
+        peaks[dtype.itemsize], fields["half_width"] = _products(dtype, device)
     fields["memory_bytes_per_second"] = _memory(device)
+    peak = peaks[dtypes[-1].itemsize]
     fields["attention_efficiency"] = min(1.0, _attention(dtypes[-1], device) / peak)
     fields["launch_seconds"] = _launch(device)
     fields |= _links(device)

@@ -158,7 +158,7 @@ def step_costs(
     spent = [_of_rank(rank, columns, cluster, numerics) for rank in kinds]
     busy = np.stack([each.total for each in spent])  # (kinds, candidates)
     slowest = busy.argmax(axis=0)
-    whole = np.zeros_like(busy[0])
+    whole: Values = np.zeros_like(busy[0])
     for seconds_of_rank, (_, count) in zip(busy, alike.values(), strict=True):
         whole += seconds_of_rank * count
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._pipeline.schedules.actions import passes_in_flight
-from vescale_parallel._plan.config import PipelineParallel
+from vescale_parallel._plan.pipeline_config import PipelineParallel
 from vescale_parallel._plan.plan import ParallelPlan
 
 from .partition import lightest_split
