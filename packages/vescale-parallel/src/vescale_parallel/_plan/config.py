@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .frozen_mapping import FrozenMapping, checked_places
-from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
+from .pipeline_schedules import (
+    ScheduleName,
+    StagePlacement,
+    check_one_stage,
+    check_schedule,
+    rule_of,
+)
 
 SplitMethod = Literal["uniform", "parameters", "flops", "memory", "auto", "manual"]
 
@@ -167,16 +173,8 @@ class PipelineParallel:
             virtual_stages=self.virtual_stages,
             microbatches=self.microbatches,
         )
-        if self.size == 1 and self.microbatches > 1:
-            raise ValueError(
-                "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "
-                f"got {self.microbatches} microbatches for one stage"
-            )
-        if self.size == 1 and self.offload_activations:
-            raise ValueError(
-                "pipeline_parallel.offload_activations is of micro-batches that wait for later "
-                "stages: expected pipeline_parallel.size above 1, got 1"
-            )
+        if self.size == 1:
+            check_one_stage(self.microbatches, offloads=self.offload_activations)
 
 
 def _check_resharding(data: DataParallel) -> None:
