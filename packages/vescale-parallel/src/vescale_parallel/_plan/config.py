@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .frozen_mapping import FrozenMapping, checked_places
-from .pipeline_schedules import (
-    ScheduleName,
-    StagePlacement,
-    check_one_stage,
-    check_schedule,
-    rule_of,
-)
+from .pipeline_schedules import ScheduleName, StagePlacement, check_schedule, rule_of
 
 SplitMethod = Literal["uniform", "parameters", "flops", "memory", "auto", "manual"]
 
@@ -172,9 +166,8 @@ class PipelineParallel:
             size=self.size,
             virtual_stages=self.virtual_stages,
             microbatches=self.microbatches,
+            offloads=self.offload_activations,
         )
-        if self.size == 1:
-            check_one_stage(self.microbatches, offloads=self.offload_activations)
 
 
 def _check_resharding(data: DataParallel) -> None:

@@ -113,12 +113,16 @@ def refused_microbatches(
     return None
 
 
-def check_schedule(schedule: str, *, size: int, virtual_stages: int, microbatches: int) -> None:
+def check_schedule(
+    schedule: str, *, size: int, virtual_stages: int, microbatches: int, offloads: bool = False
+) -> None:
     """Raise if a schedule has no order for these numbers.
 
     Raises:
         ValueError: With what was expected.
     """
+    if size == 1:
+        check_one_stage(microbatches, offloads=offloads)
     least, most = rule_of(schedule).virtual_stages
     interleaved = "interleaved_1f1b"
     if schedule in ("gpipe", "1f1b", interleaved):
