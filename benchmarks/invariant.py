@@ -53,7 +53,9 @@ def _start(function: Any, size: int, options: dict[str, Any], path: Path) -> Non
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    mp.spawn(_rank, (function, size, port, options, path), size)
+    mp.spawn(  # pyright: ignore[reportPrivateImportUsage]
+        _rank, (function, size, port, options, path), size
+    )
 
 
 def _rank(

@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--cluster", default="h200")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    counted, checks = _Counts(), dict.fromkeys(("propose_sharding", "check_pipeline"), 0)
+    counted = _Counts()
+    checks: dict[str, int] = {"propose_sharding": 0, "check_pipeline": 0}
     for file, name in (("_search", "propose_sharding"), ("_runnable", "check_pipeline")):
         module = importlib.import_module(f"vescale_planner.{file}")
         setattr(module, name, _counting(getattr(module, name), name, checks))

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vescale_parallel import ShardingProposal, _parallelize, propose_sharding
+from vescale_parallel import ShardingProposal, propose_sharding
+from vescale_parallel._auto_sharding import planned
 
 _FOUND: dict[object, ShardingProposal] = {}
 _PLAIN = (bool, int, float, str, type(None))
@@ -76,4 +77,4 @@ def _leaf_key(leaf: Any) -> object:
     return leaf.shape, leaf.dtype, leaf.requires_grad, values
 
 
-_parallelize.propose_sharding = _propose  # pyright: ignore[reportPrivateImportUsage]
+planned.propose_sharding = _propose

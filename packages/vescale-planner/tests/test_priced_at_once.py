@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel import check_pipeline
+from vescale_parallel import ScheduleName, check_pipeline
 from vescale_planner import Cluster, _runnable, generate_plan
 from vescale_planner._candidates import Candidate
 from vescale_planner._layouts import Layout
@@ -45,16 +45,18 @@ def search(**constraints: Any) -> Search:
     return found
 
 
+PIPELINED: tuple[tuple[ScheduleName, int], ...] = (
+    ("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2),
+)  # fmt: skip
+
+
 def random_candidate(draw: random.Random) -> Candidate:
     layout = Layout(
         draw.choice((1, 2, 4, 16)), draw.choice((1, 2, 4)), draw.choice((1, 2, 8, 64)),
         draw.choice((1, 2)),
     )  # fmt: skip
     zero, pipelined = draw.choice((0, 1, 2, 3)) if layout.dp > 1 else 0, layout.pp > 1
-    schedule, stages = draw.choice(
-        (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2)) if pipelined
-        else (("1f1b", 1),)
-    )  # fmt: skip
+    schedule, stages = draw.choice(PIPELINED if pipelined else PIPELINED[:1])
     microbatches = layout.pp * draw.choice((1, 2, 4)) if pipelined else 1
     accumulation = draw.choice((1, 2, 4))
     return Candidate(

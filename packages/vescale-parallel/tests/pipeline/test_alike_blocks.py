@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vescale_parallel import ParallelPlan, check_pipeline, with_constraints
 from vescale_parallel._pipeline import stage_module
 from vescale_parallel._pipeline.cuts.forms import form_of
+from vescale_parallel._pipeline.cuts.outline import outline_of
 
 PLAN = with_constraints(
     ParallelPlan(), {"pipeline_parallel.size": 2, "pipeline_parallel.microbatches": 2}
@@ -58,11 +59,10 @@ def test_alike_blocks_are_run_once_and_forward_may_ask_for_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run: list[str] = []
-    find = stage_module.outline_of
 
     def counted(skeleton: nn.Module, fqn: str, *given: object) -> object:
         run.append(fqn)
-        return find(skeleton, fqn, *given)  # pyright: ignore[reportArgumentType]: of a call
+        return outline_of(skeleton, fqn, *given)  # pyright: ignore[reportArgumentType]: of a call
 
     monkeypatch.setattr(stage_module, "outline_of", counted)
     check_pipeline(PLAN, Net(), torch.zeros(2, 3, dtype=torch.long))

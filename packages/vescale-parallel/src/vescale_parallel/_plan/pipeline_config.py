@@ -93,14 +93,5 @@ class PipelineParallel:
             size=self.size,
             virtual_stages=self.virtual_stages,
             microbatches=self.microbatches,
+            offloads=self.offload_activations,
         )
-        if self.size == 1 and self.microbatches > 1:
-            raise ValueError(
-                "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "
-                f"got {self.microbatches} microbatches for one stage"
-            )
-        if self.size == 1 and self.offload_activations:
-            raise ValueError(
-                "pipeline_parallel.offload_activations is of micro-batches that wait for later "
-                "stages: expected pipeline_parallel.size above 1, got 1"
-            )

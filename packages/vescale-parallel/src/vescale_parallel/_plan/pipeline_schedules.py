@@ -113,12 +113,16 @@ def refused_microbatches(
     return None
 
 
-def check_schedule(schedule: str, *, size: int, virtual_stages: int, microbatches: int) -> None:
+def check_schedule(
+    schedule: str, *, size: int, virtual_stages: int, microbatches: int, offloads: bool = False
+) -> None:
     """Raise if a schedule has no order for these numbers.
 
     Raises:
         ValueError: With what was expected.
     """
+    if size == 1:
+        check_one_stage(microbatches, offloads=offloads)
     least, most = rule_of(schedule).virtual_stages
     interleaved = "interleaved_1f1b"
     if schedule in ("gpipe", "1f1b", interleaved):
@@ -139,3 +143,17 @@ def check_schedule(schedule: str, *, size: int, virtual_stages: int, microbatche
     )
     if refused is not None:
         raise ValueError(refused)
+
+
+def check_one_stage(microbatches: int, *, offloads: bool) -> None:
+    """Raise for what takes several ranks in a pipeline."""
+    if microbatches > 1:
+        raise ValueError(
+            "pipeline_parallel.microbatches > 1 needs pipeline_parallel.size > 1, "
+            f"got {microbatches} microbatches for one stage"
+        )
+    if offloads:
+        raise ValueError(
+            "pipeline_parallel.offload_activations is of micro-batches that wait for later "
+            "stages: expected pipeline_parallel.size above 1, got 1"
+        )

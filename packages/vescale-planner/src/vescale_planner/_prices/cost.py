@@ -164,7 +164,8 @@ def step_costs(
 
     def of_slowest(name: str) -> Values:
         stacked = np.stack([getattr(each, name) for each in spent])
-        return stacked[slowest, np.arange(len(slowest))] * parts
+        picked: Values = stacked[slowest, np.arange(len(slowest))]
+        return picked * parts
 
     data_parallel = [
         exposed_data_parallel(columns, rank, cluster, numerics, each.compute)
