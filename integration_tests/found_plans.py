@@ -77,4 +77,4 @@ def _leaf_key(leaf: Any) -> object:
     return leaf.shape, leaf.dtype, leaf.requires_grad, values
 
 
-planned.propose_sharding = _propose
+planned.propose_sharding = _propose  # pyright: ignore[reportPrivateImportUsage]: for tests

@@ -206,15 +206,8 @@ def _change(
         row_guard.is_rows_first = loader.gave
     # The model, changed in the order of [Note: who wraps a module], innermost first.
     param_dtype, staging = torch_dtype(plan.precision.param), Staging()
-    draws = None
-    if stages is not None:
-        input_dtype = param_dtype if plan.precision.cast_inputs else None
-        ranks = DataRanks(mesh, plan.context_parallel.size)
-        draws = StageDraws(model, stages.stages_of_calls, mesh, ranks, param_dtype, input_dtype)
-        stage_model(model, stages, staging, param_dtype)
-        draws.borders.install(model, stages.stages_of_calls)
-        give_no_layers(model)
-    elif plan.num_microbatches > 1:
+    draws = None if stages is None else _stage(plan, model, mesh, stages, staging)
+    if stages is None and plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)
     stages_of = (lambda _: (0,)) if stages is None else stages.stages_of
     own, on = experts.parameters(model, plan.expert_parallel.size), state_mesh(plan, mesh)
@@ -248,6 +241,20 @@ def _change(
     object.__setattr__(model, "_vescale_sharding", Applied(sharding, boundary, left_whole))
     tell_result(plan, mesh, params, stages)
     return loader
+
+
+def _stage(
+    plan: ParallelPlan, model: nn.Module, mesh: DeviceMesh, stages: StageMap, staging: Staging
+) -> StageDraws:
+    """Let modules be answered on other stages; return what gives each its random numbers."""
+    dtype = torch_dtype(plan.precision.param)
+    input_dtype = dtype if plan.precision.cast_inputs else None
+    ranks = DataRanks(mesh, plan.context_parallel.size)
+    draws = StageDraws(model, stages.stages_of_calls, mesh, ranks, dtype, input_dtype)
+    stage_model(model, stages, staging, dtype)
+    draws.borders.install(model, stages.stages_of_calls)
+    give_no_layers(model)
+    return draws
 
 
 def _blocks_here(
