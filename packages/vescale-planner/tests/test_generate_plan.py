@@ -228,7 +228,8 @@ def test_seventy_billion_parameters_train_on_a_large_batch_in_micro_batches() ->
     rows = 1024 // plan.data_parallel.size
     assert plan.batch.gradient_accumulation > 1
     assert rows % plan.batch.gradient_accumulation == 0
-    assert any("fewer activations at once" in reason for reason in plan.reasons)
+    # Pipelines, whose micro-batches would fit, cannot be looked at without an example.
+    assert any("nothing fits with all rows at once" in reason for reason in plan.reasons)
 
 
 def test_a_batch_that_not_all_ranks_can_share_leaves_other_axes() -> None:

@@ -206,14 +206,17 @@ def is_in_backward() -> bool:
 def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:
     """Return a graph of torch.compile as one of its backends compiles it.
 
-    Random numbers are those of eager operators, which inductor else replaces by its own; torch
-    takes such options only together with the name of a backend, and not from a backend of ours.
+    Random numbers are those of eager operators, which inductor else replaces by its own. Operators
+    that do not depend on each other keep their order, which inductor else chooses by sizes: ranks
+    whose shards differ would begin collectives in another one. torch takes such options only
+    together with the name of a backend, and not from a backend of ours.
     """
     if backend == "inductor":
         from torch import _inductor
 
         compile_graph = cast("Any", _inductor).compile
-        return compile_graph(graph, list(inputs), options={"fallback_random": True})
+        options = {"fallback_random": True, "reorder_for_peak_memory": False}
+        return compile_graph(graph, list(inputs), options=options)
     return cast("Any", torch._dynamo).lookup_backend(backend)(graph, inputs)
 
 

@@ -73,7 +73,9 @@ def test_alike_blocks_are_run_once_and_forward_may_ask_for_values(
 class ClosedOver(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.to_logits: Callable[[Tensor], Tensor] = lambda x: x @ self.embed.weight.t()
+        first = self.layers[0]
+        assert isinstance(first, Block)
+        self.to_logits: Callable[[Tensor], Tensor] = lambda x: x @ first.up.weight.t()
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -92,7 +92,8 @@ class SpikeWatch:
 
         Reads from the device once. Call it behind ``backward()``.
         """
-        value, norms = float(loss), self._norms()
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        norms = self._norms()
         usual = self._upper(self._losses)
         spike = None
         if usual is not None and not value <= usual:

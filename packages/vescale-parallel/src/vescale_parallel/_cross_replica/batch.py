@@ -42,11 +42,8 @@ class BatchRows:
         sliced: Sequence[str] = (),
     ) -> None:
         self._guard, self._regions = guard, regions
-        self._groups, self._num_parts, self._sliced = (
-            groups,
-            num_parts,
-            tuple(f"{each}." for each in sliced),
-        )
+        self._groups, self._num_parts = groups, num_parts
+        self._sliced = tuple(f"{each}." for each in sliced)
         self.coupling, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
