@@ -78,7 +78,7 @@ def test_a_plan_that_is_right_passes(name: str) -> None:
     assert all("experts" in module for module in report.not_compared), report
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_parameter_that_code_uses_again_is_summed_by_stages() -> None:
     model, batch = crossing_models.make("mixing", 4, torch.float64)
     said = {PP: 2, PARTS: 2, "batch.global_size": crossing_models.ROWS}
