@@ -151,6 +151,7 @@ gradient, parameters and buffers.
 - **yes**: everything is one device's within rounding, which is measured; in float64 that hides
   nothing. Sums over `tp`, `cp` and `ep` are in another order than on one device.
 - **-**: refused by name before it runs; why is below the table.
+- Empty: not run.
 
 `python -m integration_tests.matrix > cells.jsonl` runs all cells, and with
 `--page docs/reference/matrix.md cells.jsonl` writes this page.
