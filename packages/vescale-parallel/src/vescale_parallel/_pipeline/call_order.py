@@ -181,10 +181,10 @@ def observed_calls(
         block_calls: The first result, where a plan says it.
 
     Returns:
-        - ``block_calls``: the block of every call; nothing if each is called once, in order.
-        - ``called_behind``: the blocks behind which modules outside of them are called, of those
-          that are called between blocks or in several places; ``""`` is before all blocks.
-          Likewise of parameters outside of blocks that code around modules uses.
+        ``block_calls``, the block of every call, which is empty if each is called once, in order;
+        and ``called_behind``, the blocks behind which modules outside of them are called, of those
+        that are called between blocks or in several places (``""`` is before all blocks), and
+        likewise of parameters outside of blocks that code around modules uses.
 
     Example:
         >>> observed_calls(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2))
