@@ -23,12 +23,7 @@ from .training import whole
 
 @cache
 def on_one_device(family: str, more: tuple[tuple[str, Any], ...]) -> Trained:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train(family, None, **dict(more))
-    finally:
-        torch.set_num_threads(threads)
+    return train(family, None, **dict(more))
 
 
 def check(world: World, plan: Constraints, family: str, **more: Any) -> None:

@@ -212,13 +212,10 @@ def lambda_losses(constraints: Constraints | None) -> list[float]:
 
 @cache
 def on_one_device(name: str, device: str) -> Record:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     state = torch.get_rng_state()
     try:
         return train(name, None, device)
     finally:
-        torch.set_num_threads(threads)
         torch.set_rng_state(state)
 
 

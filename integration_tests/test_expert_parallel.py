@@ -21,12 +21,7 @@ RELATIVE = 1e-12
 def on_one_device(
     family: str, implementation: str, parts: int, more: tuple[tuple[str, Any], ...]
 ) -> Trained:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train(family, implementation, None, parts, more=dict(more))
-    finally:
-        torch.set_num_threads(threads)
+    return train(family, implementation, None, parts, more=dict(more))
 
 
 def check(

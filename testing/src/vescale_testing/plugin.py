@@ -13,6 +13,11 @@ from ._rank import DeviceType
 from ._world import World
 
 
+def pytest_configure() -> None:
+    """Have tests compute with one thread, as ranks do: sums of several have other bits."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def world1(pytestconfig: pytest.Config) -> Iterator[World]:
     """One gloo rank: a world size of one still has a process group."""
