@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from vescale_parallel import TensorParallel, propose_in_chunks
 from vescale_testing import World
 
 from .models import HandWritten
+from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
 ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 2, 16, 128, 256, 3
 
@@ -188,6 +190,56 @@ def test_every_number_of_ranks_has_the_same_bits(name: str, dtype: str, *, seque
     chunks = 8 if name == "llama" or dtype == "float32" else 4
     sizes = (2, 4, 8) if chunks == 8 else (2, 4)
     _compare(name, dtype, chunks, sequence=sequence, sizes=sizes)
+
+
+def _verified(name: str, constraints: Constraints, *, sequence: bool = True) -> None:
+    """Compare every step with one rank that adds up in chunks, micro-batch after micro-batch."""
+    ids = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    labels[3, :5] = -100  # shards have other counts of targets
+    invariant = {"numerics": "invariant", "numerics_chunks": 4, SEQUENCE: sequence}
+    plan = make_plan({**invariant, **constraints})
+    said = _said(name, 4, sequence=sequence)
+    plan = replace(plan, tensor_parallel=replace(plan.tensor_parallel, sharding_plan=said))
+    report = vescale.verify(
+        plan,
+        lambda: _made(name, "float32", 4),
+        {"input_ids": ids, "labels": labels},
+        dtype=None,
+    )
+    assert report.passed, report
+    assert report.levels[-1].level == "N5"
+    assert report.levels[-1].status == "passed", report
+
+
+WITH_OTHER_AXES: dict[str, Constraints] = {
+    "dp": {DP: 2, TP: 2},
+    "zero1": {DP: 2, ZERO: 1, TP: 2},
+    "zero3-recompute": {DP: 2, ZERO: 3, TP: 2, "recompute": "full"},
+    "pp": {PP: 2, PARTS: 2, TP: 2},
+    "pp-zero1": {PP: 2, PARTS: 2, DP: 2, ZERO: 1, TP: 2},
+    "pp-dp-tp4": {PP: 2, PARTS: 2, DP: 2, TP: 4},
+    "accumulation": {"batch.gradient_accumulation": 2, DP: 2, TP: 2},
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan if plan == "zero1" else pytest.param(plan, marks=pytest.mark.nightly)
+        for plan in WITH_OTHER_AXES
+    ],
+)
+def test_axes_beside_it_keep_the_bits(plan: str) -> None:
+    _verified("nano_gpt", WITH_OTHER_AXES[plan])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", ["zero3-recompute", "pp-zero1"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_axes_beside_it_keep_the_bits_of_families(name: str, plan: str) -> None:
+    _verified(name, WITH_OTHER_AXES[plan])
+    _verified(name, WITH_OTHER_AXES[plan], sequence=False)
 
 
 @pytest.mark.nightly

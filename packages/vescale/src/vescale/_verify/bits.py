@@ -20,7 +20,8 @@ def same_initial(expected: Record, ranks: Sequence[Record]) -> LevelResult:
     for rank, record in enumerate(ranks):
         for _, divergence in _bits("initial value", None, expected.initial, record.initial):
             if divergence:
-                return _failed("N0", rank, divergence)
+                first = dataclasses.replace(divergence, rank=rank)
+                return LevelResult(level="N0", status="failed", divergence=first)
     return LevelResult(level="N0", status="passed", text=f"{len(expected.initial)} tensors")
 
 
@@ -51,27 +52,28 @@ def same_again(runs: Sequence[tuple[str, Sequence[Record], Sequence[Record]]]) -
 
 
 def same_micro_batches(
-    reference: Record, ranks: Sequence[Record], rounded: Sequence[str], text: str
+    level: Level, reference: Record, ranks: Sequence[Record], rounded: Sequence[str], text: str
 ) -> LevelResult:
-    """N3: compare the bits of gradients and parameters with one device's, shard after shard.
+    """N3, N5: compare the bits of gradients and parameters with one device's, shard after shard.
 
     Args:
+        level: For which the reference was made.
         reference: One device's run.
         ranks: Those of the ranks.
         rounded: Names of parameters whose bits are not promised.
         text: What to say about them.
     """
     for step in range(len(reference.losses)):
-        if failure := _other_bits("gradient", step, reference, ranks, without=rounded):
-            return failure
+        if divergence := _other_bits("gradient", step, reference, ranks, without=rounded):
+            return LevelResult(level=level, status="failed", divergence=divergence)
         if rounded:  # what is computed of a number without promised bits has none either
             break
         if not _same_norms(step, reference, ranks):
             text = f"gradients up to step {step}, whose norm is added up over shards and rounded"
             break
-        if failure := _other_bits("parameter", step, reference, ranks):
-            return failure
-    return LevelResult(level="N3", status="passed", text=text)
+        if divergence := _other_bits("parameter", step, reference, ranks):
+            return LevelResult(level=level, status="failed", divergence=divergence)
+    return LevelResult(level=level, status="passed", text=text)
 
 
 def _other_bits(
@@ -80,14 +82,14 @@ def _other_bits(
     reference: Record,
     ranks: Sequence[Record],
     without: Sequence[str] = (),
-) -> LevelResult | None:
+) -> Divergence | None:
     def of(record: Record) -> Mapping[str, Tensor]:
         return (record.gradients if what == "gradient" else record.parameters)[step]
 
     for rank, record in enumerate(ranks):
         for name, divergence in _bits(what, step, of(reference), of(record)):
             if divergence and name not in without:
-                return _failed("N3", rank, divergence)
+                return dataclasses.replace(divergence, rank=rank)
     return None
 
 
@@ -123,14 +125,6 @@ def _bits(
                     )
                 ),
             )
-
-
-def _failed(level: Level, rank: int, divergence: Divergence) -> LevelResult:
-    return LevelResult(
-        level=level,
-        status="failed",
-        divergence=dataclasses.replace(divergence, rank=rank),
-    )
 
 
 def _first_of_run(one: Record, other: Record, rank: int, what: str) -> Divergence | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["N0", "N1", "N2", "N3", "N4"]
+Level = Literal["N0", "N1", "N2", "N3", "N4", "N5"]
 Status = Literal["passed", "failed", "does not apply"]
 
 STATEMENTS: dict[Level, str] = {
@@ -14,6 +14,7 @@ STATEMENTS: dict[Level, str] = {
     "N2": "the same plan gives the same bits again",
     "N3": "bits of one device that runs the same micro-batches",
     "N4": "one device's numbers, within rounding",
+    "N5": "bits of one rank that adds up in the same chunks",
 }
 
 
@@ -118,7 +119,7 @@ class VerifyReport:
     def divergence(self) -> Divergence | None:
         """The first divergence of the level that says most: N0, then N4, else in order."""
         found = {r.level: r.divergence for r in self.levels if r.divergence is not None}
-        order: tuple[Level, ...] = ("N0", "N4", "N1", "N2", "N3")
+        order: tuple[Level, ...] = ("N0", "N4", "N1", "N2", "N3", "N5")
         return next((found[level] for level in order if level in found), None)
 
     def __str__(self) -> str:

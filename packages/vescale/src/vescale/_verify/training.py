@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,14 +95,22 @@ def on_one_device(program: Program, change: Change = None) -> Record:
     return record
 
 
-def shard_after_shard(program: Program, plan: ParallelPlan, change: Change = None) -> Record:
+def shard_after_shard(
+    program: Program, plan: ParallelPlan, change: Change = None, model: nn.Module | None = None
+) -> Record:
     """Train on one device that runs every rank's micro-batches on their own.
 
     Gradients of a rank are accumulated in the order of its micro-batches, those of ranks summed
     in the order of ranks: over the shards of a copy first, over copies then. Where a plan reduces
     every micro-batch, its means over ranks are accumulated.
+
+    Args:
+        program: What to train.
+        plan: Whose ranks and micro-batches.
+        change: What to do to the model first.
+        model: What to train instead of the program's plain model.
     """
-    model, record = _plain_model(program), Record()
+    model, record = _plain_model(program) if model is None else model, Record()
     if change is not None:
         change(model)
     record.initial = full_state(_state(model))
@@ -143,7 +151,8 @@ def _gradients_of_ranks(
                     loss = program.loss_of(model, own)
                 (loss / parts).backward()
                 losses.append(loss.detach())
-            found[reduction].append([p.grad for p in model.parameters()])
+            grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            found[reduction].append(grads)
     return torch.stack(losses).double().mean().to(losses[0].dtype), found
 
 
@@ -161,11 +170,27 @@ def _counted_means(
     return means
 
 
+def in_chunks(program: Program, plan: ParallelPlan) -> Record:
+    """Train as one rank that adds up in the chunks of a plan, shard after shard.
+
+    Call it as the one rank of a world.
+    """
+    alone = ParallelPlan(
+        tensor_parallel=replace(plan.tensor_parallel, size=1),
+        numerics=plan.numerics,
+        numerics_chunks=plan.numerics_chunks,
+    )
+    alone, examples = _fed(program, alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says what comes out otherwise
+        model, _ = parallelize(alone, program.build(), dataset=examples)
+    return shard_after_shard(program, plan, model=model)
+
+
 def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
     """Train under a plan, as one of its ranks."""
-    record, rows = Record(), num_rows(program.batches[0])
-    plan = with_constraints(plan, {"batch.global_size": rows})
-    examples = [_row(program.cast(b), i) for b in program.batches for i in range(rows)]
+    record = Record()
+    plan, examples = _fed(program, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says what comes out otherwise
         model, optimizer, loader = parallelize(
@@ -180,6 +205,13 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
                 loss.backward()
                 _end_of_step(program, model, optimizer, loss, record)
     return record
+
+
+def _fed(program: Program, plan: ParallelPlan) -> tuple[ParallelPlan, list[Any]]:
+    """Return a plan for batches as long as the program's, and the data set of their rows."""
+    rows = num_rows(program.batches[0])
+    examples = [_row(program.cast(b), i) for b in program.batches for i in range(rows)]
+    return with_constraints(plan, {"batch.global_size": rows}), examples
 
 
 def _plain_model(program: Program) -> nn.Module:

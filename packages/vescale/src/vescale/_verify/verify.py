@@ -23,12 +23,13 @@ from vescale_parallel import ParallelPlan, check_signature
 from .bits import same_again, same_draws, same_initial, same_micro_batches
 from .compare import same_first_gradients, within_rounding
 from .record import Record
-from .report import LevelResult, VerifyReport
+from .report import Level, LevelResult, VerifyReport
 from .rounding import Expected
 from .training import (
     LossOf,
     Program,
     default_loss_of,
+    in_chunks,
     num_data_ranks,
     num_parts,
     num_rows,
@@ -172,17 +173,20 @@ class _Runs:
     expected: Expected
     ranks: Sequence[Record]
     again: Sequence[Record]
-    micro_batches: LevelResult
+    in_shards: Sequence[LevelResult]
 
 
 def _runs(program: Program, plan: ParallelPlan) -> _Runs:
     expected = _expected(program, plan)
     ranks = emulate(on_a_rank, plan, args=(program, plan))
+    in_shards = [_micro_batches(program, plan, expected, ranks)]
+    if plan.numerics == "invariant":
+        in_shards.append(_in_shards("N5", program, plan, expected, ranks))
     return _Runs(
         expected=expected,
         ranks=ranks,
         again=emulate(on_a_rank, plan, args=(program, plan)),
-        micro_batches=_micro_batches(program, plan, expected, ranks),
+        in_shards=in_shards,
     )
 
 
@@ -197,13 +201,15 @@ def _report(plan: ParallelPlan, runs: _Runs, processes: Sequence[Record] | None)
         status="failed" if rounding.divergence else "passed",
         divergence=rounding.divergence,
     )
+    third, *fifth = runs.in_shards
     return VerifyReport(
         levels=(
             same_initial(record, ranks),
             same_draws(record, ranks),
             same_again(repeated),
-            runs.micro_batches,
+            third,
             fourth,
+            *fifth,
         ),
         num_compared=rounding.num_compared,
         not_compared=rounding.not_compared,
@@ -271,12 +277,23 @@ def _micro_batches(
     program: Program, plan: ParallelPlan, expected: Expected, ranks: Sequence[Record]
 ) -> LevelResult:
     """N3, where the plan promises bits."""
-    axes = plan.axes
-    cut = [name for name in ("tp", "cp", "ep") if axes[name] > 1]
+    cut = [name for name in ("tp", "cp", "ep") if plan.axes[name] > 1]
+    if cut or plan.numerics == "invariant":
+        text = f"{' and '.join(cut) or 'numerics'} sum in another order than one device"
+        return LevelResult(level="N3", status="does not apply", text=text)
+    return _in_shards("N3", program, plan, expected, ranks)
+
+
+def _in_shards(
+    level: Level,
+    program: Program,
+    plan: ParallelPlan,
+    expected: Expected,
+    ranks: Sequence[Record],
+) -> LevelResult:
+    """N3, N5: compare bits with one device's, shard after shard, where a plan promises them."""
     reason = ""
-    if cut:
-        reason = f"{' and '.join(cut)} sum in another order than one device"
-    elif plan.data_parallel.reduction != "ordered":
+    if plan.data_parallel.reduction != "ordered":
         reason = "data_parallel.reduction is the library's"
     elif plan.precision.param or plan.precision.reduce:
         reason = "other dtypes than the model's"
@@ -285,17 +302,21 @@ def _micro_batches(
     elif expected.record.draws and num_parts(plan) == 1:
         reason = "random numbers are drawn for whole batches"
     if reason:
-        return LevelResult(level="N3", status="does not apply", text=reason)
-    reference = shard_after_shard(program, plan)
+        return LevelResult(level=level, status="does not apply", text=reason)
+    reference = (
+        shard_after_shard(program, plan)
+        if level == "N3"
+        else emulate(in_chunks, 1, args=(program, plan))[0]
+    )
     if not same_first_gradients(expected, reference):
         return LevelResult(
-            level="N3",
+            level=level,
             status="does not apply",
             text="the loss is no mean over shards of the batch: what rows share is computed whole",
         )
-    tied = _tied(program, plan) if axes["pp"] > 1 else ()
+    tied = _tied(program, plan) if plan.axes["pp"] > 1 else ()
     text = f"first gradients, without what is tied over stages: {', '.join(tied)}" if tied else ""
-    return same_micro_batches(reference, ranks, tied, text)
+    return same_micro_batches(level, reference, ranks, tied, text)
 
 
 def _tied(program: Program, plan: ParallelPlan) -> tuple[str, ...]:
