@@ -235,6 +235,8 @@ def _change(
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
+    if sliced is not None:
+        _finish_slices(plan, model, sliced, stages, rows)
     if loader is not None:
         engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
@@ -275,7 +277,8 @@ def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard 
     def draws_by(sliced: SlicedBlocks) -> ShardedRng:
         return ShardedRng(Place.alone(), {}, None, sliced)
 
-    return ContextGuard(model, context.size, batch, draws_by, context.method)
+    how = context.method, context.outputs
+    return ContextGuard(model, context.size, batch, draws_by, *how)
 
 
 def _slice_blocks(
@@ -292,6 +295,21 @@ def _slice_blocks(
     sliced = sequence.install(model, ContextProcesses(group))
     staging.enters = sliced.enter
     return sliced, group
+
+
+def _finish_slices(
+    plan: ParallelPlan,
+    model: nn.Module,
+    sliced: SlicedBlocks,
+    stages: StageMap | None,
+    rows: BatchRows,
+) -> None:
+    """Have calls return plain tensors, and say where slices do not go on behind the blocks."""
+    behind, of_step = sliced.behind, plan.pipeline_parallel.outputs
+    behind.returns_all = behind.returns_all or of_step is not None
+    last = None if stages is None else stages.blocks[-1]
+    behind.is_whole_now = lambda: bool(rows.coupling.regions) or behind.ends_before(last)
+    behind.finish_calls(model)
 
 
 def _add_draws(

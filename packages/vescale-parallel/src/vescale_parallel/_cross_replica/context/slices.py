@@ -75,6 +75,32 @@ class SequenceSlices:
         parts = [x.narrow(dim, first, end - first) for first, end in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    def narrowed(self, first: int, end: int) -> SequenceSlices:
+        """Return what ranks have of the positions from ``first`` until before ``end``.
+
+        Example:
+            >>> SequenceSlices.over(6, 2, "all_to_all").narrowed(1, 4).ranges
+            (((0, 2),), ((2, 3),))
+        """
+
+        def kept(place: int) -> int:
+            return min(max(place, first), end) - first
+
+        return SequenceSlices(
+            tuple(tuple((kept(a), kept(b)) for a, b in ranges) for ranges in self.ranges)
+        )
+
+    def narrow(self, x: Tensor, dim: int, rank: int, first: int, end: int) -> Tensor:
+        """Return what a rank's slice has of the positions from ``first`` until before ``end``."""
+        found, offset = list[Tensor](), 0
+        for a, b in self.ranges[rank]:
+            low, high = (min(max(place, first), end) for place in (a, b))
+            if low < high or not found:
+                at = offset + min(max(low - a, 0), b - a)
+                found.append(x.narrow(dim, at, max(high - low, 0)))
+            offset += b - a
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
+
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the slices of all ranks, one behind the other, in the order of the sequence."""
         ranges = [each for of_rank in self.ranges for each in of_rank]
