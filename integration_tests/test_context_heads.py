@@ -16,8 +16,10 @@ from .context_heads import GATHERED, ON_SLICES, build_habit, train_habit
 from .contexts import VOCABULARY, batch_of, build
 from .experts import Trained
 from .families import InDouble
-from .plans import CP, TP, ZERO, Constraints, make_plan
+from .plans import CP, DP, TP, ZERO, Constraints, make_plan
+from .test_context_evaluation import check
 from .test_expert_parallel import compare
+from .training import whole
 
 FEATURES = 32  # of weights, whose size is another
 METHOD, OUTPUTS = "context_parallel.method", "context_parallel.outputs"
@@ -38,7 +40,7 @@ def test_losses_of_any_habit_are_those_of_one_device(world2: World, habit: str) 
 def on_rank_positions(habit: str) -> list[int]:
     """Return of how many positions the largest tensor over the vocabulary is, in every rank."""
     model: Any = vescale.parallelize(make_plan({CP: 2}), build_habit(habit))
-    batch, seen = batch_of(0, 12, ""), _Largest()
+    batch, seen = batch_of(0, 12, "", rows=3), _Largest()
     with InDouble():
         model(**batch)  # which is compared with one device
         with seen:
@@ -64,3 +66,76 @@ def test_logits_are_slices(world2: World) -> None:
     for habit in ON_SLICES[:-1]:  # soft targets are themselves as large
         found = world2.run(on_rank_positions, habit)
         assert found == [[6], [6]], habit
+
+
+def on_rank_of_family(family: str, constraints: Constraints, habit: str) -> dict[str, Any]:
+    """Return the loss, gradients, and positions of the largest logits of a step."""
+    model: Any = build(family)
+    if constraints:
+        model = vescale.parallelize(make_plan(constraints), model)
+    batch, seen = batch_of(0, 12, "", rows=3), _Largest()
+    if habit == "num_items_in_batch":
+        batch["num_items_in_batch"] = torch.tensor(29)
+    if habit == "logits_to_keep":
+        batch |= {"logits_to_keep": 5, "labels": batch["labels"][:, -5:]}
+    with InDouble():
+        model(**batch)
+        with seen:
+            loss = model(**batch).loss
+            loss.backward()
+    grads = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    positions = seen.numel // VOCABULARY // len(batch["labels"])
+    return {"loss": loss.detach(), **grads, "positions": positions}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("habit", ["", "num_items_in_batch", "logits_to_keep"])
+def test_logits_of_transformers_are_slices(world2: World, habit: str) -> None:
+    for family in ("llama", "qwen3", "gemma3_text", "gpt2", "bert"):
+        if habit and family == "bert":
+            continue
+        expected = on_rank_of_family(family, {}, habit)
+        assert expected.pop("positions") == (5 if habit == "logits_to_keep" else 12)
+        for found in world2.run(on_rank_of_family, family, {CP: 2}, habit):
+            # Five positions are fewer numbers than what leaves the blocks, and returned whole.
+            assert found.pop("positions") == (5 if habit == "logits_to_keep" else 6)
+            check(found, expected)
+
+
+def on_rank_outputs(constraints: Constraints) -> list[Any]:
+    """Return what calls of a model have in the place of logits."""
+    model: Any = vescale.parallelize(make_plan(constraints), build("llama"))
+    batch, found = batch_of(0, 13, ""), list[Any]()
+    with InDouble():
+        logits = model(**batch).logits
+        try:
+            found.append(logits.detach())
+        except ValueError as error:
+            found.append(str(error))
+        with torch.no_grad():
+            found.append(model(**batch).logits)
+        found.append(model(input_ids=batch["input_ids"]).logits.detach())
+        states = model(**batch, output_hidden_states=True).hidden_states
+    return [*found, *(x.detach() for x in states)]
+
+
+@pytest.mark.slow
+def test_logits_are_whole_where_they_are_returned(world2: World) -> None:
+    model, batch = build("llama"), batch_of(0, 13, "")
+    with torch.no_grad(), InDouble():
+        expected = model(**batch, output_hidden_states=True)
+    for outputs in ("loss", "whole"):
+        for found in world2.run(on_rank_outputs, {CP: 2, OUTPUTS: outputs}):
+            if outputs == "loss":
+                assert "'logits'" in found[0] and "context_parallel.outputs" in found[0]
+                found[0] = expected.logits
+            wanted = [expected.logits] * 3 + [*expected.hidden_states]
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * float(y.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{CP: 2, DP: 2, ZERO: 3}, {CP: 2, TP: 2}, {CP: 4, METHOD: "ring"}])
+def test_heads_on_slices_go_with_other_axes(world4: World, plan: Constraints) -> None:
+    for habit in ("z_loss", "in_place"):
+        compare(world4.run(train_habit, habit, plan), on_one_device(habit))
