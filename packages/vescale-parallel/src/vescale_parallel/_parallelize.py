@@ -25,6 +25,7 @@ from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
 from ._expert_parallel.find import planned_experts
+from ._expert_parallel.load import count_once
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
 from ._mesh.agreement import barrier, check_agreement
@@ -294,6 +295,7 @@ def _slice_blocks(
         return None, None
     sliced = sequence.install(model, ContextProcesses(group))
     staging.enters = sliced.enter
+    count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group
 
 

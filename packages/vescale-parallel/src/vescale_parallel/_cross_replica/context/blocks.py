@@ -179,6 +179,11 @@ class SlicedBlocks:
         """How many ranks share sequences."""
         return self._ranks.size
 
+    @property
+    def repeats_tokens(self) -> bool:
+        """Whether blocks run on whole sequences that the first of these ranks has, too."""
+        return self._ranks.rank > 0 and self._open is None
+
     def draw_by(self, draws: DrawsSlices) -> None:
         """Have attention that draws by itself do it so."""
         if isinstance(self._attention, RingAttention):
