@@ -89,7 +89,9 @@ class OfHabit(ByHand):
         """Compute losses of parts of the sequence, which are of other positions than slices."""
         logits = self.head(x)[:, :-1]
         parts = zip(logits.split(4, 1), labels[:, 1:].split(4, 1), strict=True)
-        total = sum(F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum") for a, b in parts)
+        total = sum(
+            F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum") for a, b in parts
+        )
         return total / (labels[:, 1:] != -100).sum(), logits
 
     def _convolved(self, x: Tensor, labels: Tensor) -> Any:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 (documented)
 
 import vescale
 from vescale_testing import World
 
 from .context_heads import GATHERED, ON_SLICES, build_habit, train_habit
-from .contexts import VOCABULARY, batch_of, build
+from .contexts import VOCABULARY, ByHand, batch_of, build
 from .experts import Trained
 from .families import InDouble
 from .plans import CP, DP, TP, ZERO, Constraints, make_plan
@@ -30,8 +32,17 @@ def on_one_device(habit: str) -> Trained:
     return train_habit(habit, None)
 
 
+_DAILY = ("z_loss", "chunks")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("habit", [*ON_SLICES, *GATHERED])
+@pytest.mark.parametrize(
+    "habit",
+    [
+        pytest.param(habit, marks=() if habit in _DAILY else pytest.mark.nightly)
+        for habit in (*ON_SLICES, *GATHERED)
+    ],
+)
 def test_losses_of_any_habit_are_those_of_one_device(world2: World, habit: str) -> None:
     method = "ring" if habit in ("tied", "z_loss", "chunks") else "all_to_all"
     compare(world2.run(train_habit, habit, {CP: 2, METHOD: method}), on_one_device(habit))
@@ -50,22 +61,52 @@ def on_rank_positions(habit: str) -> list[int]:
     return [seen.numel // VOCABULARY // len(batch["labels"])]
 
 
-class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class _Largest(TorchDispatchMode):
     numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(made):
+        for x in made if isinstance(made, tuple | list) else (made,):
             if isinstance(x, Tensor) and VOCABULARY in x.shape and FEATURES not in x.shape:
                 self.numel = max(self.numel, x.numel())
         return made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_logits_are_slices(world2: World) -> None:
     for habit in ON_SLICES[:-1]:  # soft targets are themselves as large
         found = world2.run(on_rank_positions, habit)
         assert found == [[6], [6]], habit
+
+
+def on_rank_peak(constraints: Constraints) -> int:
+    """Return the most memory of a step of a model whose logits are nearly all of it."""
+    torch.manual_seed(0)
+    model: Any = ByHand()
+    model.embed, model.head = nn.Embedding(2048, 32), nn.Linear(32, 2048)
+    model = model.double()
+    if constraints:
+        model = vescale.parallelize(make_plan(constraints), model)
+    batch = batch_of(0, 256, "", rows=2)
+    for _ in range(2):
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            model(**batch).backward()
+    total = most = 0
+    results: Any = seen.profiler
+    for event in results.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            most = max(most, total)
+    return most
+
+
+@pytest.mark.nightly
+def test_memory_of_logits_falls_with_the_number_of_ranks(world4: World, world2: World) -> None:
+    alone = on_rank_peak({})
+    assert max(world2.run(on_rank_peak, {CP: 2})) < 0.55 * alone
+    assert max(world4.run(on_rank_peak, {CP: 4})) < 0.32 * alone
+    assert min(world2.run(on_rank_peak, {CP: 2, OUTPUTS: "whole"})) > 0.9 * alone
 
 
 def on_rank_of_family(family: str, constraints: Constraints, habit: str) -> dict[str, Any]:
@@ -88,18 +129,25 @@ def on_rank_of_family(family: str, constraints: Constraints, habit: str) -> dict
     return {"loss": loss.detach(), **grads, "positions": positions}
 
 
+_HABITS = ("", "num_items_in_batch", "logits_to_keep")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("habit", ["", "num_items_in_batch", "logits_to_keep"])
-def test_logits_of_transformers_are_slices(world2: World, habit: str) -> None:
-    for family in ("llama", "qwen3", "gemma3_text", "gpt2", "bert"):
-        if habit and family == "bert":
-            continue
-        expected = on_rank_of_family(family, {}, habit)
-        assert expected.pop("positions") == (5 if habit == "logits_to_keep" else 12)
-        for found in world2.run(on_rank_of_family, family, {CP: 2}, habit):
-            # Five positions are fewer numbers than what leaves the blocks, and returned whole.
-            assert found.pop("positions") == (5 if habit == "logits_to_keep" else 6)
-            check(found, expected)
+@pytest.mark.parametrize(
+    ("family", "habit"),
+    [
+        pytest.param(family, habit, marks=() if family == "llama" else pytest.mark.nightly)
+        for family in ("llama", "qwen3", "gemma3_text", "gpt2", "bert")
+        for habit in (_HABITS if family != "bert" else _HABITS[:1])
+    ],
+)
+def test_logits_of_transformers_are_slices(world2: World, family: str, habit: str) -> None:
+    expected = on_rank_of_family(family, {}, habit)
+    assert expected.pop("positions") == (5 if habit == "logits_to_keep" else 12)
+    for found in world2.run(on_rank_of_family, family, {CP: 2}, habit):
+        # Five positions are fewer numbers than what leaves the blocks, and returned whole.
+        assert found.pop("positions") == (5 if habit == "logits_to_keep" else 6)
+        check(found, expected)
 
 
 def on_rank_outputs(constraints: Constraints) -> list[Any]:
@@ -127,7 +175,8 @@ def test_logits_are_whole_where_they_are_returned(world2: World) -> None:
     for outputs in ("loss", "whole"):
         for found in world2.run(on_rank_outputs, {CP: 2, OUTPUTS: outputs}):
             if outputs == "loss":
-                assert "'logits'" in found[0] and "context_parallel.outputs" in found[0]
+                assert "'logits'" in found[0]
+                assert "context_parallel.outputs" in found[0]
                 found[0] = expected.logits
             wanted = [expected.logits] * 3 + [*expected.hidden_states]
             for x, y in zip(found, wanted, strict=True):
@@ -135,7 +184,9 @@ def test_logits_are_whole_where_they_are_returned(world2: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [{CP: 2, DP: 2, ZERO: 3}, {CP: 2, TP: 2}, {CP: 4, METHOD: "ring"}])
+@pytest.mark.parametrize(
+    "plan", [{CP: 2, DP: 2, ZERO: 3}, {CP: 2, TP: 2}, {CP: 4, METHOD: "ring"}]
+)
 def test_heads_on_slices_go_with_other_axes(world4: World, plan: Constraints) -> None:
     for habit in ("z_loss", "in_place"):
         compare(world4.run(train_habit, habit, plan), on_one_device(habit))

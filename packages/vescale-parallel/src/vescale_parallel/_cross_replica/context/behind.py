@@ -1,15 +1,16 @@
 """What runs behind the last stack of blocks, on this rank's slice: norms, heads and losses.
 
-[Note: behind the blocks] What the last block returns becomes a sliced tensor (:mod:`.sliced_tensor`)
-by a hook behind all others. Modules behind the blocks that were seen to return one tensor of the
-positions that they were given get this rank's slice and return it, with their own code and hooks
-on plain tensors; as of blocks, that this is what one device computes is seen where the model is
-compared with it. Other modules with parameters get the whole. Code between modules, and modules
-that are no more than code, as those of losses, compute by the rules of sliced tensors.
+[Note: behind the blocks] What the last block returns becomes a sliced tensor, see
+:mod:`.sliced_tensor`, by a hook behind all others. Modules behind the blocks that were seen to
+return one tensor of the positions that they were given get this rank's slice and return it, with
+their own code and hooks on plain tensors; as of blocks, that this is what one device computes is
+seen where the model is compared with it. Other modules with parameters get the whole. Code between
+modules, and modules that are no more than code, as those of losses, compute by the rules of sliced
+tensors.
 
-A call returns plain tensors. Where it is differentiated by a loss that it returns, tensors that are
-larger than what left the blocks, logits above all, are not gathered: that would be the memory that
-slices save, and reading them on one rank alone would wait for the others.
+A call returns plain tensors. Where it is differentiated by a loss that it returns, tensors that
+are larger than what left the blocks, logits above all, are not gathered: that would be the memory
+that slices save, and reading them on one rank alone would wait for the others.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from vescale_parallel._loss.output import is_loss
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
 
-from .slices import ContextRanks, SequenceSlices
+from .sliced_rules import computed
 from .sliced_tensor import WHOLE, Along, SlicedTensor, gathered
+from .slices import ContextRanks, SequenceSlices
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class BehindBlocks:
     def begin(self, index: int, x: Tensor, slices: SequenceSlices) -> None:
         """Have what the last block returns at a place be a sliced tensor, behind its hooks."""
         limit = x.shape[0] * slices.length * (x.numel() // max(1, x.shape[0] * x.shape[1]))
-        self._left = index, Along(1, 1, slices, self._ranks, limit, self._note_large)
+        self._left = index, Along(1, 1, slices, self._ranks, limit, self._note_large, computed)
 
     def _note_large(self) -> None:
         self.gathered_large = True

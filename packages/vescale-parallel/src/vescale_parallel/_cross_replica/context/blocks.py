@@ -40,7 +40,7 @@ from .draws import DrawKey, DrawnDim, DrawsSlices, WholeDraw
 from .intercept import Interception
 from .leaving import Leaving, around_one_stack
 from .ring_attention import RingAttention
-from .slices import ContextRanks, Method, SequenceSlices
+from .slices import ContextRanks, Method, SequenceSlices, sequence_dim
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
@@ -87,7 +87,7 @@ class Slicing:
         """
         if not isinstance(x, Tensor):
             return None
-        found = self.dims.setdefault((fqn, place, x.dim()), _sequence_dim(x, length))
+        found = self.dims.setdefault((fqn, place, x.dim()), sequence_dim(x, length))
         if found is not None and x.shape[found] != length:
             raise ValueError(
                 f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "
@@ -385,23 +385,3 @@ def name_of(stack: Sequence[str]) -> str:
 def _activation(leaves: Sequence[Any]) -> int | None:
     found = (i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
     return next(found, None)
-
-
-def _sequence_dim(x: Tensor, length: int) -> int | None:
-    """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
-    if str(x.dtype) == "torch.bool" or length not in x.shape:
-        return None
-    is_integer = not x.is_floating_point() and not x.is_complex()
-    match x.dim():
-        case 1:
-            return 0 if is_integer else None
-        case 2 if is_integer:  # positions (B, S)
-            return 1 if x.shape[1] == length else None
-        case 2:  # rotary tables (S, D)
-            return 0 if x.shape[1] != length else None
-        case 3:
-            return 1 if x.shape[1] == length else None
-        case 4 if x.shape[2] != x.shape[3]:
-            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
-        case _:
-            return None

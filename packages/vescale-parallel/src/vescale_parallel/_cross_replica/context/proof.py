@@ -81,31 +81,44 @@ def proven_slicing(
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
         slicing = _attending_stacks(region, base)
-        given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
-        whole = sharing_copy(base)
-        seen = noted_outputs(whole)
-        run = functools.partial(run_once, with_chance=bool(slicing.draws))
-        outputs = run(whole, given).outputs
-        given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
-        seen.clear()
-        set_generators(begin)
-        expected, end = run(whole, given), states_of_generators()
-        discard(whole)
         make = functools.partial(SlicedBlocks, method=method)
-
-        def is_worth_it(tried: Slicing) -> bool:
-            set_generators(begin)
-            ranks = _on_ranks(given, base, size, tried, make, draws_by)
-            _check_runs(expected, seen, end, tried, *ranks)
-            return not any(each.gathered_large for each in ranks[0])
-
-        found = _proven_behind(slicing, is_worth_it) if behind else None
-        if found is None:
-            found = replace(slicing, behind=Behind())
-            is_worth_it(found)
+        found = _compared(region, base, slicing, size, make, draws_by, behind=behind)
         discard(base)
-    del expected, seen
     give_memory_back()
+    return found
+
+
+def _compared(
+    region: Region,
+    base: nn.Module,
+    slicing: Slicing,
+    size: int,
+    make: Callable[[ContextThreads], SlicedBlocks],
+    draws_by: DrawsBy,
+    *,
+    behind: bool,
+) -> Slicing:
+    given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
+    whole = sharing_copy(base)
+    seen = noted_outputs(whole)
+    run = functools.partial(run_once, with_chance=bool(slicing.draws))
+    outputs = run(whole, given).outputs
+    given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
+    seen.clear()
+    set_generators(begin)
+    reference = _Ran(run(whole, given), seen, states_of_generators(), gathered_large=False)
+    discard(whole)
+
+    def is_worth_it(tried: Slicing) -> bool:
+        set_generators(begin)
+        ranks = _on_ranks(given, base, size, tried, make, draws_by)
+        _check_runs(reference, tried, *ranks)
+        return not any(each.gathered_large for each in ranks[0])
+
+    found = _proven_behind(slicing, is_worth_it) if behind else None
+    if found is None:
+        found = replace(slicing, behind=Behind())
+        is_worth_it(found)
     return found
 
 
@@ -130,17 +143,13 @@ def _proven_behind(slicing: Slicing, is_worth_it: Callable[[Slicing], bool]) -> 
 
 
 def _check_runs(
-    expected: Results,
-    seen: Notes,
-    end: States,
-    slicing: Slicing,
-    runs: Sequence[_Ran],
-    slices: SequenceSlices,
+    reference: _Ran, slicing: Slicing, runs: Sequence[_Ran], slices: SequenceSlices
 ) -> None:
     """Refuse what ranks returned, or drew, if it is not one device's."""
-    culprit = _first_difference(seen, [each.notes for each in runs], slices, slicing.stacks)
-    _compare(expected, [each.results for each in runs], culprit)
-    if slicing.draws and any(not torch.equal(each.end.torch, end.torch) for each in runs):
+    notes, end = [each.notes for each in runs], reference.end.torch
+    culprit = _first_difference(reference.notes, notes, slices, slicing.stacks)
+    _compare(reference.results, [each.results for each in runs], culprit)
+    if slicing.draws and any(not torch.equal(each.end.torch, end) for each in runs):
         raise NotSlicedError(
             f"{min(slicing.drawing)!r}, or another module, draws fewer or more random numbers "
             "where it is given slices"
@@ -177,9 +186,7 @@ def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
     once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
     leaving, behind = Leaving(watch.returned), watch.behind.behind()
     behind = behind if behind.stack in stacks else Behind()
-    return Slicing(
-        stacks, attending, _draws(watch, stacks), once, leaving=leaving, behind=behind
-    )
+    return Slicing(stacks, attending, _draws(watch, stacks), once, leaving=leaving, behind=behind)
 
 
 def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:

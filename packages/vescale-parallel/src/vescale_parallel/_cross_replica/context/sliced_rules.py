@@ -26,23 +26,44 @@ Named = Mapping[str, Any]
 Rule = Callable[[Callable[..., Any], Args, Named], Any]
 _UNKNOWN = object()
 
-_POINTWISE = """
-    abs add addcmul bfloat16 bitwise_and ceil clamp clamp_max clamp_min clip clone contiguous cos
-    detach div divide double eq erf exp expm1 float floor ge gelu greater gt half isfinite isinf
-    isnan le leaky_relu less log log1p logical_and logical_not logical_or logsigmoid lt masked_fill
-    maximum minimum mish mul multiply nan_to_num ne neg negative pow reciprocal relu relu6 round
-    rsqrt sigmoid sign silu sin softplus sqrt square sub subtract tanh to true_divide type_as where
-    zeros_like ones_like
-    __abs__ __add__ __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_POINTWISE = _names(
+    """
+    abs add addcmul bfloat16 bitwise_and ceil clamp clamp_max clamp_min clip clone
+    contiguous cos detach div divide double eq erf exp expm1 float floor ge gelu greater gt
+    half isfinite isinf isnan le leaky_relu less log log1p logical_and logical_not
+    logical_or logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg
+    negative pow reciprocal relu relu6 round rsqrt sigmoid sign silu sin softplus sqrt
+    square sub subtract tanh to true_divide type_as where zeros_like ones_like __abs__
+    __add__ __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__
     __or__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
-""".split()
-_IN_PLACE = """
-    add_ clamp_ div_ exp_ masked_fill_ mul_ neg_ pow_ relu_ sigmoid_ sub_ tanh_
-    __iadd__ __imul__ __isub__ __itruediv__
-""".split()
-_WRITES = {"__set__", "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__"}
+    """
+)
+_IN_PLACE = _names(
+    """
+    add_ clamp_ div_ exp_ masked_fill_ mul_ neg_ pow_ relu_ sigmoid_ sub_ tanh_ __iadd__
+    __imul__ __isub__ __itruediv__
+    """
+)
+_WRITES = {
+    "__set__",
+    "__setitem__",
+    "__iadd__",
+    "__imul__",
+    "__isub__",
+    "__itruediv__",
+    "__ipow__",
+}
 _TOKEN_LOSSES = (F.cross_entropy, F.nll_loss)
-_OVER_FEATURES = "amax amin argmax argmin log_softmax logsumexp softmax std var".split()
+_OVER_FEATURES = _names(
+    """
+    amax amin argmax argmin log_softmax logsumexp softmax std var
+    """
+)
 _METADATA = {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.element_size,
@@ -61,6 +82,7 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     if (found := _metadata(func, args, kwargs)) is not _UNKNOWN:
         return found
     rule = _RULES.get(func) if args or func in _TOKEN_LOSSES else None
+    rule = None if "out" in kwargs else rule
     if rule is not None and (found := rule(func, args, kwargs)) is not _UNKNOWN:
         return found
     _refuse_writes(getattr(func, "__name__", ""), args, kwargs)
@@ -72,7 +94,7 @@ def _refuse_writes(name: str, args: Args, kwargs: Named) -> None:
     """Refuse what would be written to a gathered copy."""
     is_method = name.endswith("_") and not name.endswith("__")
     writes = is_method or name in _WRITES
-    written = [*args[:1] * writes, kwargs.get("out")]
+    written = [*(args[:1] if writes else ()), kwargs.get("out")]
     if _sliced(written):
         raise ValueError(
             f"context_parallel: {name!r} writes to a tensor behind the blocks of which a rank has "
@@ -169,7 +191,11 @@ def _reduced(
     func: Callable[..., Any], args: Args, kwargs: Named
 ) -> tuple[SlicedTensor | None, tuple[int, ...]]:
     """Return the tensor of a reduction, and its dims; none for all."""
-    if not args or not isinstance(args[0], SlicedTensor) or len(_sliced((*args, *kwargs.values()))) > 1:
+    if (
+        not args
+        or not isinstance(args[0], SlicedTensor)
+        or len(_sliced((*args, *kwargs.values()))) > 1
+    ):
         return None, ()
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     ndim = args[0].local.ndim
@@ -192,7 +218,7 @@ def _linear(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     if not isinstance(x, SlicedTensor) or _sliced(others) or x.along.dim == x.local.ndim - 1:
         return _UNKNOWN
     weight = args[1] if len(args) > 1 else kwargs.get("weight", kwargs.get("other"))
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(x.local, DTensor):  # noqa: PLR2004
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(x.local, DTensor):
         return _UNKNOWN
     return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
 
@@ -239,7 +265,7 @@ def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Compute losses of this rank's positions, and count the targets of all."""
     given = dict(zip(("input", "target"), args, strict=False)) | {**kwargs}
     x, target = given.pop("input", None), given.pop("target", None)
-    if not isinstance(x, SlicedTensor) or len(args) > 2 or TokenMean.is_old(kwargs):  # noqa: PLR2004
+    if not isinstance(x, SlicedTensor) or len(args) > 2 or TokenMean.is_old(kwargs):
         return _UNKNOWN
     along, has_classes = x.along, x.local.ndim > 1
     class_dim = 1 if has_classes else 0
@@ -275,7 +301,7 @@ def _made(found: Any) -> Any:
 
 
 def _view(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]  # noqa: PLR2004
+    x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
     sizes = kwargs.get("shape", sizes)
     if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
         return _UNKNOWN
@@ -330,6 +356,4 @@ _BY_NAME: tuple[tuple[Rule, Sequence[str]], ...] = (
     (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
     (_squeeze, ("squeeze", "unsqueeze")),
 )
-_RULES: dict[Any, Rule] = {
-    func: rule for rule, names in _BY_NAME for func in _functions(names)
-}
+_RULES: dict[Any, Rule] = {func: rule for rule, names in _BY_NAME for func in _functions(names)}

@@ -4,7 +4,7 @@
 rank's slice. What the model makes of it token by token, logits and losses above all, is computed
 on the slice (:mod:`.sliced_rules`), and a sum over positions is summed over ranks. Whatever is not
 known to be so gathers the whole first, as if it had been gathered behind the block, so that code
-of any kind computes what it does on one device. All ranks run the same code, so all of them gather.
+of any kind computes what it does on one device. All ranks run the same code, so all gather.
 
 Gradients are those of [Note: whole and sliced]: what comes from slices to something that is whole,
 a sum or a gathered tensor, multiplies them by the number of ranks.
@@ -15,7 +15,7 @@ itself (:class:`torch.autograd.Function`) would lose its gradient; it meets an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ class Along:
         ranks: Those that share it.
         limit: Elements of the activation that left the last block.
         note: Is told of a tensor with more elements that had to be gathered.
+        compute: Calls functions that are given such a tensor.
     """
 
     dim: int
@@ -52,6 +53,7 @@ class Along:
     ranks: ContextRanks
     limit: int
     note: Callable[[], None]
+    compute: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
     @property
     def own(self) -> int:
@@ -94,7 +96,6 @@ class SlicedTensor(Tensor):
     local: Tensor
     along: Along
 
-    @staticmethod
     def __new__(cls, local: Tensor, along: Along) -> SlicedTensor:
         shape = along.whole_shape(local.shape)
         made = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
@@ -112,9 +113,9 @@ class SlicedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .sliced_rules import computed
-
-        return computed(func, args, kwargs or {})
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = next(x for x in leaves if isinstance(x, SlicedTensor))
+        return given.along.compute(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

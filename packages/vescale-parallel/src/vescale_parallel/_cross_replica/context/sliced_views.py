@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ _NUM_DIMS = 2  # that a transposition is of
 
 
 def indexed(x: SlicedTensor, index: Any) -> Made:
-    """Return ``x[index]`` of slices with step 1 along the sequence, and any other ones elsewhere."""
+    """Return ``x[index]`` of slices, with step 1 along the sequence."""
     along, local = x.along, x.local
     given: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if any(each is not Ellipsis and not isinstance(each, slice) for each in given):
@@ -38,17 +39,13 @@ def indexed(x: SlicedTensor, index: Any) -> Made:
     end, rank = max(end, first), along.ranks.rank
     local = along.slices.narrow(local, along.dim, rank, first, end)
     left = along.slices.narrowed(first, end)
-    return SlicedTensor.of(local, _of(along, left)) if left.length else None
-
-
-def _of(along: Along, slices: Any) -> Along:
-    return Along(along.dim, 1, slices, along.ranks, along.limit, along.note)
+    return SlicedTensor.of(local, replace(along, slices=left)) if left.length else None
 
 
 def reshaped(
     x: SlicedTensor, shape: Sequence[int], reshape: Callable[[Tensor, Sequence[int]], Tensor]
 ) -> Made:
-    """Return a view that keeps the sequence a dim, folds it into one with those before, or back."""
+    """Return a view with the sequence in a dim, or folded into one with those before it."""
     along, local = x.along, x.local
     whole = along.whole_shape(local.shape)
     if -1 in shape:
@@ -68,9 +65,7 @@ def reshaped(
     )
 
 
-def _dim_in(
-    along: Along, whole: Sequence[int], shape: Sequence[int]
-) -> tuple[int, int] | None:
+def _dim_in(along: Along, whole: Sequence[int], shape: Sequence[int]) -> tuple[int, int] | None:
     """Return which dim of a view the sequence is in, and how often."""
     length = along.slices.length
     outer = math.prod(whole[: along.dim]) * along.count  # sequences one after the other
@@ -89,7 +84,9 @@ def transposed(x: SlicedTensor, order: Sequence[int]) -> SlicedTensor:
 
 def order_of(name: str, ndim: int, args: Sequence[Any]) -> list[int] | None:
     """Return in which order a call has dims: of transpose and its kind, or permute."""
-    flat = [*itertools.chain(*(each if isinstance(each, tuple | list) else [each] for each in args))]
+    flat = [
+        *itertools.chain(*(each if isinstance(each, tuple | list) else [each] for each in args))
+    ]
     if not all(isinstance(each, int) for each in flat):
         return None
     dims = [each % ndim for each in flat]

@@ -31,6 +31,26 @@ def slice_sizes(length: int, num_parts: int) -> list[int]:
     return [step + (part < longer) for part in range(num_parts)]
 
 
+def sequence_dim(x: Tensor, length: int) -> int | None:
+    """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
+    if str(x.dtype) == "torch.bool" or length not in x.shape:
+        return None
+    is_integer = not x.is_floating_point() and not x.is_complex()
+    match x.dim():
+        case 1:
+            return 0 if is_integer else None
+        case 2 if is_integer:  # positions (B, S)
+            return 1 if x.shape[1] == length else None
+        case 2:  # rotary tables (S, D)
+            return 0 if x.shape[1] != length else None
+        case 3:
+            return 1 if x.shape[1] == length else None
+        case 4 if x.shape[2] != x.shape[3]:
+            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
+        case _:
+            return None
+
+
 @dataclass(frozen=True)
 class SequenceSlices:
     """Which positions of a sequence each rank has.
