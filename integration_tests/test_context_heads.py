@@ -18,7 +18,7 @@ from .context_heads import GATHERED, ON_SLICES, build_habit, train_habit
 from .contexts import VOCABULARY, ByHand, batch_of, build
 from .experts import Trained
 from .families import InDouble
-from .plans import CP, DP, TP, ZERO, Constraints, make_plan
+from .plans import CP, DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .test_context_evaluation import check
 from .test_expert_parallel import compare
 from .training import whole
@@ -88,10 +88,10 @@ def on_rank_peak(constraints: Constraints) -> int:
     if constraints:
         model = vescale.parallelize(make_plan(constraints), model)
     batch = batch_of(0, 256, "", rows=2)
-    for _ in range(2):
-        model.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            model(**batch).backward()
+    model(**batch).backward()  # which is compared with one device
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model(**batch).backward()
     total = most = 0
     results: Any = seen.profiler
     for event in results.kineto_results.events():
@@ -190,3 +190,24 @@ def test_logits_are_whole_where_they_are_returned(world2: World) -> None:
 def test_heads_on_slices_go_with_other_axes(world4: World, plan: Constraints) -> None:
     for habit in ("z_loss", "in_place"):
         compare(world4.run(train_habit, habit, plan), on_one_device(habit))
+
+
+def on_rank_of_stage(plan: Constraints) -> int:
+    """Return of how many positions the largest tensor over the vocabulary is on this rank."""
+    model: Any = vescale.parallelize(make_plan(plan), build("llama", tie_word_embeddings=False))
+    batch, seen = batch_of(0, 12, "", rows=2), _Largest()
+    with InDouble():
+        model(**batch).loss.backward()
+        with seen:
+            model(**batch).loss.backward()
+    return seen.numel // VOCABULARY
+
+
+@pytest.mark.nightly
+def test_logits_of_the_last_stage_are_slices(world4: World) -> None:
+    # Two micro-batches of one row.
+    found = sorted(world4.run(on_rank_of_stage, {CP: 2, PP: 2, PARTS: 2}))
+    assert found[2:] == [6, 6]
+    # Two micro-batches of one row without stages.
+    plan = {CP: 4, "batch.gradient_accumulation": 2}
+    assert world4.run(on_rank_of_stage, plan) == [3, 3, 3, 3]
