@@ -164,6 +164,12 @@ def on_rank_outputs(constraints: Constraints) -> list[Any]:
             found.append(model(**batch).logits)
         found.append(model(input_ids=batch["input_ids"]).logits.detach())
         states = model(**batch, output_hidden_states=True).hidden_states
+        kept = list[Tensor]()
+        model.lm_head.register_forward_hook(lambda _, args, made: kept.append(made.detach()))
+        model(**batch)
+    if constraints.get(OUTPUTS) == "loss":
+        with pytest.raises(ValueError, match=r"kept beyond the call .* to_local\(\)"):
+            kept[0].mean()
     return [*found, *(x.detach() for x in states)]
 
 

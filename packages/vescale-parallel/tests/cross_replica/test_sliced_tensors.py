@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_parallel._cross_replica.context.sliced_rules import computed
-from vescale_parallel._cross_replica.context.sliced_tensor import Along, SlicedTensor, gathered
+from vescale_parallel._cross_replica.context.sliced_tensor import (
+    Along,
+    Call,
+    SlicedTensor,
+    gathered,
+)
 from vescale_parallel._cross_replica.context.slices import ContextThreads, Method, SequenceSlices
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._verify.threads import run_in_threads
@@ -116,7 +121,7 @@ def on_rank(
     """Return a value, gradients, and how many tensors were gathered."""
     ranks, (x, w, y) = ContextThreads(threads, rank), given()
     slices, notes = SequenceSlices.over(LENGTH, threads.size, method), list[None]()
-    along = Along(1, 1, slices, ranks, 0, lambda: notes.append(None), computed)
+    along = Along(1, 1, slices, ranks, Call(0, lambda: notes.append(None)), computed)
     value: Any = gathered(function(SlicedTensor.of(slices.part(x, 1, rank), along), w, y))
     assert type(value) is Tensor
     value.backward()

@@ -29,7 +29,7 @@ from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
 
 from .sliced_rules import computed
-from .sliced_tensor import WHOLE, Along, SlicedTensor, gathered
+from .sliced_tensor import WHOLE, Along, Call, SlicedTensor, gathered
 from .slices import ContextRanks, SequenceSlices
 
 
@@ -62,12 +62,14 @@ class BehindBlocks:
         self._now = Behind()
         self._hooked = set[str]()
         self._left: tuple[int, Along] | None = None
+        self._calls = list[Call]()
         self.returns_all, self.gathered_large = True, False
         self.is_whole_now: Callable[[], bool] = lambda: False
 
     def slice_as(self, model: nn.Module, behind: Behind) -> None:
         """Compute the next calls so, in place."""
         self._now, self._left = behind, None
+        self.end_calls()  # one that raised
         if behind.stack is None:
             return
         if behind.block not in self._hooked:
@@ -97,7 +99,9 @@ class BehindBlocks:
     def begin(self, index: int, x: Tensor, slices: SequenceSlices) -> None:
         """Have what the last block returns at a place be a sliced tensor, behind its hooks."""
         limit = x.shape[0] * slices.length * (x.numel() // max(1, x.shape[0] * x.shape[1]))
-        self._left = index, Along(1, 1, slices, self._ranks, limit, self._note_large, computed)
+        call = Call(limit, self._note_large)
+        self._calls.append(call)
+        self._left = index, Along(1, 1, slices, self._ranks, call, computed)
 
     def _note_large(self) -> None:
         self.gathered_large = True
@@ -136,18 +140,30 @@ class BehindBlocks:
 
     def _returned(self, _: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        if not any(isinstance(x, SlicedTensor) for x in leaves):
-            return None
+        if any(isinstance(x, SlicedTensor) for x in leaves):
+            self._make_plain(leaves, output)
+            output = pytree.tree_unflatten(leaves, spec)
+        self.end_calls()
+        return output
+
+    def end_calls(self) -> None:
+        """Say that no rank may count on others for tensors that were kept."""
+        for call in self._calls:
+            call.is_over = True
+        self._calls.clear()
+
+    def _make_plain(self, leaves: list[Any], output: Any) -> None:
         is_differentiated = any(is_loss(x) and x.requires_grad for x in leaves)
         drops = is_differentiated and torch.is_grad_enabled() and not self.returns_all
         held, names = self.gathered_large, leaf_names(output)
         for at, x in enumerate(leaves):
             if isinstance(x, SlicedTensor):
-                is_large = torch.Size(x.along.whole_shape(x.local.shape)).numel() > x.along.limit
+                is_large = (
+                    torch.Size(x.along.whole_shape(x.local.shape)).numel() > x.along.call.limit
+                )
                 dropped = drops and is_large
                 leaves[at] = NotReturned(names[at], "in slices") if dropped else gathered(x)
         self.gathered_large = held  # by the caller, not by code
-        return pytree.tree_unflatten(leaves, spec)
 
 
 def _is_row_wise(x: SlicedTensor) -> bool:

@@ -180,7 +180,7 @@ def _total(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     local = x.local if kwargs.get("dtype") is None else x.local.to(kwargs["dtype"])
     keeps = bool(kwargs.get("keepdim", False))
     mine = local.sum(dims, keepdim=keeps) if dims else local.sum()
-    made = summed(mine, x.along.ranks)
+    made = summed(mine, x.along)
     if func in (torch.sum, Tensor.sum):
         return made
     shape = x.along.whole_shape(local.shape)
@@ -278,7 +278,7 @@ def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
         return _UNKNOWN
     if how == "none":
         return SlicedTensor.of(func(x.local, mine, **given, reduction=how), along.at(dim))
-    total = summed(func(x.local, mine, **given, reduction="sum"), along.ranks)
+    total = summed(func(x.local, mine, **given, reduction="sum"), along)
     if how == "sum":
         return total
     if is_soft:

@@ -33,6 +33,30 @@ _LOW = (torch.float16, torch.bfloat16)
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"
 
 
+@dataclass(eq=False)
+class Call:
+    """One call of a model, in which all ranks run the same code, and so may gather.
+
+    Attributes:
+        limit: Elements of the activation that left the last block.
+        note: Is told of a tensor with more elements that had to be gathered.
+        is_over: Whether it has returned.
+    """
+
+    limit: int
+    note: Callable[[], None]
+    is_over: bool = False
+
+    def refuse_behind_it(self) -> None:
+        """Refuse what ranks would have to do together, and one alone may ask for."""
+        if self.is_over:
+            raise ValueError(
+                "context_parallel: a tensor of which a rank has a slice was kept beyond the call "
+                "of the model, as a hook may do, where reading it would wait for other ranks; "
+                f"keep to_local(), this rank's slice, or {WHOLE}"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Along:
     """Where the sequence is in a tensor, and what of it a rank has.
@@ -42,8 +66,7 @@ class Along:
         count: How often it is in that dim, as in (batch * sequence).
         slices: Of what is left of the sequence; a rank may have nothing of it.
         ranks: Those that share it.
-        limit: Elements of the activation that left the last block.
-        note: Is told of a tensor with more elements that had to be gathered.
+        call: Of the model, in which it came about.
         compute: Calls functions that are given such a tensor.
     """
 
@@ -51,8 +74,7 @@ class Along:
     count: int
     slices: SequenceSlices
     ranks: ContextRanks
-    limit: int
-    note: Callable[[], None]
+    call: Call
     compute: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
     @property
@@ -122,6 +144,10 @@ class SlicedTensor(Tensor):
         args, kwargs = gathered((args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def to_local(self) -> Tensor:
+        """Return this rank's slice."""
+        return self.local.to_local() if isinstance(self.local, DTensor) else self.local
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"SlicedTensor(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
@@ -153,8 +179,9 @@ def whole(x: SlicedTensor) -> Tensor:
     """Return the whole of a sliced tensor. Every rank must call this."""
     along, local = x.along, x.local
     shape = along.whole_shape(local.shape)
-    if torch.Size(shape).numel() > along.limit:
-        along.note()
+    along.call.refuse_behind_it()
+    if torch.Size(shape).numel() > along.call.limit:
+        along.call.note()
     if not isinstance(local, DTensor):
         return _whole(local, along)
     mine = _whole(local.to_local(), along)  # cut by vocabulary besides, and stays so
@@ -170,10 +197,11 @@ def _whole(local: Tensor, along: Along) -> Tensor:
     return found.flatten(along.dim, along.dim + 1)
 
 
-def summed(x: Tensor, ranks: ContextRanks) -> Tensor:
+def summed(x: Tensor, along: Along) -> Tensor:
     """Return the sum over ranks, in their order, of what each has. Every rank must call this."""
+    along.call.refuse_behind_it()
     plain: Any = Returned.apply(x) if isinstance(x, DTensor) else x
-    return SumOverSlices.apply(plain, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+    return SumOverSlices.apply(plain, along.ranks)  # pyright: ignore[reportReturnType]: torch's own stub
 
 
 class SumOverSlices(torch.autograd.Function):
