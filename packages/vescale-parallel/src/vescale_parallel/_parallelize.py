@@ -237,7 +237,9 @@ def _change(
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
     if sliced is not None:
-        _finish_slices(plan, model, sliced, stages, rows)
+        sliced.behind.returns_all |= plan.pipeline_parallel.outputs is not None
+        last = None if stages is None else stages.blocks[-1]
+        sliced.behind.finish_calls(model, lambda: bool(rows.coupling.regions), last)
     if loader is not None:
         engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
@@ -297,21 +299,6 @@ def _slice_blocks(
     staging.enters = sliced.enter
     count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group
-
-
-def _finish_slices(
-    plan: ParallelPlan,
-    model: nn.Module,
-    sliced: SlicedBlocks,
-    stages: StageMap | None,
-    rows: BatchRows,
-) -> None:
-    """Have calls return plain tensors, and say where slices do not go on behind the blocks."""
-    behind, of_step = sliced.behind, plan.pipeline_parallel.outputs
-    behind.returns_all = behind.returns_all or of_step is not None
-    last = None if stages is None else stages.blocks[-1]
-    behind.is_whole_now = lambda: bool(rows.coupling.regions) or behind.ends_before(last)
-    behind.finish_calls(model)
 
 
 def _add_draws(

@@ -84,8 +84,17 @@ class BehindBlocks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(functools.partial(self._after, fqn, given))
 
-    def finish_calls(self, model: nn.Module) -> None:
-        """Have calls of a model return plain tensors, by a hook before those that are there."""
+    def finish_calls(
+        self,
+        model: nn.Module,
+        is_whole_now: Callable[[], bool] = lambda: False,
+        last: str | None = None,
+    ) -> None:
+        """Have calls of a model return plain tensors, by a hook before those that are there.
+
+        ``last`` is the last block of a pipeline, whose stages send whole tensors between stacks.
+        """
+        self.is_whole_now = lambda: is_whole_now() or self.ends_before(last)
         model.register_forward_hook(self._returned, prepend=True)
 
     def runs_on_slices(self, stack: str | None) -> bool:
