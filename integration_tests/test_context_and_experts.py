@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,15 @@ def test_experts_of_the_sequence_go_with_cut_layers(world4: World) -> None:
     check(world4, {CP: 2, EP: 2, TP: 2}, "qwen3_moe", length=13, **more)
 
 
-def on_rank_with_load(plan: Constraints) -> dict[str, list[int]]:
+def on_rank_with_load(
+    plan: Constraints, family: str = "qwen3_moe", lengths: Sequence[int] = (13,)
+) -> dict[str, list[int]]:
     """Return how many tokens each expert got in a step."""
-    model: Any = vescale.parallelize(make_plan(plan), build("qwen3_moe"))
+    model: Any = vescale.parallelize(make_plan(plan), build(family))
     with InDouble():
-        model(**rows_of(model, batch_of(0, 13, ""))).loss.backward()
+        for length in lengths:
+            output = model(**rows_of(model, batch_of(0, length, "")))
+            (output if isinstance(output, torch.Tensor) else output.loss).backward()
     return {name: counts.tolist() for name, counts in expert_load(model).items()}
 
 
@@ -165,6 +170,14 @@ def test_load_counts_every_token_once(world4: World) -> None:
     found = world4.run(on_rank_with_load, {CP: 2, DP: 2, EP: 4})
     assert found == by_others
     assert {sum(counts) for counts in found[0].values()} == {4 * 13 * 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["experts_by_hand", "qwen3_moe"])
+def test_load_counts_tokens_of_short_sequences_once(world2: World, family: str) -> None:
+    # Three positions are not sliced for two ranks, each of which has all of them.
+    found = world2.run(on_rank_with_load, {CP: 2, EP: 2}, family, (3, 13))
+    assert {sum(counts) for counts in found[0].values()} == {4 * (3 + 13) * 2}
 
 
 def on_rank_resumed(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from vescale_testing import World
 
 from .contexts import Block, ByHand, batch_of, build
 from .experts import adamw
+from .families import InDouble
 from .plans import CP, Constraints, make_plan
 from .training import whole
 
@@ -76,11 +77,12 @@ def on_rank_trained(kind: str, plan: Constraints, how: str) -> dict[str, Tensor]
         options = {"use_reentrant": how == "reentrant"}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     losses: list[Tensor] = []
-    # As many positions on one rank, of other sequences.
-    for step, length in enumerate((13, 12)):
-        output = model(**batch_of(step, length, ""))
-        losses.append(output if isinstance(output, Tensor) else output.loss)
-    (losses[0] + losses[1]).backward()
+    with InDouble():  # the loss, too, which is a sum of ranks' parts
+        # As many positions on one rank, of other sequences.
+        for step, length in enumerate((13, 12)):
+            output = model(**batch_of(step, length, ""))
+            losses.append(output if isinstance(output, Tensor) else output.loss)
+        (losses[0] + losses[1]).backward()
     found = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     return {"losses": torch.stack([loss.detach() for loss in losses]), **found}
 

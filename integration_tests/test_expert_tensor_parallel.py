@@ -9,6 +9,7 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import CommCounter
+from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .experts import AllInDouble, adamw, build, rows_of, tokens
@@ -116,3 +117,12 @@ def list_under_both() -> None:
 def test_lists_of_experts_are_refused_under_tensor_parallelism(world4: World) -> None:
     message = r"expected tensor_parallel.size 1 with expert_parallel.size 2 .*'blocks.0.moe'"
     check_refusal(world4, ValueError, message, list_under_both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_ask_for_values_are_refused_by_name_with_a_cut_sequence(family: str) -> None:
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts'.*='batched_mm'"):
+        propose_sharding(
+            build(family, "eager"), policy="auto", size=2, sequence=True, example_batch=tokens(0)
+        )

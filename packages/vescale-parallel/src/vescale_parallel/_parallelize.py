@@ -25,6 +25,7 @@ from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
 from ._expert_parallel.find import planned_experts
+from ._expert_parallel.load import count_once
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
 from ._mesh.agreement import barrier, check_agreement
@@ -235,6 +236,10 @@ def _change(
         refuse_parts(model, blocks, lambda: engine.is_running)
     if lift is not None:
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
+    if sliced is not None:
+        sliced.behind.returns_all |= plan.pipeline_parallel.outputs is not None
+        last = None if stages is None else stages.blocks[-1]
+        sliced.behind.finish_calls(model, lambda: bool(rows.coupling.regions), last)
     if loader is not None:
         engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)
@@ -275,7 +280,8 @@ def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard 
     def draws_by(sliced: SlicedBlocks) -> ShardedRng:
         return ShardedRng(Place.alone(), {}, None, sliced)
 
-    return ContextGuard(model, context.size, batch, draws_by, context.method)
+    how = context.method, context.outputs
+    return ContextGuard(model, context.size, batch, draws_by, *how)
 
 
 def _slice_blocks(
@@ -291,6 +297,7 @@ def _slice_blocks(
         return None, None
     sliced = sequence.install(model, ContextProcesses(group))
     staging.enters = sliced.enter
+    count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group
 
 

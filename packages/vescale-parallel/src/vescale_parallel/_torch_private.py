@@ -82,6 +82,7 @@ __all__ = [
     "is_dynamo_error",
     "is_in_backward",
     "loss_kernels",
+    "make_wrapper",
     "num_views",
     "pytree",
     "set_timeout",
@@ -100,6 +101,16 @@ if torch.__version__ < "2.12":
     # that ends with the thread, and the next one crashes. Let that be the thread that imports.
     with FakeTensorMode():
         pass
+
+
+def make_wrapper(
+    cls: type[torch.Tensor], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return a tensor of a subclass that has this shape, and no memory of its own.
+
+    DTensor is made so; without it a subclass would hold as much memory as its shape says.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def num_views(tensor: torch.Tensor) -> int:

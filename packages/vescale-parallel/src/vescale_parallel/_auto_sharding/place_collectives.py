@@ -75,14 +75,15 @@ def place_collectives(
     that is right counts. ``sequence`` shards activations between regions along dim 1.
 
     Raises:
-        ValueError: If ``sequence`` is asked for and no arrangement of it is right.
+        ValueError: If ``sequence`` is asked for and no arrangement of it is right, or forward
+            needs values, by which shapes of activations cannot be seen.
     """
     model, needs_values = runs.model, False
     try:
         runs.blocks()
-    except DryRunError:
+    except DryRunError as error:
         if sequence:
-            raise
+            raise ValueError(_refused_sequence(error)) from error
         needs_values = True  # the model as one region is left
     subject = _Subject(runs, size, needs_values)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
@@ -99,6 +100,15 @@ def place_collectives(
         plan = _together(kept) | ({} if result is None else _grad_marks(model, result))
     form = CallForms(model).form(*bind(model, runs.batch))
     return ShardingProposal(plan=plan, left_whole=refused, proven_call=form)
+
+
+def _refused_sequence(error: DryRunError) -> str:
+    return (
+        "tensor_parallel.sequence has to see the shapes of activations in a forward without "
+        f"values, and module {error.fqn!r} asks for values ({error.__cause__}). Of a mixture of "
+        "experts of transformers use experts_implementation='batched_mm' or 'grouped_mm' instead "
+        "of 'eager', or leave out tensor_parallel.sequence"
+    )
 
 
 def _together(kept: Kept) -> dict[str, str]:

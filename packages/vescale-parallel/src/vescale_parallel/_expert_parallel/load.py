@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,19 @@ from vescale_parallel._torch_private import is_in_backward
 
 
 class Counted:
-    """Tokens of this rank that each expert of a module got; stays on the device."""
+    """Tokens of this rank that each expert of a module got; stays on the device.
+
+    Attributes:
+        is_repeated: Whether tokens of now are those of another rank, which counts them.
+    """
 
     def __init__(self, num_experts: int) -> None:
+        self.is_repeated: Callable[[], bool] = lambda: False
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=this_device())
 
     def add(self, counts: Tensor) -> None:
         """Count a forward that has gradients, and not when backward runs it again."""
-        if torch.is_grad_enabled() and not is_in_backward():
+        if torch.is_grad_enabled() and not is_in_backward() and not self.is_repeated():
             self._counts += counts
 
     def take(self) -> Tensor:
@@ -43,6 +48,11 @@ class Load:
         self._counted = counted
         self._groups = [axis_group(mesh, axis) for axis in (*DATA_AXES, "pp")]
 
+    def count_once(self, is_repeated: Callable[[], bool]) -> None:
+        """Leave out tokens while another rank counts the same ones."""
+        for each in self._counted.values():
+            each.is_repeated = is_repeated
+
     def take(self) -> dict[str, Tensor]:
         """Return the sum over ranks of what was counted since the last call."""
         taken = [each.take() for each in self._counted.values()]
@@ -52,6 +62,13 @@ class Load:
                 together = all_reduce(together, group)
         parts = together.split([*map(len, taken)])
         return dict(zip(self._counted, parts, strict=True))
+
+
+def count_once(model: nn.Module, is_repeated: Callable[[], bool]) -> None:
+    """Leave out tokens of which another rank has the same, while ``is_repeated()``."""
+    load = getattr(model, "_vescale_expert_load", None)
+    if isinstance(load, Load):
+        load.count_once(is_repeated)
 
 
 def expert_load(model: nn.Module) -> dict[str, Tensor]:

@@ -143,8 +143,9 @@ class TokenMeans(TorchFunctionMode):
 
 # Backward nodes of what a scalar loss is put together with from other scalars.
 _SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
-# A scalar that was distributed over tensor-parallel ranks: vocab_parallel.Returned.
-_RETURNED = "Returned"
+# A scalar that was distributed over tensor-parallel ranks (vocab_parallel.Returned), or over
+# those that share a sequence (sliced_tensor.SumOverSlices).
+_RETURNED = ("Returned", "SumOverSlices")
 
 
 def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
@@ -160,7 +161,7 @@ def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
         name = node.name()
         if name.startswith("Sum") or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
             found.append(name)
-        elif name.startswith((*_SCALAR_NODES, _RETURNED)):
+        elif name.startswith((*_SCALAR_NODES, *_RETURNED)):
             todo += [following for following, _ in node.next_functions]
     return found
 

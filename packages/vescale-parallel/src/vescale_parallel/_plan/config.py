@@ -173,10 +173,14 @@ class ContextParallel:
         size: How many. They are besides those of ``data_parallel.size``, and get the same rows.
         method: How they attend: ``"all_to_all"`` has each compute whole sequences of some heads;
             in a ``"ring"`` keys and values travel, and there may be fewer heads than ranks.
+        outputs: What a call returns that is differentiated by a loss that it returns: ``"loss"``
+            has the head and the loss run on slices, and leaves out tensors larger than what
+            leaves the blocks, as logits; with ``"whole"`` every rank computes and returns them.
     """
 
     size: int = 1
     method: Literal["all_to_all", "ring"] = "all_to_all"
+    outputs: Literal["loss", "whole"] = "loss"
 
     def __post_init__(self) -> None:
         check_size("context_parallel.size", self.size)

@@ -84,7 +84,7 @@ class LiftPlain(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (tuple(args), dict(kwargs or {}))
         if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
-            given = pytree.tree_map_only(Tensor, self._lifted, given)
+            given = pytree.tree_map_only(Tensor, lambda x: lifted(x, self._mesh), given)
         return func(*given[0], **given[1])
 
     def _is_on_any(self, values: Sequence[Any]) -> bool:
@@ -97,10 +97,12 @@ class LiftPlain(TorchFunctionMode):
                 return True
         return False
 
-    def _lifted(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor) or not tensor.requires_grad:
-            return tensor
-        return DTensor.from_local(tensor, self._mesh, (Replicate(),), shape=tensor.shape)
+
+def lifted(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a plain tensor that meets tensors of a mesh so that its gradient is one device's."""
+    if isinstance(tensor, DTensor) or not tensor.requires_grad:
+        return tensor
+    return DTensor.from_local(tensor, mesh, (Replicate(),), shape=tensor.shape)
 
 
 def returned(output: Any, mesh: DeviceMesh, *, gathers: bool = False) -> Any:

@@ -102,7 +102,9 @@ def _recorder(name: str, record: Record, counter: CommCounter) -> Any:
             key = ModuleOutput(len(record.losses), name, index)
             if key not in record.activations:
                 record.fed_by[key] = _text(counter)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            # Of a DTensor, or of what a rank has a slice of behind the blocks.
+            to_local = getattr(tensor, "to_local", None)
+            local = tensor if to_local is None else to_local()
             record.activations.setdefault(key, []).append(local.detach().to("cpu", copy=True))
 
     return record_output

@@ -28,18 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import generator_state
 from vescale_parallel._trace.memory_order import NotedOrder, Order
 
 from .attention import HeadsAttention
+from .behind import Behind, BehindBlocks
 from .conversions import gather_slices, keep_slice
 from .draws import DrawKey, DrawnDim, DrawsSlices, WholeDraw
 from .intercept import Interception
 from .leaving import Leaving, around_one_stack
 from .ring_attention import RingAttention
-from .slices import ContextRanks, Method, SequenceSlices
+from .slices import ContextRanks, Method, SequenceSlices, sequence_dim
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
@@ -59,6 +60,7 @@ class Slicing:
             of dims: the one along the sequence, None of what stays whole.
         drawn: Of what ranks draw, likewise.
         leaving: What blocks return, or is collected in them, beside their activations.
+        behind: What runs on slices behind the last stack.
     """
 
     stacks: frozenset[str] = frozenset()
@@ -70,6 +72,7 @@ class Slicing:
     )
     drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
     leaving: Leaving = field(default_factory=Leaving)
+    behind: Behind = field(default_factory=Behind)
 
     @cached_property
     def drawing(self) -> frozenset[str]:
@@ -84,7 +87,7 @@ class Slicing:
         """
         if not isinstance(x, Tensor):
             return None
-        found = self.dims.setdefault((fqn, place, x.dim()), _sequence_dim(x, length))
+        found = self.dims.setdefault((fqn, place, x.dim()), sequence_dim(x, length))
         if found is not None and x.shape[found] != length:
             raise ValueError(
                 f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "
@@ -104,10 +107,12 @@ class SlicedBlocks:
     Attributes:
         slicing: What the call that runs slices.
         stacks: Names of those that may compute on slices.
+        behind: What computes on slices behind them.
     """
 
     def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
         self._ranks = ranks
+        self.behind = BehindBlocks(ranks)
         self._method: Method = method
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         self._interception = Interception(self._attention)
@@ -116,6 +121,7 @@ class SlicedBlocks:
         self.runs_short_ones = True
         self._open: str | None = None
         self._has_closed = False
+        self._begins_with_grad = True
         # Of blocks that are not the first ones, with which a stage of a pipeline may begin.
         self._within: dict[str, str] = {}
         self._state: object = None
@@ -161,6 +167,7 @@ class SlicedBlocks:
             is_now = functools.partial(self._attends_by, fqn)
             module.forward = self._interception.around(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
+        self.behind.slice_as(self._model, slicing.behind)
 
     @property
     def rank(self) -> int:
@@ -171,6 +178,11 @@ class SlicedBlocks:
     def size(self) -> int:
         """How many ranks share sequences."""
         return self._ranks.size
+
+    @property
+    def repeats_tokens(self) -> bool:
+        """Whether blocks run on whole sequences that the first of these ranks has, too."""
+        return self._ranks.rank > 0 and self._open is None
 
     def draw_by(self, draws: DrawsSlices) -> None:
         """Have attention that draws by itself do it so."""
@@ -235,6 +247,7 @@ class SlicedBlocks:
 
     def _begin(self, _: nn.Module, args: Any) -> None:
         self._open, self._has_closed = None, False
+        self._begins_with_grad = torch.is_grad_enabled()
 
     def _end(self, _: nn.Module, args: Any, output: Any) -> None:
         stack, self._open = self._open, None
@@ -279,6 +292,14 @@ class SlicedBlocks:
             return self._returned(output, fqn, is_last=is_last)
 
         return run
+
+    def _stays_sliced(self, stack: str | None) -> bool:
+        """Whether what leaves a stack is not gathered here.
+
+        A checkpoint takes plain tensors, and what runs in backward returns what forward did.
+        """
+        is_alike = torch.is_grad_enabled() == self._begins_with_grad and not is_in_backward()
+        return is_alike and self.behind.runs_on_slices(stack)
 
     def _gather_collected(self, fqn: str, _: nn.Module, args: Any, output: Any) -> Any:
         """Gather what was collected in blocks and a module around them returns."""
@@ -327,10 +348,13 @@ class SlicedBlocks:
         if fqn is not None:
             found = self.slices, self._ranks
             self.slicing.leaving.gather(fqn, leaves, *found, activation=index)
+        stack = self._open
         if is_last:
             self._close_stack()
-        if index is not None and is_last:
+        if index is not None and is_last and not self._stays_sliced(stack):
             leaves[index] = gather_slices(leaves[index], 1, self.slices, self._ranks)
+        elif index is not None and is_last:
+            self.behind.begin(index, leaves[index], self.slices)
         if index is not None and torch.is_grad_enabled():
             leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.slices)
         return pytree.tree_unflatten(leaves, spec)
@@ -361,23 +385,3 @@ def name_of(stack: Sequence[str]) -> str:
 def _activation(leaves: Sequence[Any]) -> int | None:
     found = (i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
     return next(found, None)
-
-
-def _sequence_dim(x: Tensor, length: int) -> int | None:
-    """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
-    if str(x.dtype) == "torch.bool" or length not in x.shape:
-        return None
-    is_integer = not x.is_floating_point() and not x.is_complex()
-    match x.dim():
-        case 1:
-            return 0 if is_integer else None
-        case 2 if is_integer:  # positions (B, S)
-            return 1 if x.shape[1] == length else None
-        case 2:  # rotary tables (S, D)
-            return 0 if x.shape[1] != length else None
-        case 3:
-            return 1 if x.shape[1] == length else None
-        case 4 if x.shape[2] != x.shape[3]:
-            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
-        case _:
-            return None

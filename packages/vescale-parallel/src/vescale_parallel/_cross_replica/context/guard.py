@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ class ContextGuard:
         batch: An example, whose form of call is compared now; None to wait for a call.
         draws_by: Makes what has the modules of a rank draw its part.
         method: How they attend.
+        outputs: What calls that are differentiated return; see the plan.
 
     Raises:
         ValueError: If a model on slices of the example is another function.
@@ -46,8 +47,10 @@ class ContextGuard:
         batch: Any,
         draws_by: DrawsBy,
         method: Method = "all_to_all",
+        outputs: Literal["loss", "whole"] = "loss",
     ) -> None:
         self._method: Method = method
+        self._only_loss = outputs == "loss"
         self._draws_by = draws_by
         self._forms, self._size, self._class = CallForms(model), size, type(model).__name__
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
@@ -65,6 +68,7 @@ class ContextGuard:
         """Have the blocks of a model compute on slices, in place; return them."""
         self._blocks = SlicedBlocks(ranks, self._method)
         self._blocks.install(model, self._stacks)
+        self._blocks.behind.returns_all = not self._only_loss
         self._model = model
         return self._blocks
 
@@ -119,6 +123,7 @@ class ContextGuard:
             draws_by=self._draws_by,
             training=training,
             method=self._method,
+            behind=self._only_loss,
         )
 
     def without_cache(

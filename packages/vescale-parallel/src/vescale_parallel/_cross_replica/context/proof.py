@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
@@ -33,11 +34,14 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
+from .behind import Behind
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
 from .draws import DrawKey, DrawsSlices, WholeDraw
 from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
 from .watch import ForwardWatch, noted_outputs
+
+_log = package_logger("vescale.parallel")
 
 Notes = dict[str, Tensor]
 DrawsBy = Callable[[SlicedBlocks], DrawsSlices]
@@ -55,6 +59,7 @@ def proven_slicing(
     draws_by: DrawsBy,
     training: bool,
     method: Method = "all_to_all",
+    behind: bool = True,
 ) -> Slicing:
     """Return which blocks give one device's numbers on slices of a sequence, and of what.
 
@@ -65,6 +70,7 @@ def proven_slicing(
         draws_by: Makes what has the modules of a rank draw its part.
         training: The mode to run in.
         method: How ranks attend.
+        behind: Whether what is behind the blocks may run on slices.
 
     Raises:
         NotSlicedError: Saying which module computes something else.
@@ -75,31 +81,79 @@ def proven_slicing(
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
         slicing = _attending_stacks(region, base)
-        given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
-        whole = sharing_copy(base)
-        seen = noted_outputs(whole)
-        run = functools.partial(run_once, with_chance=bool(slicing.draws))
-        outputs = run(whole, given).outputs
-        given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
-        seen.clear()
-        set_generators(begin)
-        expected, end = run(whole, given), states_of_generators()
-        discard(whole)
-        set_generators(begin)
         make = functools.partial(SlicedBlocks, method=method)
-        runs, slices = _on_ranks(given, base, size, slicing, make, draws_by)
+        found = _compared(region, base, slicing, size, make, draws_by, behind=behind)
         discard(base)
-    notes = [each.notes for each in runs]
-    culprit = _first_difference(seen, notes, slices, slicing.stacks)
-    _compare(expected, [each.results for each in runs], culprit)
-    if slicing.draws and any(not torch.equal(each.end.torch, end.torch) for each in runs):
+    give_memory_back()
+    return found
+
+
+def _compared(
+    region: Region,
+    base: nn.Module,
+    slicing: Slicing,
+    size: int,
+    make: Callable[[ContextThreads], SlicedBlocks],
+    draws_by: DrawsBy,
+    *,
+    behind: bool,
+) -> Slicing:
+    given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
+    whole = sharing_copy(base)
+    seen = noted_outputs(whole)
+    run = functools.partial(run_once, with_chance=bool(slicing.draws))
+    outputs = run(whole, given).outputs
+    given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
+    seen.clear()
+    set_generators(begin)
+    reference = _Ran(run(whole, given), seen, states_of_generators(), gathered_large=False)
+    discard(whole)
+
+    def is_worth_it(tried: Slicing) -> bool:
+        set_generators(begin)
+        ranks = _on_ranks(given, base, size, tried, make, draws_by)
+        _check_runs(reference, tried, *ranks)
+        return not any(each.gathered_large for each in ranks[0])
+
+    found = _proven_behind(slicing, is_worth_it) if behind else None
+    if found is None:
+        found = replace(slicing, behind=Behind())
+        is_worth_it(found)
+    return found
+
+
+def _proven_behind(slicing: Slicing, is_worth_it: Callable[[Slicing], bool]) -> Slicing | None:
+    """Return what runs on slices behind the blocks, too, if that is one device's.
+
+    None if it is not, as of a head that mixes positions, and if code there gathers what is larger
+    than what left the blocks.
+    """
+    if slicing.behind.stack is None:
+        return None
+    try:
+        if is_worth_it(slicing):
+            return slicing
+        why = "its code needs whole tensors there"
+    except ShortSequenceError:
+        raise
+    except NotSlicedError as error:
+        why = str(error)
+    _log.info("what is behind %s runs on whole sequences: %s", slicing.behind.stack, why)
+    return None
+
+
+def _check_runs(
+    reference: _Ran, slicing: Slicing, runs: Sequence[_Ran], slices: SequenceSlices
+) -> None:
+    """Refuse what ranks returned, or drew, if it is not one device's."""
+    notes, end = [each.notes for each in runs], reference.end.torch
+    culprit = _first_difference(reference.notes, notes, slices, slicing.stacks)
+    _compare(reference.results, [each.results for each in runs], culprit)
+    if slicing.draws and any(not torch.equal(each.end.torch, end) for each in runs):
         raise NotSlicedError(
             f"{min(slicing.drawing)!r}, or another module, draws fewer or more random numbers "
             "where it is given slices"
         )
-    del expected, runs, seen, notes
-    give_memory_back()
-    return slicing
 
 
 def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
@@ -130,8 +184,9 @@ def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
     inside = tuple(f"{stack}." for stack in stacks)
     attending = frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
     once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
-    leaving = Leaving(watch.returned)
-    return Slicing(stacks, attending, _draws(watch, stacks), once, leaving=leaving)
+    leaving, behind = Leaving(watch.returned), watch.behind.behind()
+    behind = behind if behind.stack in stacks else Behind()
+    return Slicing(stacks, attending, _draws(watch, stacks), once, leaving=leaving, behind=behind)
 
 
 def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:
@@ -149,11 +204,15 @@ def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDr
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a rank returned, what its modules did, and where its generators are then."""
+    """What a rank returned, what its modules did, and where its generators are then.
+
+    And whether code behind the blocks gathered what is larger than what left them.
+    """
 
     results: Results
     notes: Notes
     end: States
+    gathered_large: bool
 
 
 def _on_ranks(
@@ -173,13 +232,14 @@ def _on_ranks(
         blocks.install(local, block_stacks(local))
         blocks.slice_as(slicing)
         blocks.runs_short_ones = False
+        blocks.behind.finish_calls(local)
         notes = noted_outputs(local)
         if slicing.draws:
             draws_by(blocks).install(local)
         result = run_once(local, given, with_chance=bool(slicing.draws))
         found.append(blocks.slices)
         discard(local)
-        return _Ran(result, notes, states_of_generators())
+        return _Ran(result, notes, states_of_generators(), blocks.behind.gathered_large)
 
     try:
         runs = run_in_threads(size, on_rank, draw_alike=True)

@@ -31,6 +31,26 @@ def slice_sizes(length: int, num_parts: int) -> list[int]:
     return [step + (part < longer) for part in range(num_parts)]
 
 
+def sequence_dim(x: Tensor, length: int) -> int | None:
+    """Return the dim of a tensor that a block slices, None of what it gets whole, as masks."""
+    if str(x.dtype) == "torch.bool" or length not in x.shape:
+        return None
+    is_integer = not x.is_floating_point() and not x.is_complex()
+    match x.dim():
+        case 1:
+            return 0 if is_integer else None
+        case 2 if is_integer:  # positions (B, S)
+            return 1 if x.shape[1] == length else None
+        case 2:  # rotary tables (S, D)
+            return 0 if x.shape[1] != length else None
+        case 3:
+            return 1 if x.shape[1] == length else None
+        case 4 if x.shape[2] != x.shape[3]:
+            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
+        case _:
+            return None
+
+
 @dataclass(frozen=True)
 class SequenceSlices:
     """Which positions of a sequence each rank has.
@@ -74,6 +94,32 @@ class SequenceSlices:
         """Return a rank's slice of a tensor that has the whole sequence along ``dim``."""
         parts = [x.narrow(dim, first, end - first) for first, end in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def narrowed(self, first: int, end: int) -> SequenceSlices:
+        """Return what ranks have of the positions from ``first`` until before ``end``.
+
+        Example:
+            >>> SequenceSlices.over(6, 2, "all_to_all").narrowed(1, 4).ranges
+            (((0, 2),), ((2, 3),))
+        """
+
+        def kept(place: int) -> int:
+            return min(max(place, first), end) - first
+
+        return SequenceSlices(
+            tuple(tuple((kept(a), kept(b)) for a, b in ranges) for ranges in self.ranges)
+        )
+
+    def narrow(self, x: Tensor, dim: int, rank: int, first: int, end: int) -> Tensor:
+        """Return what a rank's slice has of the positions from ``first`` until before ``end``."""
+        found, offset = list[Tensor](), 0
+        for a, b in self.ranges[rank]:
+            low, high = (min(max(place, first), end) for place in (a, b))
+            if low < high or not found:
+                at = offset + min(max(low - a, 0), b - a)
+                found.append(x.narrow(dim, at, max(high - low, 0)))
+            offset += b - a
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the slices of all ranks, one behind the other, in the order of the sequence."""

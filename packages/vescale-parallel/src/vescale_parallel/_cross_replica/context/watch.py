@@ -16,6 +16,7 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
+from .behind import WatchBehind
 from .blocks import name_of
 from .draws import DrawKey, WholeDraw
 from .intercept import AttentionMode
@@ -33,6 +34,7 @@ class ForwardWatch:
             activations are slices. None for one module's numbers of several shapes.
         in_attention: Which draws these modules had attention make, by module.
         returned: Shapes of what blocks returned, and modules around them.
+        behind: What is called behind the last stack.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,7 @@ class ForwardWatch:
         self.draws: dict[str, dict[DrawKey, WholeDraw | None]] = {}
         self.in_attention: dict[str, set[tuple[str, int]]] = {}
         self.returned: dict[Place, tuple[int, ...]] = {}
+        self.behind = WatchBehind()
         self._block: str | None = None
         self._stack: str | None = None
         self._attends: str | None = None
@@ -83,6 +86,7 @@ class ForwardWatch:
         index, shape = len(drawn), drawn_shape(args)
         drawn.append(None)
         if self._stack is None:
+            self.behind.note_draw()
             return
         if self._attends is not None:
             self.in_attention.setdefault(self._attends, set()).add((fqn, index))
@@ -114,6 +118,7 @@ class ForwardWatch:
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack = None
+                self.behind.end_stack(name_of(stack), fqn, output)
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end)
@@ -124,12 +129,15 @@ class ForwardWatch:
     def _follow_within(self, module: nn.Module, fqn: str) -> None:
         def begin(_: nn.Module, args: Any) -> None:
             self._within.append((fqn, []))
+            if self._stack is None:
+                self.behind.begin(fqn)
 
-        def end(_: nn.Module, args: Any, output: Any) -> None:
+        def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._within.pop()
+            self.behind.end(fqn, module, args, kwargs, output)
 
         module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
+        module.register_forward_hook(end, with_kwargs=True)
 
 
 class _Noting(DrawMode):

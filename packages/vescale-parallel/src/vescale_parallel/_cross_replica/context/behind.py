@@ -1,0 +1,227 @@
+"""What runs behind the last stack of blocks, on this rank's slice: norms, heads and losses.
+
+[Note: behind the blocks] What the last block returns becomes a sliced tensor, see
+:mod:`.sliced_tensor`, by a hook behind all others. Modules behind the blocks that were seen to
+return one tensor of the positions that they were given get this rank's slice and return it, with
+their own code and hooks on plain tensors; as of blocks, that this is what one device computes is
+seen where the model is compared with it. Other modules with parameters get the whole. Code between
+modules, and modules that are no more than code, as those of losses, compute by the rules of sliced
+tensors.
+
+A call returns plain tensors. Where it is differentiated by a loss that it returns, tensors that
+are larger than what left the blocks, logits above all, are not gathered: that would be the memory
+that slices save, and reading them on one rank alone would wait for the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._loss.not_returned import NotReturned
+from vescale_parallel._loss.output import is_loss
+from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._torch_private import pytree
+
+from .sliced_rules import computed
+from .sliced_tensor import WHOLE, Along, Call, SlicedTensor, gathered
+from .slices import ContextRanks, SequenceSlices
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What runs on slices behind the last stack, in calls of one form.
+
+    Attributes:
+        stack: The one whose activation stays sliced; None if all are gathered.
+        block: Its last block.
+        modules: By FQN, whether a module gets a slice, or the whole.
+    """
+
+    stack: str | None = None
+    block: str = ""
+    modules: Mapping[str, bool] = field(default_factory=dict[str, bool])
+
+
+class BehindBlocks:
+    """Carries out what runs behind the blocks of a model, on one rank.
+
+    Attributes:
+        returns_all: Whether a call returns every tensor whole.
+        is_whole_now: Whether code of the call that runs has to have whole tensors.
+        gathered_large: Whether code gathered a tensor larger than what left the blocks.
+    """
+
+    def __init__(self, ranks: ContextRanks) -> None:
+        self._ranks = ranks
+        self._now = Behind()
+        self._hooked = set[str]()
+        self._left: tuple[int, Along] | None = None
+        self._calls = list[Call]()
+        self.returns_all, self.gathered_large = True, False
+        self.is_whole_now: Callable[[], bool] = lambda: False
+
+    def slice_as(self, model: nn.Module, behind: Behind) -> None:
+        """Compute the next calls so, in place."""
+        self._now, self._left = behind, None
+        self.end_calls()  # one that raised
+        if behind.stack is None:
+            return
+        if behind.block not in self._hooked:
+            self._hooked.add(behind.block)
+            model.get_submodule(behind.block).register_forward_hook(self._wrap)
+        for fqn in behind.modules:
+            if fqn in self._hooked:
+                continue
+            self._hooked.add(fqn)
+            module, given = model.get_submodule(fqn), list[tuple[Along, torch.Size] | None]()
+            before = functools.partial(self._before, fqn, given)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(functools.partial(self._after, fqn, given))
+
+    def finish_calls(
+        self,
+        model: nn.Module,
+        is_whole_now: Callable[[], bool] = lambda: False,
+        last: str | None = None,
+    ) -> None:
+        """Have calls of a model return plain tensors, by a hook before those that are there.
+
+        ``last`` is the last block of a pipeline, whose stages send whole tensors between stacks.
+        """
+        self.is_whole_now = lambda: is_whole_now() or self.ends_before(last)
+        model.register_forward_hook(self._returned, prepend=True)
+
+    def runs_on_slices(self, stack: str | None) -> bool:
+        """Whether what leaves a stack stays sliced now."""
+        return stack is not None and stack == self._now.stack and not self.is_whole_now()
+
+    def ends_before(self, block: str | None) -> bool:
+        """Whether another block is the last one of a pipeline, whose stages send whole tensors."""
+        return block is not None and block != self._now.block
+
+    def begin(self, index: int, x: Tensor, slices: SequenceSlices) -> None:
+        """Have what the last block returns at a place be a sliced tensor, behind its hooks."""
+        limit = x.shape[0] * slices.length * (x.numel() // max(1, x.shape[0] * x.shape[1]))
+        call = Call(limit, self._note_large)
+        self._calls.append(call)
+        self._left = index, Along(1, 1, slices, self._ranks, call, computed)
+
+    def _note_large(self) -> None:
+        self.gathered_large = True
+
+    def _wrap(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self._left is None:
+            return None
+        (index, along), self._left = self._left, None
+        leaves, spec = pytree.tree_flatten(output)
+        leaves[index] = SlicedTensor.of(leaves[index], along)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _before(self, fqn: str, given: list[Any], _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Give a module this rank's slice, or the whole."""
+        found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SlicedTensor)]
+        if not found:
+            given.append(None)
+            return None
+        if not self._now.modules.get(fqn, False) or not _is_row_wise(found[0]):
+            given.append(None)
+            return gathered((args, kwargs))
+        given.append((found[0].along, found[0].local.shape))
+        return pytree.tree_map_only(SlicedTensor, lambda x: x.local, (args, kwargs))
+
+    def _after(self, fqn: str, given: list[Any], _: nn.Module, args: Any, output: Any) -> Any:
+        if (found := given.pop()) is None:
+            return None
+        along, shape = found
+        if not isinstance(output, Tensor) or output.shape[:-1] != shape[:-1]:
+            raise ValueError(
+                f"context_parallel: expected {fqn!r} to return one tensor of the positions that "
+                f"it is given, {tuple(shape[:-1])}, as when the model was compared with one "
+                f"device, got {getattr(output, 'shape', type(output).__name__)}; {WHOLE}"
+            )
+        return SlicedTensor.of(output, along)
+
+    def _returned(self, _: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        if any(isinstance(x, SlicedTensor) for x in leaves):
+            self._make_plain(leaves, output)
+            output = pytree.tree_unflatten(leaves, spec)
+        self.end_calls()
+        return output
+
+    def end_calls(self) -> None:
+        """Say that no rank may count on others for tensors that were kept."""
+        for call in self._calls:
+            call.is_over = True
+        self._calls.clear()
+
+    def _make_plain(self, leaves: list[Any], output: Any) -> None:
+        is_differentiated = any(is_loss(x) and x.requires_grad for x in leaves)
+        drops = is_differentiated and torch.is_grad_enabled() and not self.returns_all
+        held, names = self.gathered_large, leaf_names(output)
+        for at, x in enumerate(leaves):
+            if isinstance(x, SlicedTensor):
+                is_large = (
+                    torch.Size(x.along.whole_shape(x.local.shape)).numel() > x.along.call.limit
+                )
+                dropped = drops and is_large
+                leaves[at] = NotReturned(names[at], "in slices") if dropped else gathered(x)
+        self.gathered_large = held  # by the caller, not by code
+
+
+def _is_row_wise(x: SlicedTensor) -> bool:
+    return x.along.dim < x.local.ndim - 1
+
+
+class WatchBehind:
+    """Notes which modules are called behind the last stack, and what they return."""
+
+    def __init__(self) -> None:
+        self._stack, self._block, self._length = "", "", 0
+        self._found = dict[str, bool]()
+        self._open: str | None = None
+        self._has_drawn = False
+
+    def end_stack(self, stack: str, block: str, output: Any) -> None:
+        """Note the end of a stack; what was called behind others was before it."""
+        found = (x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.ndim > 1)
+        first = next(found, None)
+        self._length = 0 if first is None else first.shape[1]
+        self._stack, self._block, self._found, self._open = stack, block, {}, None
+
+    def note_draw(self) -> None:
+        """Note random numbers."""
+        self._has_drawn = True
+
+    def begin(self, fqn: str) -> None:
+        """Note that a module begins, outside of the stacks."""
+        if self._length and self._open is None:
+            self._open, self._has_drawn = fqn, False
+
+    def end(self, fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note what a module returned that no other one called here."""
+        if fqn != self._open:
+            return
+        self._open = None
+        is_code = not any(True for _ in module.parameters()) and not self._has_drawn
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_token_wise = (
+            len(given) == 1
+            and isinstance(output, Tensor)
+            and given[0].ndim > 1
+            and output.shape[:-1] == given[0].shape[:-1]
+            and given[0].shape[:-1].numel() % self._length == 0
+            and not self._has_drawn
+        )
+        if is_token_wise or not is_code:
+            self._found[fqn] = is_token_wise and self._found.get(fqn, True)
+
+    def behind(self) -> Behind:
+        """Return what may run on slices."""
+        return Behind(self._stack or None, self._block, dict(self._found))

@@ -1,0 +1,359 @@
+"""What is computed of a sliced tensor on this rank's slice; see [Note: sliced tensors].
+
+A rule returns nothing of a call that it does not know, which then gets whole tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor import DTensor
+from vescale_parallel._loss.token_mean import TokenMean
+from vescale_parallel._tensor_parallel.vocab_parallel import lifted
+from vescale_parallel._torch_private import pytree, unseen_functions
+
+from . import sliced_views as views
+from .sliced_tensor import WHOLE, Along, SlicedTensor, gathered, summed
+
+Args = Sequence[Any]
+Named = Mapping[str, Any]
+Rule = Callable[[Callable[..., Any], Args, Named], Any]
+_UNKNOWN = object()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_POINTWISE = _names(
+    """
+    abs add addcmul bfloat16 bitwise_and ceil clamp clamp_max clamp_min clip clone
+    contiguous cos detach div divide double eq erf exp expm1 float floor ge gelu greater gt
+    half isfinite isinf isnan le leaky_relu less log log1p logical_and logical_not
+    logical_or logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg
+    negative pow reciprocal relu relu6 round rsqrt sigmoid sign silu sin softplus sqrt
+    square sub subtract tanh to true_divide type_as where zeros_like ones_like __abs__
+    __add__ __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__
+    __or__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
+    """
+)
+_IN_PLACE = _names(
+    """
+    add_ clamp_ div_ exp_ masked_fill_ mul_ neg_ pow_ relu_ sigmoid_ sub_ tanh_ __iadd__
+    __imul__ __isub__ __itruediv__
+    """
+)
+_WRITES = {
+    "__set__",
+    "__setitem__",
+    "__iadd__",
+    "__imul__",
+    "__isub__",
+    "__itruediv__",
+    "__ipow__",
+}
+_TOKEN_LOSSES = (F.cross_entropy, F.nll_loss)
+_OVER_FEATURES = _names(
+    """
+    amax amin argmax argmin log_softmax logsumexp softmax std var
+    """
+)
+_METADATA = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.element_size,
+    Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel, Tensor.stride,
+}  # fmt: skip
+_OF_SLICE = {"requires_grad", "grad_fn", "is_leaf"}
+_VALUES = {"T", "H", "mT", "mH", "data", "real", "imag"}
+
+
+def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Return what a function makes of arguments with sliced tensors.
+
+    Raises:
+        ValueError: If it writes to one of them in a way that a slice does not know.
+    """
+    if (found := _metadata(func, args, kwargs)) is not _UNKNOWN:
+        return found
+    rule = _RULES.get(func) if args or func in _TOKEN_LOSSES else None
+    rule = None if "out" in kwargs else rule
+    if rule is not None and (found := rule(func, args, kwargs)) is not _UNKNOWN:
+        return found
+    _refuse_writes(getattr(func, "__name__", ""), args, kwargs)
+    args, kwargs = gathered((args, dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+def _refuse_writes(name: str, args: Args, kwargs: Named) -> None:
+    """Refuse what would be written to a gathered copy."""
+    is_method = name.endswith("_") and not name.endswith("__")
+    writes = is_method or name in _WRITES
+    written = [*(args[:1] if writes else ()), kwargs.get("out")]
+    if _sliced(written):
+        raise ValueError(
+            f"context_parallel: {name!r} writes to a tensor behind the blocks of which a rank has "
+            f"a slice; write a new tensor, or {WHOLE}"
+        )
+
+
+def _metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Return what is known of a tensor without its values."""
+    if func in (Tensor.register_hook, Tensor.is_contiguous):
+        return func(args[0].local, *args[1:], **kwargs)
+    if func not in _METADATA:
+        if getattr(func, "__name__", "") != "__get__":
+            return _UNKNOWN
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _VALUES:
+            return _UNKNOWN
+        if name in _OF_SLICE:
+            return func(args[0].local)
+    with unseen_functions():
+        return func(*args, **kwargs)
+
+
+def _sliced(values: Iterable[Any]) -> list[SlicedTensor]:
+    return [x for x in values if isinstance(x, SlicedTensor)]
+
+
+def _pointwise(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Compute element by element: whole tensors that are along the sequence are sliced."""
+    given = (tuple(args), dict(kwargs))
+    leaves, spec = pytree.tree_flatten(given)
+    found = _sliced(leaves)
+    if not found:
+        return _UNKNOWN
+    along = found[0].along
+    place = found[0].local.ndim - along.dim  # from behind, as tensors are broadcast
+    mesh = next((x.local.device_mesh for x in found if isinstance(x.local, DTensor)), None)
+    for at, x in enumerate(leaves):
+        if isinstance(x, SlicedTensor):
+            if x.local.ndim - x.along.dim != place or not x.along.is_like(along):
+                return _UNKNOWN
+            leaves[at] = x.local
+        elif isinstance(x, Tensor):
+            if x.ndim >= place and x.shape[-place] != 1:
+                if x.shape[-place] != along.length:
+                    return _UNKNOWN
+                x = along.part(x, x.ndim - place)
+            leaves[at] = x if mesh is None else lifted(x, mesh)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    made = func(*args, **kwargs)
+    return SlicedTensor.of(made, along.at(made.ndim - place))
+
+
+def _in_place(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    target = args[0]
+    if not isinstance(target, SlicedTensor):
+        return _UNKNOWN
+    made = _pointwise(func, args, kwargs)
+    return made if made is _UNKNOWN else target
+
+
+def _over_features(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Reduce, or normalize, over dims that are not along the sequence."""
+    x, dims = _reduced(func, args, kwargs)
+    if x is None or not dims or x.along.dim in dims:
+        return _UNKNOWN
+    made = func(x.local, *args[1:], **kwargs)
+    if not isinstance(made, Tensor):
+        return _UNKNOWN
+    gone = sum(dim < x.along.dim for dim in dims) if made.ndim < x.local.ndim else 0
+    return SlicedTensor.of(made, x.along.at(x.along.dim - gone))
+
+
+def _total(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Sum, or average, over positions too, which is summed over ranks."""
+    x, dims = _reduced(func, args, kwargs)
+    if x is None:
+        return _UNKNOWN
+    if dims and x.along.dim not in dims:
+        return _over_features(func, args, kwargs)
+    if len(args) > 1 + bool(dims) or {*kwargs} - {"dim", "dtype", "keepdim"}:
+        return _UNKNOWN
+    local = x.local if kwargs.get("dtype") is None else x.local.to(kwargs["dtype"])
+    keeps = bool(kwargs.get("keepdim", False))
+    mine = local.sum(dims, keepdim=keeps) if dims else local.sum()
+    made = summed(mine, x.along)
+    if func in (torch.sum, Tensor.sum):
+        return made
+    shape = x.along.whole_shape(local.shape)
+    return made / math.prod(shape[dim] for dim in dims or range(len(shape)))
+
+
+def _reduced(
+    func: Callable[..., Any], args: Args, kwargs: Named
+) -> tuple[SlicedTensor | None, tuple[int, ...]]:
+    """Return the tensor of a reduction, and its dims; none for all."""
+    if (
+        not args
+        or not isinstance(args[0], SlicedTensor)
+        or len(_sliced((*args, *kwargs.values()))) > 1
+    ):
+        return None, ()
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    ndim = args[0].local.ndim
+    match dim:
+        case None:
+            return args[0], ()
+        case bool():
+            return None, ()
+        case int():
+            return args[0], (dim % ndim,)
+        case tuple() | list():
+            return args[0], tuple(each % ndim for each in dim)
+        case _:
+            return None, ()
+
+
+def _linear(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Multiply features with a matrix that has no positions."""
+    x, others = args[0], (*args[1:], *kwargs.values())
+    if not isinstance(x, SlicedTensor) or _sliced(others) or x.along.dim == x.local.ndim - 1:
+        return _UNKNOWN
+    weight = args[1] if len(args) > 1 else kwargs.get("weight", kwargs.get("other"))
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(x.local, DTensor):
+        return _UNKNOWN
+    return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
+
+
+def _norm(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, others = args[0], (*args[1:], *kwargs.values())
+    shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
+    if not isinstance(x, SlicedTensor) or _sliced(others) or isinstance(x.local, DTensor):
+        return _UNKNOWN
+    if not isinstance(shape, tuple | list) or x.along.dim >= x.local.ndim - len(shape):
+        return _UNKNOWN
+    return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
+
+
+def _dropout(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | {**kwargs}
+    is_idle = given.get("p", 0.5) == 0 or not given.get("training", True)
+    return given["input"] if is_idle else _UNKNOWN  # what is drawn, is drawn of the whole
+
+
+def _picked(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Gather by an index along features, as probabilities of targets are."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | {**kwargs}
+    x, dim, index = given.get("input"), given.get("dim"), given.get("index")
+    if {*given} != {"input", "dim", "index"} or not isinstance(x, SlicedTensor):
+        return _UNKNOWN
+    if not isinstance(dim, int) or dim % x.local.ndim == x.along.dim:
+        return _UNKNOWN
+    mine = _like(index, x.along, x.along.dim)
+    return _UNKNOWN if mine is None else SlicedTensor.of(x.local.gather(dim, mine), x.along)
+
+
+def _like(given: Any, along: Along, dim: int) -> Tensor | None:
+    """Return this rank's part of a tensor with the sequence in ``dim``; None if it has it not."""
+    if isinstance(given, SlicedTensor):
+        is_like = given.along.is_like(along) and given.along.dim == dim
+        return given.local if is_like else None
+    if not isinstance(given, Tensor) or given.ndim <= dim or given.shape[dim] != along.length:
+        return None
+    return along.part(given, dim)
+
+
+def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Compute losses of this rank's positions, and count the targets of all."""
+    given = dict(zip(("input", "target"), args, strict=False)) | {**kwargs}
+    x, target = given.pop("input", None), given.pop("target", None)
+    if not isinstance(x, SlicedTensor) or len(args) > 2 or TokenMean.is_old(kwargs):
+        return _UNKNOWN
+    along, has_classes = x.along, x.local.ndim > 1
+    class_dim = 1 if has_classes else 0
+    if not has_classes or along.dim == class_dim or not isinstance(target, Tensor):
+        return _UNKNOWN
+    is_soft = target.is_floating_point()
+    dim = along.dim if is_soft or along.dim == 0 else along.dim - 1
+    mine, how = _like(target, along, dim), given.pop("reduction", "mean")
+    if mine is None:
+        return _UNKNOWN
+    if how == "none":
+        return SlicedTensor.of(func(x.local, mine, **given, reduction=how), along.at(dim))
+    total = summed(func(x.local, mine, **given, reduction="sum"), along)
+    if how == "sum":
+        return total
+    if is_soft:
+        shape = along.whole_shape(x.local.shape)
+        return total / (math.prod(shape) // shape[class_dim])
+    weight, ignored = given.get("weight"), given.get("ignore_index", -100)
+    counted = TokenMean(x.local, gathered(target), weight, ignore_index=ignored).counted()
+    return total / counted.to(total.dtype)
+
+
+def _index(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, index = args
+    if not isinstance(x, SlicedTensor):
+        return _UNKNOWN
+    return _made(views.indexed(x, index))
+
+
+def _made(found: Any) -> Any:
+    return _UNKNOWN if found is None else found
+
+
+def _view(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    sizes = kwargs.get("shape", sizes)
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+        return _UNKNOWN
+    name = "view" if func is Tensor.view else "reshape"
+    return _made(views.reshaped(x, [*sizes], lambda local, shape: getattr(local, name)(shape)))
+
+
+def _flatten(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "start_dim", "end_dim"), args, strict=False)) | {**kwargs}
+    x: SlicedTensor = given["input"]
+    shape = x.along.whole_shape(x.local.shape)
+    first, last = (given.get(n, d) % len(shape) for n, d in (("start_dim", 0), ("end_dim", -1)))
+    flat = [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
+    return _made(views.reshaped(x, flat, Tensor.reshape))
+
+
+def _transpose(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    if kwargs or not isinstance(args[0], SlicedTensor):
+        return _UNKNOWN
+    order = views.order_of(func.__name__, args[0].local.ndim, args[1:])
+    return _UNKNOWN if order is None else views.transposed(args[0], order)
+
+
+def _squeeze(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not isinstance(dim, int):
+        return _UNKNOWN
+    if func in (torch.unsqueeze, Tensor.unsqueeze):
+        return views.unsqueezed(args[0], dim)
+    return _made(views.squeezed(args[0], dim))
+
+
+def _functions(names: Iterable[str]) -> list[Any]:
+    """Return the functions of these names of all of torch's places."""
+    places: tuple[Any, ...] = (torch, Tensor, F)
+    return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+
+
+_BY_NAME: tuple[tuple[Rule, Sequence[str]], ...] = (
+    (_pointwise, _POINTWISE),
+    (_in_place, _IN_PLACE),
+    (_over_features, _OVER_FEATURES),
+    (_total, ("sum", "mean")),
+    (_linear, ("linear", "matmul", "__matmul__")),
+    (_norm, ("layer_norm", "rms_norm")),
+    (_dropout, ("dropout",)),
+    (_picked, ("gather",)),
+    (_token_loss, ("cross_entropy", "nll_loss")),
+    (_index, ("__getitem__",)),
+    (_view, ("view", "reshape")),
+    (_flatten, ("flatten",)),
+    (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
+    (_squeeze, ("squeeze", "unsqueeze")),
+)
+_RULES: dict[Any, Rule] = {func: rule for rule, names in _BY_NAME for func in _functions(names)}

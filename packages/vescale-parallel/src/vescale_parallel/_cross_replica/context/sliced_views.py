@@ -1,0 +1,115 @@
+"""Views of sliced tensors: where the sequence is in them, and what of it a rank has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .sliced_tensor import Along, SlicedTensor
+
+Made = SlicedTensor | None  # None of what is no such view
+_NUM_DIMS = 2  # that a transposition is of
+
+
+def indexed(x: SlicedTensor, index: Any) -> Made:
+    """Return ``x[index]`` of slices, with step 1 along the sequence."""
+    along, local = x.along, x.local
+    given: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if any(each is not Ellipsis and not isinstance(each, slice) for each in given):
+        return None
+    if Ellipsis in given:
+        at = given.index(Ellipsis)
+        missing = local.ndim - (len(given) - 1)
+        given[at : at + 1] = [slice(None)] * missing
+    given += [slice(None)] * (local.ndim - len(given))
+    wanted = given[along.dim]
+    first, end, step = wanted.indices(along.length)
+    given[along.dim] = slice(None)
+    is_all = (first, end) == (0, along.length)
+    if step != 1 or (along.count > 1 and not is_all):
+        return None
+    local = local[tuple(given)]
+    if is_all:
+        return SlicedTensor.of(local, along)
+    end, rank = max(end, first), along.ranks.rank
+    local = along.slices.narrow(local, along.dim, rank, first, end)
+    left = along.slices.narrowed(first, end)
+    return SlicedTensor.of(local, replace(along, slices=left)) if left.length else None
+
+
+def reshaped(
+    x: SlicedTensor, shape: Sequence[int], reshape: Callable[[Tensor, Sequence[int]], Tensor]
+) -> Made:
+    """Return a view with the sequence in a dim, or folded into one with those before it."""
+    along, local = x.along, x.local
+    whole = along.whole_shape(local.shape)
+    if -1 in shape:
+        rest = math.prod(size for size in shape if size != -1)
+        if not rest:
+            return None
+        shape = [math.prod(whole) // rest if size == -1 else size for size in shape]
+    if math.prod(shape) != math.prod(whole):
+        return None
+    found = _dim_in(along, whole, shape)
+    if found is None:
+        return None
+    dim, count = found
+    here = count * along.slices.sizes[along.ranks.rank]
+    return SlicedTensor.of(
+        reshape(local, (*shape[:dim], here, *shape[dim + 1 :])), along.at(dim, count)
+    )
+
+
+def _dim_in(along: Along, whole: Sequence[int], shape: Sequence[int]) -> tuple[int, int] | None:
+    """Return which dim of a view the sequence is in, and how often."""
+    length = along.slices.length
+    outer = math.prod(whole[: along.dim]) * along.count  # sequences one after the other
+    for dim, size in enumerate(shape):
+        before = math.prod(shape[:dim])
+        count, rest = divmod(size, length)
+        if not rest and count and before * count == outer:
+            return dim, count
+    return None
+
+
+def transposed(x: SlicedTensor, order: Sequence[int]) -> SlicedTensor:
+    """Return a tensor with its dims in another order."""
+    return SlicedTensor.of(x.local.permute(*order), x.along.at([*order].index(x.along.dim)))
+
+
+def order_of(name: str, ndim: int, args: Sequence[Any]) -> list[int] | None:
+    """Return in which order a call has dims: of transpose and its kind, or permute."""
+    flat = [
+        *itertools.chain(*(each if isinstance(each, tuple | list) else [each] for each in args))
+    ]
+    if not all(isinstance(each, int) for each in flat):
+        return None
+    dims = [each % ndim for each in flat]
+    if name == "permute":
+        return dims if sorted(dims) == [*range(ndim)] else None
+    order = [*range(ndim)]
+    if len(dims) == _NUM_DIMS:
+        order[dims[0]], order[dims[1]] = dims[1], dims[0]
+        return order
+    return None
+
+
+def unsqueezed(x: SlicedTensor, dim: int) -> SlicedTensor:
+    """Return a tensor with one dim more."""
+    dim %= x.local.ndim + 1
+    return SlicedTensor.of(x.local.unsqueeze(dim), x.along.at(x.along.dim + (dim <= x.along.dim)))
+
+
+def squeezed(x: SlicedTensor, dim: int) -> Made:
+    """Return a tensor without a dim, which is not along the sequence."""
+    dim %= x.local.ndim
+    if dim == x.along.dim:
+        return None
+    is_gone = x.local.shape[dim] == 1
+    at = x.along.dim - (is_gone and dim < x.along.dim)
+    return SlicedTensor.of(x.local.squeeze(dim), x.along.at(at))
