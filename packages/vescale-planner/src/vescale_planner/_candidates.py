@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, rule_of
+from vescale_parallel import (
+    ContextParallel,
+    DataParallel,
+    ScheduleName,
+    refused_microbatches,
+    rule_of,
+)
 
 from ._layouts import Layout, divisors_of, layouts
 
@@ -16,7 +22,9 @@ PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
 RESHARD = "data_parallel.reshard_after_forward"
 REPLICATE = "data_parallel.replicate_size"
 SHARE_STATE = "data_parallel.replicate_zero_stage"
+ATTENDS = "context_parallel.method"
 _Recompute = Literal["none", "full"]
+Attends = Literal["all_to_all", "ring", "gather"]
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -31,6 +39,8 @@ class Candidate:
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
         offload: What is on the host.
         shares_state: Whether the ``replicate`` copies share out the optimizer state (HFSDP).
+        attends: How ranks attend that share a sequence: ``"gather"`` is what Llama 3 did (keys and
+            values of all, sec. 3.3.2), which vescale does not.
     """
 
     layout: Layout
@@ -47,6 +57,7 @@ class Candidate:
     reshards: bool = True
     offload: Literal["none", "optimizer", "parameters"] = DataParallel.offload
     shares_state: bool = False
+    attends: Attends = ContextParallel.method
 
     @property
     def parts(self) -> int:
@@ -76,7 +87,7 @@ class Candidate:
     @property
     def moving_parts(self) -> int:
         """How much machinery it needs: decides between equally fast candidates."""
-        axes = (self.layout.dp, self.layout.tp, self.layout.pp)
+        axes = (self.layout.dp, self.layout.tp, self.layout.pp, self.layout.cp)
         return (
             10 * sum(size > 1 for size in axes)
             + self.zero_stage
@@ -210,6 +221,7 @@ def candidates(
                 reshards=get(RESHARD, True) is not False,
                 offload=get("data_parallel.offload", DataParallel.offload),
                 shares_state=get(SHARE_STATE) == 1,
+                attends=get(ATTENDS, ContextParallel.method),
             )
 
 
@@ -381,6 +393,4 @@ def _schedules(
 def _microbatches(layout: Layout, rows: Rows) -> list[int]:
     if layout.pp == 1:
         return [1]
-    known = max(1, rows.global_size // layout.dp)
-    limit = min(known, 16 * layout.pp)
-    return [count for count in range(1, limit + 1) if known % count == 0]
+    return divisors_of(max(1, rows.global_size // layout.dp), None)

@@ -35,18 +35,21 @@ def layouts(world_size: int, constraints: Mapping[str, Any]) -> tuple[Layout, ..
         ValueError: If there are none, with the product and the nearest world sizes.
     """
     fixed = {name: constraints.get(f"{name}.size") for name in _AXES}
+    cp = constraints.get("context_parallel.size") or 1
+    fixed |= {"context_parallel": cp} if cp > 1 else {}
+    ranks, rest = divmod(world_size, cp)
     found = tuple(
-        Layout(tp, pp, world_size // (tp * pp))
-        for tp in divisors_of(world_size, fixed["tensor_parallel"])
-        for pp in divisors_of(world_size // tp, fixed["pipeline_parallel"])
-        if fixed["data_parallel"] in (None, world_size // (tp * pp))
+        Layout(tp, pp, ranks // (tp * pp), cp)
+        for tp in divisors_of(ranks, fixed["tensor_parallel"])
+        for pp in divisors_of(ranks // tp, fixed["pipeline_parallel"])
+        if not rest and fixed["data_parallel"] in (None, ranks // (tp * pp))
     )
     if found:
         return found
     given = {name: size for name, size in fixed.items() if size is not None}
     product = math.prod(given.values())
     terms = " x ".join(f"{name}.size {size}" for name, size in given.items())
-    if len(given) == len(_AXES):
+    if all(fixed[axis] is not None for axis in _AXES):
         raise ValueError(
             f"expected world size {product} ({terms}), got {world_size}; start {product} ranks "
             "or leave one of the sizes out"

@@ -127,6 +127,7 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         reshards=data.reshard_after_forward is not False,
         offload=data.offload,
         shares_state=data.replicate_zero_stage == 1,
+        attends=plan.context_parallel.method,
     )
 
 

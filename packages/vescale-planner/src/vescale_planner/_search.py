@@ -43,6 +43,8 @@ class Search:
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are compared with one device on.
+        accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
+        copy_itemsize: As of :class:`Numerics`.
         proposals: For each tensor-parallel size that was checked, how layers are cut.
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
@@ -59,6 +61,7 @@ class Search:
     split_method: SplitMethod
     example_batch: Any = None
     accumulates: bool = False
+    copy_itemsize: int | None = None
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
@@ -87,6 +90,7 @@ class Search:
             states=self.states,
             compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
             reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
+            copy_itemsize=self.copy_itemsize,
         )
 
     def run(self, world_size: int) -> SearchResult:
@@ -157,8 +161,7 @@ class Search:
         return memory_of_ranks(
             candidate,
             self._ranks_of(candidate),
-            states=self.states,
-            compute_itemsize=self.numerics.compute_itemsize,
+            numerics=self.numerics,
             output_bytes=self.workload.output_bytes,
         )
 
@@ -183,8 +186,7 @@ class Search:
         totals = peaks(
             columns,
             ranks,
-            states=self.states,
-            compute_itemsize=numerics.compute_itemsize,
+            numerics=numerics,
             output_bytes=self.workload.output_bytes,
         )
         needed = needed_of_all(totals, self.cluster)
@@ -203,8 +205,7 @@ class Search:
         return peak_memory(
             candidate,
             self._ranks_of(candidate),
-            states=self.states,
-            compute_itemsize=self.numerics.compute_itemsize,
+            numerics=self.numerics,
             output_bytes=self.workload.output_bytes,
         )
 
