@@ -19,9 +19,9 @@ from vescale_parallel import (
     state_bytes,
 )
 
-from ._candidates import Candidate, Rows, candidates, stated_batch
+from ._candidates import Candidate, Rows, candidates
 from ._constraints import proposal_in_chunks
-from ._layouts import Layout, layouts
+from ._layouts import Layout, layouts, stated_batch
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._prices.columns import Numerics, columns_of, kind_of
 from ._prices.cost import Cost, step_cost, step_costs
@@ -135,7 +135,7 @@ class Search:
         """Return a result in which a tensor-parallel size is proven: see [Note: proven sizes]."""
         if tp in self._sharding or tp == 1:
             return result
-        likely, found = self._likely_sharding(tp), self.sharding(tp)
+        likely, found = self.likely_sharding(tp), self.sharding(tp)
         if isinstance(found, dict) and isinstance(likely, dict) and likely.keys() == found.keys():
             return result
         every = *result.fits, *result.too_large
@@ -218,7 +218,7 @@ class Search:
             self._parts.pop(tp, None)
         return self._sharding[tp]
 
-    def _likely_sharding(self, tp: int) -> dict[str, str] | str:
+    def likely_sharding(self, tp: int) -> dict[str, str] | str:
         """Return the sharding plan of a size or of another one, see [Note: proven sizes]."""
         proven = (plan for plan in self._sharding.values() if plan and isinstance(plan, dict))
         if tp == 1 or tp in self._sharding:
@@ -286,7 +286,7 @@ class Search:
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
             return self.workload.no_pipeline
-        sharding = self._likely_sharding(layout.tp)
+        sharding = self.likely_sharding(layout.tp)
         return sharding if isinstance(sharding, str) else ""
 
     def _make_sharding(self, tp: int) -> dict[str, str] | str:
@@ -356,7 +356,7 @@ class Search:
 
     def _parts_of(self, tp: int) -> tuple[LocalPart, ...]:
         if tp not in self._parts:
-            sharding = self._likely_sharding(tp)
+            sharding = self.likely_sharding(tp)
             assert not isinstance(sharding, str)
             plan = ShardingProposal(plan=sharding, left_whole={})
             # Of a module by its own name, not of one in every block.
