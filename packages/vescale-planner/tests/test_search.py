@@ -56,6 +56,8 @@ def _virtual_stages(pp: int, num_blocks: int) -> set[int]:
         (35, 105, {1, 2, 3}),
         (9, 126, {1, 2, 7, 14}),
         (4, 7, {1}),
+        # Llama 3's 405B: two layers a stage, and one on the first and the last.
+        (16, 126, {1, 2, 4}),
     ],
 )
 def test_a_rank_has_any_number_of_equal_stages(

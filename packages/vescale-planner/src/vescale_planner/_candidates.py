@@ -351,7 +351,8 @@ def _schedules(
 
     Those besides 1F1B and its interleaved form only if constrained: "gpipe" takes the time of
     "1f1b" and more memory; what the others win depends on times that are not known this well.
-    Interleaved, a rank has two stages, or any number that gives all of them as many blocks.
+    Interleaved, a rank has two stages, or any number that gives all of them as many blocks, or the
+    first and the last one less: what is before and behind takes its place (Llama 3, sec. 3.3.2).
     """
     schedule: ScheduleName | None = constraints.get("pipeline_parallel.schedule")
     virtual: int | None = constraints.get("pipeline_parallel.virtual_stages")
@@ -370,7 +371,7 @@ def _schedules(
     several: list[tuple[ScheduleName, int]] = [
         ("interleaved_1f1b", v)
         for v in range(2, num_blocks // pp + 1)
-        if virtual != 1 and (v == 2 or num_blocks % (pp * v) == 0)
+        if virtual != 1 and (v == 2 or 0 in (num_blocks % (pp * v), (num_blocks + 2) % (pp * v)))
     ]
     return [("1f1b", 1), *several]
 

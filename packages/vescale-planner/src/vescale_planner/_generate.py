@@ -15,12 +15,13 @@ from torch import nn
 from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signature, with_constraints
 
-from ._candidates import ACCUMULATION, RESHARD, SHARE_STATE
+from ._candidates import RESHARD, SHARE_STATE
 from ._constraints import check, check_split_points, in_order
 from ._explanations.conflicts import conflict_of, said
 from ._explanations.contexts import priced_contexts, said as said_of_contexts
 from ._explanations.explanation import Explanation, explanation
 from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
+from ._layouts import ACCUMULATION
 from ._prices.memory import Memory, optimizer_states
 from ._ranking import ScoredCandidate, SearchResult
 from ._runnable import runnable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_planner._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, counted
-from vescale_planner._layouts import Layout
+from vescale_planner._candidates import PREFETCH, REDUCTION, RESHARD, counted
+from vescale_planner._layouts import ACCUMULATION, Layout
 from vescale_planner._prices.cost import seconds
 from vescale_planner._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
 from vescale_planner._ranking import TIE, ScoredCandidate, SearchResult
