@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vescale_planner._prices.cost import seconds
 from vescale_planner._ranking import TIE, ScoredCandidate
@@ -37,7 +37,8 @@ def priced_contexts(search: Search, world_size: int) -> Contexts:
     batch = search.rows(world_size).global_size
     for size in _sizes(search, world_size):
         given = {**search.constraints, "context_parallel.size": size, "batch.global_size": batch}
-        sliced = search.under(given, keeps_sharding=True)
+        # What ranks own is the same: it is not worked out again.
+        sliced = replace(search, constraints=given)
         try:
             result = sliced.run(world_size)
         except ValueError:  # no sizes of the other axes multiply to the rest
