@@ -72,9 +72,9 @@ class _Counts(logging.Handler):
     scored = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("%d candidates fit") and isinstance(record.args, tuple):
-            fit, too_large, _ = record.args
-            self.scored = int(str(fit)) + int(str(too_large))
+        told = str(record.msg).startswith(("%d candidates fit", "%d with context parallelism"))
+        if told and isinstance(record.args, tuple):
+            self.scored += sum(int(str(count)) for count in record.args[:2])
 
 
 def _counting(run: Callable[..., Any], name: str, counts: dict[str, int]) -> Callable[..., Any]:

@@ -9,13 +9,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class FusedGate(torch.autograd.Function):
+    """``silu(gate) * up`` that keeps its inputs and nothing in between, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = gate.sigmoid()
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return grads[0] * up * slope, grads[0] * gate * sigmoid
+
+
 class Block(nn.Module):
     """Attention and MLP; a norm is one operator, whatever it is called."""
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, ffn: int, *, gated: bool, bias: bool
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        *,
+        gated: bool,
+        bias: bool,
+        fused: bool = False,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.width = hidden // heads
         keys = kv_heads * self.width
         self.norm1 = nn.LayerNorm(hidden, bias=bias)
@@ -39,20 +64,28 @@ class Block(nn.Module):
         x_BSD = x_BSD + self.o_proj(attended.transpose(1, 2).flatten(-2))
         normed_BSD = self.norm2(x_BSD)
         up = self.up(normed_BSD)
-        gated = F.gelu(up) if self.gate is None else F.silu(self.gate(normed_BSD)) * up
-        return x_BSD + self.down(gated)
+        return x_BSD + self.down(self._gated(normed_BSD, up))
+
+    def _gated(self, normed_BSD: Tensor, up: Tensor) -> Tensor:
+        if self.gate is None:
+            return F.gelu(up)
+        gate = self.gate(normed_BSD)
+        return FusedGate.apply(gate, up) if self.fused else F.silu(gate) * up
 
 
 class Decoder(nn.Module):
-    """A language model that returns its loss; ``shape`` is an entry of ``models`` in rows.json."""
+    """A language model that returns its loss; ``shape`` is an entry of ``models`` in rows.json.
 
-    def __init__(self, shape: dict[str, Any], layers: int) -> None:
+    ``fused`` says whether the gate of an MLP is one kernel.
+    """
+
+    def __init__(self, shape: dict[str, Any], layers: int, *, fused: bool = False) -> None:
         super().__init__()
         hidden, gated = shape["hidden"], shape["gated"]
         self.embed = nn.Embedding(shape["vocab"], hidden)
         sizes = shape["heads"], shape["kv_heads"], shape["ffn"]
         self.layers = nn.ModuleList(
-            Block(hidden, *sizes, gated=gated, bias=not gated) for _ in range(layers)
+            Block(hidden, *sizes, gated=gated, bias=not gated, fused=fused) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(hidden, bias=not gated)
         self.head = nn.Linear(hidden, shape["vocab"], bias=False)

@@ -17,7 +17,7 @@ scales the parts of the peak that matrix products and attention reach. All other
 
 What is priced is the plan as vescale would run it, with two exceptions that every stack has: sums
 by the backend's own collectives, and gradients summed in the dtype of compute; and a third one
-that rows.json says of a stack: ``distributed_optimizer``, see :func:`with_sharded_copy`.
+that rows.json says of a stack: ``distributed_optimizer``, see :func:`copy_itemsize`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from vescale_planner._parts import Part
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import Cost, step_cost
 from vescale_planner._prices.memory import Memory, needed_bytes, peak_memory
+from vescale_planner._ranking import ScoredCandidate
 from vescale_planner._search import Search
 from vescale_planner._workload import Workload, computed_in, workload_of
 
@@ -104,12 +105,17 @@ def flops_of(row: Row) -> float:
     return workload(row["model"], row["length"]).flops
 
 
+def is_fused(row: Row) -> bool:
+    """Return whether the stack's gates are one kernel, which keeps less for backward."""
+    return bool(PUBLISHED["stacks"][row["stack"]].get("fused_gate"))
+
+
 @functools.cache
-def workload(model: str, length: int) -> Workload:
+def workload(model: str, length: int, fused: bool = False) -> Workload:
     """Return a model's workload, seen on two layers: all are alike."""
     shape = PUBLISHED["models"][model]
     with torch.device("meta"):
-        seen = workload_of(Decoder(shape, _SEEN_LAYERS), example(length))
+        seen = workload_of(Decoder(shape, _SEEN_LAYERS, fused=fused), example(length))
     last = seen.blocks[-1]
 
     def block(index: int) -> Part:
@@ -134,7 +140,7 @@ def cluster_of(stack: str) -> Cluster:
 
 
 def search_of(row: Row, cluster: Cluster, **constraints: Any) -> Search:
-    base = workload_in_half(row["model"], row["length"])
+    base = workload_in_half(row["model"], row["length"], is_fused(row))
     constraints = {
         "precision.param": "bfloat16",
         "data_parallel.reduction": "library",
@@ -146,7 +152,16 @@ def search_of(row: Row, cluster: Cluster, **constraints: Any) -> Search:
         model = Decoder(
             PUBLISHED["models"][row["model"]], PUBLISHED["models"][row["model"]]["layers"]
         )
-    search = Search(model, base, cluster, constraints, _STATES, "flops", accumulates=True)
+    search = Search(
+        model,
+        base,
+        cluster,
+        constraints,
+        _STATES,
+        "flops",
+        accumulates=True,
+        copy_itemsize=copy_itemsize(row),
+    )
     sharding = {
         **dict.fromkeys(("embed.weight", "head.weight"), "Shard(0)"),
         "head.<out>": "Shard(-1)",
@@ -176,6 +191,7 @@ def candidate_of(row: Row) -> Candidate:
         recompute=row["recompute"],
         rows=rows,
         reduction="library",
+        attends="gather",
     )
 
 
@@ -190,33 +206,27 @@ class Price:
 
 def predicted(row: Row, cluster: Cluster) -> Price:
     candidate, ranks = candidate_of(row), ranks_of(row["index"])
-    work = workload_in_half(row["model"], row["length"])
-    memory = peak_memory(
-        candidate, ranks, states=_STATES, compute_itemsize=2, output_bytes=work.output_bytes
-    )
-    if PUBLISHED["stacks"][row["stack"]].get("distributed_optimizer") and row["zero"] in (1, 2):
-        memory = with_sharded_copy(memory, candidate)
-    cost = step_cost(
-        candidate, ranks, cluster, numerics=Numerics(states=_STATES, compute_itemsize=2)
-    )
+    work = workload_in_half(row["model"], row["length"], is_fused(row))
+    numerics = Numerics(states=_STATES, compute_itemsize=2, copy_itemsize=copy_itemsize(row))
+    memory = peak_memory(candidate, ranks, numerics=numerics, output_bytes=work.output_bytes)
+    cost = step_cost(candidate, ranks, cluster, numerics=numerics)
     return Price(cost, memory, needed_bytes(memory, cluster))
 
 
-def with_sharded_copy(memory: Memory, candidate: Candidate) -> Memory:
-    """Return what a distributed optimizer needs, which updates a sharded copy of 4 bytes.
+def copy_itemsize(row: Row) -> int | None:
+    """Return the bytes of an element of the sharded copy that a distributed optimizer updates.
 
     There whole parameters have the 2 bytes of compute; vescale has them in both dtypes under ZeRO
     1 and 2, and is priced so.
     """
-    whole = memory.parameters / 3
-    return replace(memory, parameters=whole + 2 * whole / candidate.shard)
+    return PUBLISHED["stacks"][row["stack"]].get("distributed_optimizer")
 
 
 @functools.cache
 def ranks_of(index: int) -> tuple[PipelineRank, ...]:
     """Return what pipeline ranks own: all matrices and the logits are cut, blocks are even."""
     row = PUBLISHED["rows"][index]
-    work = workload_in_half(row["model"], row["length"])
+    work = workload_in_half(row["model"], row["length"], is_fused(row))
     cut = frozenset(
         each.fqn
         for each in (*(p for part in work.parts for p in part.parameters), *work.tied)
@@ -230,8 +240,8 @@ def ranks_of(index: int) -> tuple[PipelineRank, ...]:
 
 
 @functools.cache
-def workload_in_half(model: str, length: int) -> Workload:
-    return computed_in(workload(model, length), 2)
+def workload_in_half(model: str, length: int, fused: bool) -> Workload:
+    return computed_in(workload(model, length, fused), 2)
 
 
 def calibrated(cluster: Cluster, row: Row) -> Cluster:
@@ -340,31 +350,65 @@ def memory(held: list[Row], every: list[Row]) -> Row:
 
 
 def distinct_layouts() -> list[Row]:
-    """Return one row of every model and stack that is cut in more ways than one."""
-    first: dict[tuple[str, str], Row] = {}
+    """Return one row of every model, length and stack that is cut in more ways than one."""
+    first: dict[tuple[str, str, int], Row] = {}
     for row in PUBLISHED["rows"]:
-        if row["tp"] * row["pp"] > 1 and row["cp"] == 1:
-            first.setdefault((row["stack"], row["model"]), row)
+        if row["tp"] * row["pp"] * row["cp"] > 1:
+            first.setdefault((row["stack"], row["model"], row["length"]), row)
     return list(first.values())
 
 
+# Sizes of context parallelism that are searched.
+_CONTEXTS = (1, 2, 4, 8, 16)
+
+
 def in_space(row: Row) -> Row:
-    """Return where a published layout is among all that the search scores."""
-    search = search_of(row, cluster_of(row["stack"]))
-    result = search.run(row["gpus"])
-    asked = candidate_of(row)
-    same = replace(asked, accumulation=1) if asked.layout.pp > 1 else asked
+    """Return where a published layout is among all that the search scores.
+
+    The layout is what its authors chose: sizes of axes, stages, micro-batches. What they could not
+    choose is held as it was: a stack that recomputes everything has no layouts without, and one
+    without ZeRO none that are sharded. ``share_of_all`` is among all that vescale could do.
+    """
+    asked, cluster = candidate_of(row), cluster_of(row["stack"])
+    held = {"recompute": row["recompute"], "data_parallel.zero_stage": row["zero"]}
+    search = search_of(row, cluster, **held)
+    every = [each for cp in _contexts(row) for each in _scored(search, row, cp, held)]
+    wider = search_of(row, cluster)
     own = search.score(asked)
-    fits = result.fits
-    faster = sum(each.cost.step < own.cost.step for each in fits)
+    freely = [
+        each for cp in _contexts(row) for each in _fitting(_scored(wider, row, cp, {}), cluster)
+    ]
+    fits = _fitting(every, cluster)
+    faster = [each for each in fits if each.step_seconds < own.step_seconds]
+    best = min(fits, key=lambda each: each.step_seconds, default=own)
     return {
         "layout": f"{row['stack']}: {row['model']} on {row['gpus']}: {asked}",
-        "in_space": any(each.candidate == same for each in (*fits, *result.too_large)),
-        "candidates": len(fits) + len(result.too_large),
-        "faster": faster,
-        "share": round(faster / max(1, len(fits)), 4),
-        "times_the_choice": round(own.cost.step / fits[0].cost.step, 3) if fits else None,
+        "in_space": any(each.candidate == asked for each in every),
+        "fits": own.needed_bytes <= cluster.memory_bytes,
+        "candidates": len(every),
+        "faster": len(faster),
+        "share": round(len(faster) / max(1, len(fits)), 4),
+        "times_the_best": round(own.step_seconds / best.step_seconds, 3),
+        "best": str(best.candidate),
+        "share_of_all": round(
+            sum(each.step_seconds < own.step_seconds for each in freely) / max(1, len(freely)), 4
+        ),
     }
+
+
+def _contexts(row: Row) -> list[int]:
+    return [cp for cp in _CONTEXTS if row["gpus"] % cp == 0 and row["length"] // cp >= 2048]
+
+
+def _scored(search: Search, row: Row, cp: int, held: dict[str, Any]) -> list[ScoredCandidate]:
+    given = {**search.constraints, **held, "context_parallel.size": cp}
+    given["context_parallel.method"] = "gather"
+    found = search.under(given, keeps_sharding=True).run(row["gpus"])
+    return [*found.fits, *found.too_large]
+
+
+def _fitting(scored: list[ScoredCandidate], cluster: Cluster) -> list[ScoredCandidate]:
+    return [each for each in scored if each.needed_bytes <= cluster.memory_bytes]
 
 
 if __name__ == "__main__":

@@ -52,9 +52,16 @@ def test_the_smallest_set_is_named_and_what_comes_without_each() -> None:
 def test_memory_and_what_would_save_it_exclude_each_other() -> None:
     asked = {"data_parallel.size": 4, "data_parallel.zero_stage": 0}
     one = generate_plan(
-        Net(), {"data_parallel.size": 4, "data_parallel.zero_stage": 3}, world_size=4,
-        cluster=CPU, example_batch=torch.ones(8, 64),
-    )  # fmt: skip
+        Net(),
+        {
+            "data_parallel.size": 4,
+            "data_parallel.zero_stage": 3,
+            "data_parallel.reshard_after_forward": True,
+        },
+        world_size=4,
+        cluster=CPU,
+        example_batch=torch.ones(8, 64),
+    )
     assert one.estimate is not None
     tight = replace(CPU, memory_bytes=one.estimate.memory_bytes + 1000)
     text = refusal(asked, cluster=tight)

@@ -72,9 +72,7 @@ def _ranks(candidate: Candidate, *, sequence: bool = False) -> tuple[PipelineRan
 
 
 def _memory(candidate: Candidate) -> float:
-    return peak_memory(
-        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
-    ).total
+    return peak_memory(candidate, _ranks(candidate), numerics=PLAIN, output_bytes=0.0).total
 
 
 def _seconds(candidate: Candidate, cluster: Cluster = H200) -> float:
@@ -100,9 +98,7 @@ def test_replicas_of_shards_hold_more_than_shards_alone() -> None:
 @pytest.mark.parametrize("prefetch", range(5))
 def test_blocks_gathered_ahead_are_whole_beside_the_one_that_runs(prefetch: int) -> None:
     candidate = _candidate(dp=8, zero_stage=3, prefetch=prefetch)
-    found = peak_memory(
-        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
-    )
+    found = peak_memory(candidate, _ranks(candidate), numerics=PLAIN, output_bytes=0.0)
     assert found.parameters == pytest.approx(16e9 / 8 + 2e9 * (prefetch + 1))
 
 
@@ -118,7 +114,7 @@ def test_blocks_that_stay_gathered_take_memory_and_spare_a_gather() -> None:
     candidate = _candidate(dp=8, zero_stage=3)
     kept = replace(candidate, reshards=False)
     memory, more = (
-        peak_memory(each, _ranks(each), states=2, compute_itemsize=2, output_bytes=0.0)
+        peak_memory(each, _ranks(each), numerics=PLAIN, output_bytes=0.0)
         for each in (candidate, kept)
     )
     assert more.parameters == pytest.approx(16e9 / 8 + 16e9)
@@ -139,19 +135,15 @@ def test_what_is_on_the_host_takes_no_memory_of_the_device(
     stage: int, offload: str, parameters: float, gradients: float
 ) -> None:
     candidate = _candidate(dp=8, zero_stage=stage, offload=offload)
-    found = peak_memory(
-        candidate, _ranks(candidate), states=2, compute_itemsize=2, output_bytes=0.0
-    )
+    found = peak_memory(candidate, _ranks(candidate), numerics=PLAIN, output_bytes=0.0)
     assert (found.parameters, found.gradients) == pytest.approx((parameters, gradients))
     assert found.optimizer == 0.0
 
 
 def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
-    whole = peak_memory(
-        _candidate(), _ranks(_candidate()), states=2, compute_itemsize=2, output_bytes=0.0
-    )
+    whole = peak_memory(_candidate(), _ranks(_candidate()), numerics=PLAIN, output_bytes=0.0)
     for split in (_candidate(tp=4), _candidate(pp=4, microbatches=8)):
-        found = peak_memory(split, _ranks(split), states=2, compute_itemsize=2, output_bytes=0.0)
+        found = peak_memory(split, _ranks(split), numerics=PLAIN, output_bytes=0.0)
         assert found.parameters == pytest.approx(whole.parameters / 4)
         assert found.optimizer == pytest.approx(whole.optimizer / 4)
 
@@ -162,8 +154,7 @@ def test_a_cut_sequence_divides_all_activations(sequence: bool, factor: float) -
     found = peak_memory(
         candidate,
         _ranks(candidate, sequence=sequence),
-        states=2,
-        compute_itemsize=2,
+        numerics=PLAIN,
         output_bytes=0.0,
     )
     assert found.activations == pytest.approx(8e9 * 8 * factor)
@@ -191,7 +182,10 @@ def test_recomputation_trades_time_for_memory() -> None:
 def test_mixed_precision_keeps_a_copy_of_the_parameters() -> None:
     candidate = _candidate()
     wide = peak_memory(
-        candidate, _ranks(candidate), states=2, compute_itemsize=4, output_bytes=0.0
+        candidate,
+        _ranks(candidate),
+        numerics=Numerics(states=2, compute_itemsize=4),
+        output_bytes=0.0,
     )
     assert wide.parameters == pytest.approx(16e9 + 32e9)
 

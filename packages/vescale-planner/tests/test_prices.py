@@ -14,7 +14,7 @@ from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate
 from vescale_planner._layouts import Layout
 from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
-from vescale_planner._parts import ParameterSize, Part
+from vescale_planner._parts import ParameterSize, Part, keys_share
 from vescale_planner._prices.collectives import Group, all_gather, exchange, send
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import Cost, idle_passes, shape_efficiency, step_cost
@@ -236,9 +236,7 @@ def test_cut_logits_are_priced_and_counted_cut() -> None:
     found = {}
     for cut in (False, True):
         ranks = _ranks(candidate, workload, cut_logits=cut)
-        memory = peak_memory(
-            candidate, ranks, states=0, compute_itemsize=2, output_bytes=workload.output_bytes
-        )
+        memory = peak_memory(candidate, ranks, numerics=GIVEN, output_bytes=workload.output_bytes)
         found[cut] = memory, step_cost(candidate, ranks, PLAIN, numerics=GIVEN)
     assert found[False][0].output == 8 * found[True][0].output == 8e9
     assert found[False][0].activations - found[True][0].activations == pytest.approx(7e9)
@@ -312,9 +310,9 @@ def test_copies_that_share_out_state_gather_once_a_step_and_hold_less() -> None:
     gather = all_gather(4 * 2e9 / 8, Group(2, 8), nothing_hides)
     assert costs[0] - costs[1] == pytest.approx((4 - 1) * gather)
     workload = _workload()
-    numbers = {"states": 2, "compute_itemsize": 2, "output_bytes": 0.0}
+    numerics = Numerics(states=2, compute_itemsize=2)
     of_hybrid, of_shared = (
-        peak_memory(each, _ranks(each, workload), **numbers)  # pyright: ignore[reportArgumentType]
+        peak_memory(each, _ranks(each, workload), numerics=numerics, output_bytes=0.0)
         for each in (hybrid, shared)
     )
     assert of_hybrid.optimizer == 2 * 8e9 / 8
@@ -350,3 +348,58 @@ def test_compute_takes_longer_while_collectives_run_behind_it() -> None:
     found = _cost(candidate, cluster=replace(PLAIN, interference=0.2)).data_parallel
     # Of four blocks' reductions one is not hidden.
     assert found == pytest.approx(alone * (1 + 0.2 * 3))
+
+
+def _matrices(*shapes: tuple[int, int]) -> tuple[ParameterSize, ...]:
+    return tuple(
+        ParameterSize(f"m{i}.weight", rows * columns, 2 * rows * columns, min(rows, columns))
+        for i, (rows, columns) in enumerate(shapes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("matrices", "share"),
+    [
+        ([(64, 64)] * 4 + [(172, 64)] * 3, 2.0),
+        ([(64, 64)] * 2 + [(16, 64)] * 2 + [(172, 64)] * 3, 0.5),
+        # A router, and experts of their own; queries, keys and values in one matrix; low ranks.
+        ([(64, 64)] * 2 + [(16, 64)] * 2 + [(8, 64)] + [(172, 64)] * 16, 0.5),
+        ([(192, 64), (64, 64), (256, 64), (64, 256)], 2.0),
+        ([(24, 64), (96, 24), (16, 64), (96, 16), (64, 64)], 2.0),
+        ([], 2.0),
+    ],
+)
+def test_keys_that_queries_share_are_narrower(
+    matrices: list[tuple[int, int]], share: float
+) -> None:
+    assert keys_share(_matrices(*matrices)) == share
+
+
+def test_slices_of_a_sequence_send_what_their_method_needs() -> None:
+    workload = _workload()
+    # Bytes of a block for a row: 4e6 of the hidden state, keys and values a quarter of it.
+    blocks = tuple(replace(each, output_bytes=4e6, keys_bytes=1e6) for each in workload.blocks)
+    workload = replace(workload, blocks=blocks)
+    sliced = replace(_candidate(), layout=Layout(1, 1, 1, 4))
+    costs = {
+        how: _cost(replace(sliced, attends=how), workload, cluster=PLAIN).context_parallel
+        for how in ("all_to_all", "ring", "gather")
+    }
+    assert costs["ring"] == costs["gather"]
+    once = all_gather(1e6 * sliced.rows, Group(4), PLAIN)
+    assert costs["gather"] == pytest.approx(len(blocks) * 2 * once)
+    heads = exchange((1e6 + 2 * 4e6) * sliced.rows / 4, Group(4), PLAIN, messages=2)
+    assert costs["all_to_all"] == pytest.approx(len(blocks) * 2 * heads)
+
+
+def test_a_distributed_optimizer_elsewhere_shards_its_copy() -> None:
+    candidate, workload = _candidate(dp=8, zero_stage=1), _workload()
+    ranks = _ranks(candidate, workload)
+    given = Numerics(states=2, compute_itemsize=2)
+    whole, sharded = (
+        peak_memory(candidate, ranks, numerics=each, output_bytes=0.0).parameters
+        for each in (given, replace(given, copy_itemsize=4))
+    )
+    numel = sum(part.numel for part in workload.parts)
+    assert sharded == 2 * numel + 4 * numel / 8
+    assert whole >= 2 * numel

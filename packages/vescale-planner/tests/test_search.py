@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from vescale_parallel import propose_sharding
 from vescale_planner import Cluster, _search, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
+from vescale_planner._explanations.contexts import Contexts, priced_contexts, said
 from vescale_planner._layouts import Layout
+from vescale_planner._search import Search
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -53,6 +56,8 @@ def _virtual_stages(pp: int, num_blocks: int) -> set[int]:
         (35, 105, {1, 2, 3}),
         (9, 126, {1, 2, 7, 14}),
         (4, 7, {1}),
+        # Llama 3's 405B: two layers a stage, and one on the first and the last.
+        (16, 126, {1, 2, 4}),
     ],
 )
 def test_a_rank_has_any_number_of_equal_stages(
@@ -100,3 +105,65 @@ def test_of_large_logits_only_the_first_tokens_are_run() -> None:
     assert found["ids"].shape == (2, 64)
     assert found["others"][0].shape == (2, 64)
     assert found["others"][1:] == [3, batch["others"][2]]
+
+
+def _sharded(dp: int, **constraints: Any) -> set[tuple[int, int, bool, bool]]:
+    given = {key.replace("__", "."): value for key, value in constraints.items()}
+    found = candidates(Layout(1, 1, dp), Rows(global_size=2 * dp, example=1), 4, given)
+    return {
+        (each.zero_stage, each.replicate, each.reshards, each.shares_state)
+        for each in found
+        if isinstance(each, Candidate)
+    }
+
+
+def test_copies_share_state_and_blocks_stay_gathered_under_stage_3_alone() -> None:
+    of_3 = {
+        (3, 1, True, False), (3, 1, False, False),
+        (3, 2, True, False), (3, 2, True, True), (3, 2, False, False),
+    }  # fmt: skip
+    others = {(0, 1, True, False), *((z, c, True, False) for z in (1, 2) for c in (1, 2))}
+    assert _sharded(4) == of_3 | others
+    freed = {each for each in of_3 if each[2]}
+    assert _sharded(4, data_parallel__reshard_after_forward=True) == freed | others
+    offloaded = _sharded(4, data_parallel__zero_stage=3, data_parallel__offload="optimizer")
+    assert offloaded == {(3, 1, True, False), (3, 2, True, False)}
+    alone = _sharded(4, data_parallel__replicate_size=4, data_parallel__zero_stage=3)
+    assert alone == {(3, 4, True, False)}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, WIDTH // 2)).movedim(-3, 0).transpose(-2, -3)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(-2, -3).flatten(-2))
+
+
+def test_slices_of_long_sequences_are_priced_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model, h100 = Net(), Cluster.preset("h100")
+    model.layers = nn.ModuleList(Attention() for _ in range(4))
+    ids = torch.zeros(1, 2**13, dtype=torch.long)
+    given = {"batch.global_size": 2, "tensor_parallel.size": 1, "pipeline_parallel.size": 1}
+    with caplog.at_level("DEBUG", logger="vescale.planner"):
+        plan = generate_plan(model, given, world_size=2, cluster=h100, example_batch=ids)
+    # One row a rank is as fast, without sending anything.
+    assert plan.context_parallel.size == 1
+    assert not any(each.startswith("priced, not chosen") for each in plan.reasons)
+    assert "with context parallelism were priced" in caplog.text
+    # Two rows for eight ranks: only slices have work for all.
+    search = Search(model, workload_of(model, ids), h100, given, 2, "flops")
+    contexts = priced_contexts(search, 8)
+    assert contexts.best is not None
+    layout = contexts.best.candidate.layout
+    assert (layout.dp, layout.cp, contexts.best.candidate.rows) == (2, 4, 1)
+    assert contexts.num_scored > 4
+    slow = replace(contexts.best, step_seconds=2 * contexts.best.step_seconds)
+    assert "0.5 x the time" in said(contexts, slow)[0]
+    assert said(contexts, contexts.best) == []
+    short = Search(model, workload_of(model, ids[:, :1024]), h100, given, 2, "flops")
+    assert priced_contexts(short, 8) == Contexts(None, 0)

@@ -11,22 +11,35 @@ Files, in the order in which a plan comes about:
 - ``_prices/``: seconds and bytes of candidates, thousands of one kind at once
 - ``_search.py``, ``_ranking.py``: scores and ranks all of them
 - ``_runnable.py``: drops pipelines that the runtime would refuse
-- ``_conflicts.py``: which constraints exclude each other where nothing is left
-- ``_explain.py``: why the winner won, in words
+- ``_explanations/``: why the winner won, in words and pictures; which constraints exclude each
+  other where nothing is left; what was priced besides
 - ``_predict.py``, ``prediction.py``: the price of one plan that somebody gives
 """
 
-from ._generate import generate_plan as generate_plan, generate_plans as generate_plans
+from ._explanations.explanation import (
+    Alternative as Alternative,
+    Change as Change,
+    Explanation as Explanation,
+)
+from ._generate import (
+    explain_plan as explain_plan,
+    generate_plan as generate_plan,
+    generate_plans as generate_plans,
+)
 from ._predict import predict as predict
 from .cluster import Cluster as Cluster
 from .prediction import Breakdown as Breakdown, Prediction as Prediction, RankMemory as RankMemory
 
 __version__ = "0.1.0"
 __all__ = [
+    "Alternative",
     "Breakdown",
+    "Change",
     "Cluster",
+    "Explanation",
     "Prediction",
     "RankMemory",
+    "explain_plan",
     "generate_plan",
     "generate_plans",
     "predict",

@@ -7,16 +7,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vescale_parallel import DataParallel, ScheduleName, refused_microbatches, rule_of
+from vescale_parallel import (
+    ContextParallel,
+    DataParallel,
+    ScheduleName,
+    refused_microbatches,
+    rule_of,
+)
 
-from ._layouts import Layout, divisors_of, layouts
+from ._layouts import (
+    ACCUMULATION,
+    Layout,
+    divisors_of,
+    is_interleaving_asked_for,
+    is_pipeline_asked_for,
+)
 
-ACCUMULATION = "batch.gradient_accumulation"
 PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
 RESHARD = "data_parallel.reshard_after_forward"
 REPLICATE = "data_parallel.replicate_size"
 SHARE_STATE = "data_parallel.replicate_zero_stage"
+ATTENDS = "context_parallel.method"
 _Recompute = Literal["none", "full"]
+Attends = Literal["all_to_all", "ring", "gather"]
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -31,6 +44,8 @@ class Candidate:
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
         offload: What is on the host.
         shares_state: Whether the ``replicate`` copies share out the optimizer state (HFSDP).
+        attends: How ranks attend that share a sequence: ``"gather"`` is what Llama 3 did (keys and
+            values of all, sec. 3.3.2), which vescale does not.
     """
 
     layout: Layout
@@ -47,6 +62,7 @@ class Candidate:
     reshards: bool = True
     offload: Literal["none", "optimizer", "parameters"] = DataParallel.offload
     shares_state: bool = False
+    attends: Attends = ContextParallel.method
 
     @property
     def parts(self) -> int:
@@ -76,11 +92,13 @@ class Candidate:
     @property
     def moving_parts(self) -> int:
         """How much machinery it needs: decides between equally fast candidates."""
-        axes = (self.layout.dp, self.layout.tp, self.layout.pp)
+        axes = (self.layout.dp, self.layout.tp, self.layout.pp, self.layout.cp)
         return (
             10 * sum(size > 1 for size in axes)
             + self.zero_stage
             + (self.zero_stage > 0 and self.replicate > 1)
+            + self.shares_state
+            + (not self.reshards)
             + 4 * (self.virtual_stages > 1)
             + (self.schedule == "gpipe")
             + 5 * (self.recompute == "full")
@@ -91,7 +109,9 @@ class Candidate:
         words = [str(self.layout)]
         if self.zero_stage:
             copies = f" in {self.replicate} copies" if self.replicate > 1 else ""
-            words.append(f"ZeRO {self.zero_stage}{copies}")
+            copies += " that share out the optimizer state" if self.shares_state else ""
+            kept = "" if self.reshards else ", gathered once a step"
+            words.append(f"ZeRO {self.zero_stage}{copies}{kept}")
         if self.layout.pp > 1:
             words.append(f"{counted(self.microbatches, 'micro-batch', 'es')} ({self.schedule})")
         if self.accumulation > 1:
@@ -113,7 +133,7 @@ class Rows:
     Attributes:
         global_size: Rows of one step over all ranks.
         example: Rows of the example batch.
-        is_stated: Whether nobody constrained ``global_size``: see :func:`stated_batch`.
+        is_stated: Whether nobody constrained ``global_size``: see :func:`._layouts.stated_batch`.
     """
 
     global_size: int
@@ -124,30 +144,6 @@ class Rows:
         """Return the rows of one replica, 0 if they cannot be cut evenly."""
         whole = self.global_size % (dp * microbatches) == 0
         return self.global_size // dp if whole else 0
-
-
-# About what a step of the largest published runs has.
-_MOST_TOKENS = 2**24
-
-
-def stated_batch(
-    world_size: int, constraints: Mapping[str, Any], example_rows: int | None, tokens: int
-) -> int:
-    """Return the global batch that all candidates are compared by where none is constrained.
-
-    It is one example batch for each rank that may be data parallel, up to 16 million tokens.
-    Without an example batch it is one row a rank, or four for each rank of a pipeline that was
-    asked for.
-    """
-    get = constraints.get
-    widest = max(layout.dp for layout in layouts(world_size, constraints))
-    rows = example_rows
-    if rows is None:
-        ranks = get("pipeline_parallel.size") or world_size
-        usual = 4 * ranks if is_pipeline_asked_for(constraints) else world_size // widest
-        rows = (get("pipeline_parallel.microbatches") or usual) * (get(ACCUMULATION) or 1)
-    most = max(1, _MOST_TOKENS // (rows * max(1, tokens)))
-    return rows * max(size for size in divisors_of(widest, None) if size <= most)
 
 
 def candidates(
@@ -181,6 +177,7 @@ def candidates(
     if get(SHARE_STATE) and layout.dp == replicate:
         yield f"{SHARE_STATE} 1 needs data_parallel.size above {REPLICATE} {replicate}"
         return
+    sharded = [*_shardings(layout, replicate, constraints)]
     for pipeline in _pipelines(layout, rows, num_blocks, constraints):
         if isinstance(pipeline, str):
             yield pipeline
@@ -191,10 +188,10 @@ def candidates(
             accumulations = divisors_of(rows_of_replica, None)
         choices = itertools.product(
             accumulations,
-            [*_shardings(layout, replicate, constraints)],
+            sharded,
             _recomputations(get("recompute")),
         )
-        for accumulation, (zero_stage, copies), recompute in choices:
+        for accumulation, (zero_stage, copies, reshards, shares_state), recompute in choices:
             yield Candidate(
                 layout=layout,
                 zero_stage=zero_stage,
@@ -207,25 +204,39 @@ def candidates(
                 accumulation=accumulation,
                 prefetch=get(PREFETCH, DataParallel.prefetch),
                 reduction=get(REDUCTION, DataParallel.reduction),
-                reshards=get(RESHARD, True) is not False,
+                reshards=reshards,
                 offload=get("data_parallel.offload", DataParallel.offload),
-                shares_state=get(SHARE_STATE) == 1,
+                shares_state=shares_state,
+                attends=get(ATTENDS, ContextParallel.method),
             )
 
 
 def _shardings(
     layout: Layout, replicate: int, constraints: Mapping[str, Any]
-) -> Iterator[tuple[int, int]]:
-    """Yield (ZeRO stage, copies of the sharded state).
+) -> Iterator[tuple[int, int, bool, bool]]:
+    """Yield (ZeRO stage, copies of the sharded state, frees blocks, copies share their state).
 
-    Unasked, any number of copies is tried that divides: each may be inside a node then.
+    Unasked, any number of copies is tried that divides: each may be inside a node then. Under
+    stage 3 they may share out the optimizer state, and blocks may stay gathered until backward.
     """
-    unasked = constraints.get(REPLICATE) is None and not constraints.get(SHARE_STATE)
-
+    get = constraints.get
+    frees, shares = get(RESHARD, True) is not False, get(SHARE_STATE) == 1
+    unasked = get(REPLICATE) is None and not shares and replicate == 1
+    on_device = get("data_parallel.offload", DataParallel.offload) == "none"
     for zero_stage in _zero_stages(layout, replicate, constraints):
-        yield zero_stage, replicate
-        if zero_stage and unasked and replicate == 1:
-            yield from ((zero_stage, copies) for copies in divisors_of(layout.dp, None)[1:-1])
+        yield zero_stage, replicate, frees, shares
+        # The sequence's ranks are among those that shard.
+        several = zero_stage == 3 and on_device and layout.dp * layout.cp > replicate
+        if several and get(RESHARD) is None:
+            yield zero_stage, replicate, False, shares
+        if not zero_stage or not unasked:
+            continue
+        for copies in divisors_of(layout.dp, None)[1:-1]:
+            yield zero_stage, copies, frees, shares
+            if several and get(SHARE_STATE) is None:
+                yield zero_stage, copies, frees, True
+            if several and get(RESHARD) is None:
+                yield zero_stage, copies, False, False
 
 
 def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
@@ -306,7 +317,7 @@ def _pipelines(
                 microbatches=microbatches,
             )
             if refused is not None:
-                if _is_interleaving_asked_for(constraints):
+                if is_interleaving_asked_for(constraints):
                     yield refused
                 continue
             accumulation = get(ACCUMULATION) or 1
@@ -333,20 +344,6 @@ def _uneven(rows: Rows, dp: int, microbatches: int) -> str:
     )
 
 
-def is_pipeline_asked_for(constraints: Mapping[str, Any]) -> bool:
-    """Return whether only pipelines obey the constraints."""
-    counts = ("size", "virtual_stages", "microbatches")
-    given = [constraints.get(f"pipeline_parallel.{name}") or 1 for name in counts]
-    points = constraints.get("pipeline_parallel.split_points")
-    return max(given) > 1 or bool(points) or _is_interleaving_asked_for(constraints)
-
-
-def _is_interleaving_asked_for(constraints: Mapping[str, Any]) -> bool:
-    virtual_stages = constraints.get("pipeline_parallel.virtual_stages") or 1
-    schedule = constraints.get("pipeline_parallel.schedule")
-    return virtual_stages > 1 or (schedule is not None and rule_of(schedule).virtual_stages[0] > 1)
-
-
 def _schedules(
     pp: int, num_blocks: int, constraints: Mapping[str, Any]
 ) -> list[tuple[ScheduleName, int]]:
@@ -354,11 +351,12 @@ def _schedules(
 
     Those besides 1F1B and its interleaved form only if constrained: "gpipe" takes the time of
     "1f1b" and more memory; what the others win depends on times that are not known this well.
-    Interleaved, a rank has two stages, or any number that gives all of them as many blocks.
+    Interleaved, a rank has two stages, or any number that gives all of them as many blocks, or the
+    first and the last one less: what is before and behind takes its place (Llama 3, sec. 3.3.2).
     """
     schedule: ScheduleName | None = constraints.get("pipeline_parallel.schedule")
     virtual: int | None = constraints.get("pipeline_parallel.virtual_stages")
-    interleaved = _is_interleaving_asked_for(constraints)
+    interleaved = is_interleaving_asked_for(constraints)
     if schedule is None and interleaved:
         schedule = "interleaved_1f1b"
     if pp == 1:
@@ -373,7 +371,7 @@ def _schedules(
     several: list[tuple[ScheduleName, int]] = [
         ("interleaved_1f1b", v)
         for v in range(2, num_blocks // pp + 1)
-        if virtual != 1 and (v == 2 or num_blocks % (pp * v) == 0)
+        if virtual != 1 and (v == 2 or 0 in (num_blocks % (pp * v), (num_blocks + 2) % (pp * v)))
     ]
     return [("1f1b", 1), *several]
 
@@ -381,6 +379,4 @@ def _schedules(
 def _microbatches(layout: Layout, rows: Rows) -> list[int]:
     if layout.pp == 1:
         return [1]
-    known = max(1, rows.global_size // layout.dp)
-    limit = min(known, 16 * layout.pp)
-    return [count for count in range(1, limit + 1) if known % count == 0]
+    return divisors_of(max(1, rows.global_size // layout.dp), None)

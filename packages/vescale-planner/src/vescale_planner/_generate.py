@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from torch import nn
 from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signature, with_constraints
 
-from ._candidates import ACCUMULATION
-from ._conflicts import conflict_of, said
+from ._candidates import RESHARD, SHARE_STATE
 from ._constraints import check, check_split_points, in_order
-from ._explain import left_whole, nothing_fits, reasons, runners_up
+from ._explanations.conflicts import conflict_of, said
+from ._explanations.contexts import priced_contexts, said as said_of_contexts
+from ._explanations.explanation import Explanation, explanation
+from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
+from ._layouts import ACCUMULATION
 from ._prices.memory import Memory, optimizer_states
 from ._ranking import ScoredCandidate, SearchResult
 from ._runnable import runnable
@@ -111,6 +114,65 @@ def generate_plans(
     """
     if top < 1:
         raise ValueError(f"expected top to be a positive integer, got {top!r}")
+    found = _search(model, constraints, top, world_size, cluster, example_batch, optimizer)
+    others = runners_up(found.result, top - 1)
+    return (found.plan, *(_fill_in(each, found.search) for each in others))
+
+
+def explain_plan(
+    model: nn.Module,
+    constraints: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
+    cluster: Cluster | str | None = None,
+    example_batch: Any = None,
+    optimizer: str | type = "adamw",
+) -> Explanation:
+    """Choose like :func:`generate_plan`, and say all that is known of the choice.
+
+    It searches some more: for a larger batch, faster links, more memory and fewer ranks, whose
+    plans are priced, not tried.
+
+    Args:
+        model: As for :func:`generate_plan`, as all others.
+        constraints: Likewise.
+        world_size: Likewise.
+        cluster: Likewise.
+        example_batch: Likewise.
+        optimizer: Likewise.
+
+    Raises:
+        ValueError: As for :func:`generate_plan`.
+
+    Example:
+        >>> found = explain_plan(nn.Linear(8, 8), world_size=2, cluster="h200")
+        >>> found.plan.data_parallel.size, found.to_html()[:15]
+        (2, '<!doctype html>')
+    """
+    found = _search(model, constraints, 1, world_size, cluster, example_batch, optimizer)
+    return explanation(found.plan, found.result, found.search, found.world_size)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search came to, and the plan of its first candidate."""
+
+    plan: ParallelPlan
+    result: SearchResult
+    search: Search
+    world_size: int
+
+
+def _search(
+    model: nn.Module,
+    constraints: Mapping[str, Any] | None,
+    top: int,
+    world_size: int | None,
+    cluster: Cluster | str | None,
+    example_batch: Any,
+    optimizer: str | type,
+) -> _Found:
+    """Search, leave out what does not run, and write the plan down with its reasons."""
     model, constraints = in_order(model, constraints)
     check(constraints, model)
     world_size = _world_size() if world_size is None else world_size
@@ -118,6 +180,33 @@ def generate_plans(
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
     begin, states = time.perf_counter(), optimizer_states(optimizer)
     cluster = as_cluster(cluster, world_size)
+    search = _prepared(model, constraints, cluster, states, example_batch)
+    result = _found(search, world_size, top - 1)
+    accumulates = ACCUMULATION not in constraints and not _has_batch_norm(model)
+    if not result.fits and accumulates and not search.accumulates:
+        # Only now: forward has to return its loss then, which was not seen.
+        accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
+        result = accumulating if accumulating.fits else result
+    if not result.fits:
+        raise ValueError(_no_plan(result, search, world_size))
+    plan = _fill_in(result.fits[0], search)
+    proposal = search.proposals.get(plan.tensor_parallel.size)
+    whole = left_whole(proposal.left_whole if proposal else {})
+    contexts = priced_contexts(search, world_size)
+    told = reasons(result, search.workload, cluster, constraints, search.split_method)
+    told = (*told, *said_of_contexts(contexts, result.fits[0]), *whole)
+    _tell(result, cluster, time.perf_counter() - begin, contexts.num_scored)
+    return _Found(replace(plan, reasons=told), result, search, world_size)
+
+
+def _prepared(
+    model: nn.Module,
+    constraints: Mapping[str, Any],
+    cluster: Cluster,
+    states: int,
+    example_batch: Any,
+) -> Search:
+    """Return a search that has scored nothing yet."""
     workload = workload_of(
         model, example_batch, constraints.get("pipeline_parallel.block_calls", ())
     )
@@ -128,7 +217,7 @@ def generate_plans(
     itemsize = itemsize_of(constraints.get("precision.param"), workload.itemsize)
     workload = computed_in(workload, itemsize)
     accumulates = ACCUMULATION not in constraints and not _has_batch_norm(model)
-    search = Search(
+    return Search(
         model,
         workload,
         cluster,
@@ -138,27 +227,14 @@ def generate_plans(
         example_batch,
         accumulates=accumulates and workload.returns_loss,
     )
-    result = _found(search, world_size, top - 1)
-    if not result.fits and accumulates and not search.accumulates:
-        # Only now: forward has to return its loss then, which was not seen.
-        accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
-        result = accumulating if accumulating.fits else result
-    if not result.fits:
-        raise ValueError(_no_plan(result, search, world_size))
-    plan = _fill_in(result.fits[0], search)
-    proposal = search.proposals.get(plan.tensor_parallel.size)
-    whole = left_whole(proposal.left_whole if proposal else {})
-    told = (*reasons(result, workload, cluster, constraints, split), *whole)
-    others = runners_up(result, top - 1)
-    _tell(result, cluster, time.perf_counter() - begin)
-    return (replace(plan, reasons=told), *(_fill_in(each, search) for each in others))
 
 
-def _tell(result: SearchResult, cluster: Cluster, taken: float) -> None:
+def _tell(result: SearchResult, cluster: Cluster, taken: float, num_priced: int) -> None:
     best = result.fits[0]
     _log.info("chose %s for %s, in %.1f s", best.candidate, cluster.name, taken)
     counts = len(result.fits), len(result.too_large), len(result.rejected)
     _log.debug("%d candidates fit, %d are too large; %d reasons against others", *counts)
+    _log.debug("%d with context parallelism were priced besides", num_priced)
     if _log.isEnabledFor(logging.DEBUG):
         for each in result.fits[:_LOGGED]:
             _log.debug("%s: %s", each.candidate, each.cost)
@@ -168,7 +244,7 @@ def _found(search: Search, world_size: int, num_returned: int) -> SearchResult:
     return runnable(
         search.run(world_size),
         search,
-        lambda each: _fill_in(each, search),
+        lambda each: _fill_in(each, search, search.likely_sharding(each.candidate.layout.tp)),
         num_returned=num_returned,
     )
 
@@ -184,13 +260,16 @@ def _world_size() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
-    """Return the plan that a candidate stands for."""
+def _fill_in(
+    scored: ScoredCandidate, search: Search, sharding: dict[str, str] | str | None = None
+) -> ParallelPlan:
+    """Return the plan that a candidate stands for; its sharding plan is proven, or given."""
     candidate = scored.candidate
     layout = candidate.layout
+    sharding = search.sharding(layout.tp) if sharding is None else sharding
     chosen: dict[str, Any] = {
         "tensor_parallel.size": layout.tp,
-        "tensor_parallel.sharding_plan": search.sharding(layout.tp),
+        "tensor_parallel.sharding_plan": sharding,
         "tensor_parallel.sharding_policy": "auto",
         "tensor_parallel.proven_calls": _proven_calls(search, layout.tp),
         "pipeline_parallel.size": layout.pp,
@@ -203,6 +282,10 @@ def _fill_in(scored: ScoredCandidate, search: Search) -> ParallelPlan:
         "recompute": candidate.recompute,
         ACCUMULATION: candidate.accumulation,
     }
+    if candidate.shares_state:
+        chosen[SHARE_STATE] = 1
+    if not candidate.reshards:
+        chosen[RESHARD] = False
     if layout.pp > 1:
         names = search.workload.block_names
         chosen["pipeline_parallel.split_method"] = search.split_method

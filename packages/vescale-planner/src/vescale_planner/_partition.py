@@ -83,7 +83,7 @@ class LocalPart:
         """All that its price depends on: blocks of equal numbers are priced once."""
         part = self.part
         sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
-        handed = part.output_bytes, part.input_bytes, part.width
+        handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
         return (*sizes, *handed, *how)
 

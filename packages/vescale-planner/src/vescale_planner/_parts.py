@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -37,6 +38,7 @@ class Part:
         saved_bytes: Kept for its backward.
         output_bytes: What it hands to the next part.
         input_bytes: What it is handed, of the part behind the blocks.
+        keys_bytes: Of attention's keys and values together, of a block.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -45,6 +47,7 @@ class Part:
     saved_bytes: float = 0.0
     output_bytes: float = 0.0
     input_bytes: float = 0.0
+    keys_bytes: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -120,6 +123,7 @@ def observed_parts(
             attention_flops=attention(parameters, block.flops),
             saved_bytes=block.saved_bytes / rows,
             output_bytes=block.output_bytes / rows,
+            keys_bytes=keys_share(parameters) * block.output_bytes / rows,
         )
         for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
     )
@@ -131,6 +135,18 @@ def observed_parts(
         input_bytes=seen.blocks[-1].output_bytes / rows if seen.blocks else 0.0,
     )
     return before, blocks, after
+
+
+def keys_share(parameters: tuple[ParameterSize, ...]) -> float:
+    """Return how wide keys and values together are, of the hidden state.
+
+    Twice as wide, unless queries share them: of a block's matrices, just two have the narrowest
+    shape that is there twice, and one of their sides is the hidden state's.
+    """
+    shapes = Counter((p.width, p.numel) for p in parameters if p.width)
+    hidden = max((width for width, _ in shapes), default=0)
+    pairs = [width for (width, numel), n in shapes.items() if n == 2 and numel == width * hidden]
+    return 2.0 * min(pairs, default=hidden) / hidden if hidden else 2.0
 
 
 def estimated_parts(
@@ -162,6 +178,7 @@ def estimated_parts(
             flops=2.0 * numel * ASSUMED_TOKENS,
             saved_bytes=vectors * width * ASSUMED_TOKENS,
             output_bytes=width * ASSUMED_TOKENS,
+            keys_bytes=keys_share(parameters) * width * ASSUMED_TOKENS,
         )
 
     before = part(owned[0], vectors=0 if len(owned) > 2 else 17)

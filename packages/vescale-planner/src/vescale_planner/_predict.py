@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import nn
@@ -10,12 +9,13 @@ from torch import nn
 from vescale_parallel import ParallelPlan
 
 from ._candidates import Candidate, priced_recompute
+from ._explanations.predicted import prediction
 from ._layouts import Layout
-from ._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, optimizer_states
+from ._prices.memory import UNTIMED_OFFLOAD, optimizer_states
 from ._search import Search
 from ._workload import Workload, computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
-from .prediction import Breakdown, Prediction, RankMemory
+from .prediction import Prediction
 
 # What of a plan changes its price besides the candidate that it stands for.
 _PRICED = (
@@ -72,42 +72,6 @@ def predict(
     return prediction(candidate, search, tuple(notes))
 
 
-def prediction(candidate: Candidate, search: Search, assumptions: tuple[str, ...]) -> Prediction:
-    """Return what is predicted of a candidate."""
-    cost, workload, cluster = search.score(candidate).cost, search.workload, search.cluster
-    layout = candidate.layout
-    devices = layout.tp * layout.cp * layout.pp * layout.dp
-    samples = layout.dp * candidate.rows
-    peak = cluster.flops_per_second_of(search.numerics.compute_itemsize)
-    return Prediction(
-        step_seconds=cost.step,
-        tokens_per_second_per_device=samples * workload.tokens / (cost.step * devices),
-        # Backward takes twice the flops of forward.
-        mfu=3 * samples * workload.flops / (cost.step * devices * peak),
-        memory=tuple(_of_rank(each, cluster) for each in search.memories(candidate)),
-        breakdown=Breakdown(
-            matrix_products=cost.matrix,
-            attention=cost.attention,
-            memory_bound=cost.memory_bound,
-            tensor_parallel=cost.tensor_parallel,
-            context_parallel=cost.context_parallel,
-            pipeline_parallel=cost.hand_over,
-            data_parallel=cost.data_parallel,
-            bubble=cost.bubble,
-            optimizer=cost.optimizer,
-        ),
-        assumptions=assumptions,
-    )
-
-
-def _of_rank(memory: Memory, cluster: Cluster) -> RankMemory:
-    return RankMemory(
-        **asdict(memory),
-        fragmentation=(FRAGMENTATION - 1) * memory.total,
-        reserved=cluster.reserved_bytes,
-    )
-
-
 def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Candidate:
     data, pipeline = plan.data_parallel, plan.pipeline_parallel
     return Candidate(
@@ -127,6 +91,7 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         reshards=data.reshard_after_forward is not False,
         offload=data.offload,
         shares_state=data.replicate_zero_stage == 1,
+        attends=plan.context_parallel.method,
     )
 
 

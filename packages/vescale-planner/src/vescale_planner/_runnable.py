@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from vescale_parallel import ObservationError, ParallelPlan, check_pipeline, check_supported
 
-from ._candidates import Candidate, is_pipeline_asked_for
-from ._explain import runners_up
+from ._candidates import Candidate
+from ._explanations.reasons import runners_up
+from ._layouts import is_pipeline_asked_for
 from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
 from ._search import Search
 from ._workload import few_tokens

@@ -19,9 +19,9 @@ from vescale_parallel import (
     state_bytes,
 )
 
-from ._candidates import Candidate, Rows, candidates, stated_batch
+from ._candidates import Candidate, Rows, candidates
 from ._constraints import proposal_in_chunks
-from ._layouts import Layout, layouts
+from ._layouts import Layout, layouts, stated_batch
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._prices.columns import Numerics, columns_of, kind_of
 from ._prices.cost import Cost, step_cost, step_costs
@@ -43,6 +43,8 @@ class Search:
         states: Tensors of a parameter's size that the optimizer keeps.
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are compared with one device on.
+        accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
+        copy_itemsize: As of :class:`Numerics`.
         proposals: For each tensor-parallel size that was checked, how layers are cut.
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
@@ -59,6 +61,7 @@ class Search:
     split_method: SplitMethod
     example_batch: Any = None
     accumulates: bool = False
+    copy_itemsize: int | None = None
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
@@ -87,6 +90,7 @@ class Search:
             states=self.states,
             compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
             reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
+            copy_itemsize=self.copy_itemsize,
         )
 
     def run(self, world_size: int) -> SearchResult:
@@ -131,7 +135,7 @@ class Search:
         """Return a result in which a tensor-parallel size is proven: see [Note: proven sizes]."""
         if tp in self._sharding or tp == 1:
             return result
-        likely, found = self._likely_sharding(tp), self.sharding(tp)
+        likely, found = self.likely_sharding(tp), self.sharding(tp)
         if isinstance(found, dict) and isinstance(likely, dict) and likely.keys() == found.keys():
             return result
         every = *result.fits, *result.too_large
@@ -157,8 +161,7 @@ class Search:
         return memory_of_ranks(
             candidate,
             self._ranks_of(candidate),
-            states=self.states,
-            compute_itemsize=self.numerics.compute_itemsize,
+            numerics=self.numerics,
             output_bytes=self.workload.output_bytes,
         )
 
@@ -183,8 +186,7 @@ class Search:
         totals = peaks(
             columns,
             ranks,
-            states=self.states,
-            compute_itemsize=numerics.compute_itemsize,
+            numerics=numerics,
             output_bytes=self.workload.output_bytes,
         )
         needed = needed_of_all(totals, self.cluster)
@@ -203,8 +205,7 @@ class Search:
         return peak_memory(
             candidate,
             self._ranks_of(candidate),
-            states=self.states,
-            compute_itemsize=self.numerics.compute_itemsize,
+            numerics=self.numerics,
             output_bytes=self.workload.output_bytes,
         )
 
@@ -217,7 +218,7 @@ class Search:
             self._parts.pop(tp, None)
         return self._sharding[tp]
 
-    def _likely_sharding(self, tp: int) -> dict[str, str] | str:
+    def likely_sharding(self, tp: int) -> dict[str, str] | str:
         """Return the sharding plan of a size or of another one, see [Note: proven sizes]."""
         proven = (plan for plan in self._sharding.values() if plan and isinstance(plan, dict))
         if tp == 1 or tp in self._sharding:
@@ -285,7 +286,7 @@ class Search:
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
             return self.workload.no_pipeline
-        sharding = self._likely_sharding(layout.tp)
+        sharding = self.likely_sharding(layout.tp)
         return sharding if isinstance(sharding, str) else ""
 
     def _make_sharding(self, tp: int) -> dict[str, str] | str:
@@ -355,7 +356,7 @@ class Search:
 
     def _parts_of(self, tp: int) -> tuple[LocalPart, ...]:
         if tp not in self._parts:
-            sharding = self._likely_sharding(tp)
+            sharding = self.likely_sharding(tp)
             assert not isinstance(sharding, str)
             plan = ShardingProposal(plan=sharding, left_whole={})
             # Of a module by its own name, not of one in every block.

@@ -96,6 +96,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
             saved_bytes=each.saved_bytes * (1.0 if is_last else factor),
             output_bytes=each.output_bytes * factor,
             input_bytes=each.input_bytes * factor,
+            keys_bytes=each.keys_bytes * factor,
         )
 
     return replace(

@@ -3,6 +3,9 @@
 Peaks are dense ones, without sparsity, by bytes of an element: 2 is bfloat16, 4 float32 as torch
 computes it by default (no TF32), 8 float64. Links are in one direction: half of what data sheets
 call NVLink bandwidth. What kernels reach of these is not in data sheets: see ``EFFICIENCY``.
+
+Memory is what the device's runtime reports and torch calls ``total_memory``, as its messages of
+full devices quote it ("GPU 0 has a total capacity of 79.10 GiB"): data sheets call up to 6 % less.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 GB = 10**9
+GIB = 2**30
 TERA = 10**12
 
 # One InfiniBand or Ethernet card of 400 Gbit/s a GPU: NVIDIA DGX H100 and DGX B200 user guides,
@@ -34,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # "NVIDIA A100 Tensor Core GPU" data sheet, SXM 80 GB: 312 and 19.5 TFLOP/s, float64 tensor
     # cores 19.5, 2,039 GB/s, NVLink 600 GB/s. DGX A100: eight cards of 200 Gbit/s.
     "a100": {
-        "memory_bytes": 80 * GB,
+        "memory_bytes": round(79.15 * GIB),
         "reserved_bytes": 2 * GB,
         "flops_per_second": {2: 312 * TERA, 4: 19.5 * TERA, 8: 19.5 * TERA},
         "memory_bytes_per_second": 2039 * GB,
@@ -45,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # "NVIDIA H100 Tensor Core GPU" data sheet, SXM: with sparsity 3,958 and 1,979 TFLOP/s in FP8
     # and bfloat16, half of it without; 67 and 67; 3.35 TB/s; NVLink 900 GB/s.
     "h100": {
-        "memory_bytes": 80 * GB,
+        "memory_bytes": round(79.10 * GIB),
         "reserved_bytes": 2 * GB,
         "flops_per_second": {1: 1979 * TERA, 2: 989 * TERA, 4: 67 * TERA, 8: 67 * TERA},
         "memory_bytes_per_second": 3350 * GB,
@@ -55,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # "NVIDIA H200 Tensor Core GPU" data sheet, SXM: as H100, with 141 GB at 4.8 TB/s.
     "h200": {
-        "memory_bytes": 141 * GB,
+        "memory_bytes": round(139.80 * GIB),
         "reserved_bytes": 2 * GB,
         "flops_per_second": {1: 1979 * TERA, 2: 989 * TERA, 4: 67 * TERA, 8: 67 * TERA},
         "memory_bytes_per_second": 4800 * GB,
@@ -66,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # "NVIDIA HGX B200" data sheet, an eighth of eight GPUs: 72 and 36 PFLOP/s with sparsity in FP8
     # and bfloat16, 600 and 296 TFLOP/s; DGX B200: 1,440 GB at 64 TB/s; NVLink 1.8 TB/s a GPU.
     "b200": {
-        "memory_bytes": 180 * GB,
+        "memory_bytes": round(178.35 * GIB),
         "reserved_bytes": 2 * GB,
         "flops_per_second": {1: 4500 * TERA, 2: 2250 * TERA, 4: 75 * TERA, 8: 37 * TERA},
         "memory_bytes_per_second": 8000 * GB,
@@ -88,7 +92,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # "AMD Instinct MI300X" data sheet: 2,614.9, 1,307.4, 163.4 and 163.4 TFLOP/s (matrix), 192 GB
     # at 5.3 TB/s; seven Infinity Fabric links of 128 GB/s in both directions.
     "mi300x": {
-        "memory_bytes": 192 * GB,
+        "memory_bytes": round(191.98 * GIB),
         "reserved_bytes": 2 * GB,
         "flops_per_second": {1: 2614 * TERA, 2: 1307 * TERA, 4: 163 * TERA, 8: 163 * TERA},
         "memory_bytes_per_second": 5300 * GB,

@@ -24,11 +24,14 @@ class Numerics:
         states: Tensors of a parameter's size that the optimizer keeps.
         compute_itemsize: Bytes of an element in forward and backward.
         reduce_itemsize: Of a gradient while it is summed; None as in backward.
+        copy_itemsize: Of a copy of the parameters that under ZeRO 1 and 2 only the optimizer's
+            shards have, as elsewhere; None for vescale, which updates whole parameters.
     """
 
     states: int
     compute_itemsize: int
     reduce_itemsize: int | None = None
+    copy_itemsize: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def kind_of(candidate: Candidate) -> Hashable:
     return (
         candidate.layout, candidate.schedule, candidate.virtual_stages, candidate.prefetch,
         candidate.reduction, candidate.reshards, candidate.offload, candidate.shares_state,
+        candidate.attends,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from vescale_planner._candidates import Candidate
 from vescale_planner._partition import LocalPart, PipelineRank
 from vescale_planner.cluster import Cluster
 
-from .collectives import Group, all_gather, all_reduce, send
+from .collectives import Group, all_gather, all_reduce, exchange, send
 from .columns import Columns, Numerics, Values, columns_of
 from .data_parallel import exposed_data_parallel
 
@@ -302,16 +302,21 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
 
 
 def _context_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values:
-    """Return the all-gathers of keys and values, and of their gradients (Llama 3, sec. 3.3.2).
+    """Return what ranks that share a sequence send each other to attend, and of gradients.
 
-    As wide as what a block hands on; grouped queries make them smaller.
+    All keys and values are gathered (Llama 3, sec. 3.3.2), or travel once around a ring (Liu et
+    al. 2023), which is the same bytes; or queries, keys and values become whole sequences of some
+    heads, and results slices again (Jacobs et al. 2023, Ulysses).
     """
-    layout = columns.layout
+    layout, rows = columns.layout, columns.rows_of_part
     if layout.cp == 1 or not p.is_block:
-        return np.zeros_like(columns.rows_of_part)
-    nbytes = 2 * p.part.output_bytes / layout.tp * columns.rows_of_part * layout.cp
-    times = _passes(columns, p) - 1
-    return times * all_gather(nbytes, Group(layout.cp, layout.tp), cluster)
+        return np.zeros_like(rows)
+    group, times = Group(layout.cp, layout.tp), _passes(columns, p) - 1
+    keys = p.part.keys_bytes / layout.tp * rows
+    if columns.first.attends == "all_to_all":
+        others = 2 * p.part.output_bytes / layout.tp * rows
+        return times * exchange(keys + others, group, cluster, messages=2)
+    return times * all_gather(keys * layout.cp, group, cluster)
 
 
 def _hand_over(columns: Columns, ranks: tuple[PipelineRank, ...], cluster: Cluster) -> Values:

@@ -14,7 +14,7 @@ from vescale_planner._candidates import Candidate
 from vescale_planner._partition import PipelineRank
 from vescale_planner.cluster import Cluster
 
-from .columns import Columns, Counts, Values, columns_of
+from .columns import Columns, Counts, Numerics, Values, columns_of
 
 # Reserved over allocated memory of real runs: median 1.04 to 1.11, depending on the stack.
 FRAGMENTATION = 1.08
@@ -88,8 +88,7 @@ def peak_memory(
     candidate: Candidate,
     ranks: tuple[PipelineRank, ...],
     *,
-    states: int,
-    compute_itemsize: int,
+    numerics: Numerics,
     output_bytes: float,
 ) -> Memory:
     """Return the memory of the fullest pipeline rank.
@@ -97,15 +96,13 @@ def peak_memory(
     Args:
         candidate: The plan.
         ranks: What every pipeline rank owns.
-        states: Tensors of a parameter's size that the optimizer keeps.
-        compute_itemsize: Bytes of an element in forward and backward.
+        numerics: Dtypes, and what the optimizer keeps.
         output_bytes: What the model returns for one row.
     """
     memories = memory_of_ranks(
         candidate,
         ranks,
-        states=states,
-        compute_itemsize=compute_itemsize,
+        numerics=numerics,
         output_bytes=output_bytes,
     )
     return max(memories, key=lambda memory: memory.total)
@@ -115,15 +112,13 @@ def memory_of_ranks(
     candidate: Candidate,
     ranks: tuple[PipelineRank, ...],
     *,
-    states: int,
-    compute_itemsize: int,
+    numerics: Numerics,
     output_bytes: float,
 ) -> tuple[Memory, ...]:
     """Return the memory of every pipeline rank; arguments as of :func:`peak_memory`."""
     columns = columns_of([candidate])
     found = (
-        _of_rank(columns, owned, rank, states, compute_itemsize, output_bytes)
-        for rank, owned in enumerate(ranks)
+        _of_rank(columns, owned, rank, numerics, output_bytes) for rank, owned in enumerate(ranks)
     )
     names = [each.name for each in fields(Memory)]
     return tuple(
@@ -135,14 +130,13 @@ def peaks(
     columns: Columns,
     ranks: tuple[PipelineRank, ...],
     *,
-    states: int,
-    compute_itemsize: int,
+    numerics: Numerics,
     output_bytes: float,
 ) -> Values:
     """Return the bytes of each candidate's fullest pipeline rank; arguments likewise."""
     return np.stack(
         [
-            _of_rank(columns, ranks[rank], rank, states, compute_itemsize, output_bytes).total
+            _of_rank(columns, ranks[rank], rank, numerics, output_bytes).total
             for rank in _fullest(columns.first, ranks)
         ]
     ).max(axis=0)
@@ -174,13 +168,12 @@ def _of_rank(
     columns: Columns,
     owned: PipelineRank,
     rank: int,
-    states: int,
-    compute_itemsize: int,
+    numerics: Numerics,
     output_bytes: float,
 ) -> Memories[Values]:
     nbytes, numel, units, first = owned.nbytes, owned.numel, owned.unit_bytes, columns.first
     shard, zero_stage, state_shard = columns.shard, columns.zero_stage, columns.state_shard
-    compute = numel * compute_itemsize
+    compute = numel * numerics.compute_itemsize
     copied = compute if abs(compute - nbytes) > 1 else 0.0
     scale = compute / nbytes if nbytes else 0.0
     # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
@@ -198,9 +191,13 @@ def _of_rank(
     largest = units[0] if units else 0.0
     # Gradients are whole for one unit until they are summed and scattered.
     scattered = nbytes / state_shard + np.where(shard > 1, largest, 0.0)
-    parameters = np.where(zero_stage == 3, own + gathered, nbytes + copied)
+    replicated = np.full(len(shard), nbytes + copied)
+    if numerics.copy_itemsize is not None:
+        sharded = compute + numel * numerics.copy_itemsize / shard
+        replicated = np.where(zero_stage > 0, sharded, replicated)
+    parameters = np.where(zero_stage == 3, own + gathered, replicated)
     gradients = np.where(zero_stage >= 2, scattered, nbytes)
-    optimizer = states * nbytes / state_shard
+    optimizer = numerics.states * nbytes / state_shard
     if first.offload != "none":
         # Shards in the dtype that computes stay, but those that every gather brings; gradients
         # are there until they are reduced.

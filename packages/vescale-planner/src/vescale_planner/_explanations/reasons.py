@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._candidates import ACCUMULATION, PREFETCH, REDUCTION, RESHARD, counted
-from ._layouts import Layout
-from ._prices.cost import seconds
-from ._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
-from ._ranking import TIE, ScoredCandidate, SearchResult
-from ._workload import Workload
-from .cluster import Cluster
+from vescale_planner._candidates import PREFETCH, REDUCTION, RESHARD, counted
+from vescale_planner._layouts import ACCUMULATION, Layout
+from vescale_planner._prices.cost import seconds
+from vescale_planner._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
+from vescale_planner._ranking import TIE, ScoredCandidate, SearchResult
+from vescale_planner._workload import Workload
+from vescale_planner.cluster import Cluster
 
 NUM_RUNNERS_UP = 3
 _SHOWN = 8
@@ -30,12 +30,12 @@ def reasons(
     winner = result.fits[0]
     per_row = seconds(winner.seconds_per_row)
     where = f"{per_row} a row of the batch on {cluster.name}"
-    overhead = f"x {FRAGMENTATION} fragmentation and {_gib(cluster.reserved_bytes)} reserved"
+    overhead = f"x {FRAGMENTATION} fragmentation and {gib(cluster.reserved_bytes)} reserved"
     lines = [
         f"{winner.candidate}: {where}, a step is {winner.cost}",
         (
             f"memory of the fullest rank: {_itemized(winner.memory)}, {overhead}, "
-            f"of {_gib(cluster.memory_bytes)}"
+            f"of {gib(cluster.memory_bytes)}"
         ),
     ]
     accumulation = winner.candidate.accumulation
@@ -136,8 +136,8 @@ def _too_large(result: SearchResult, cluster: Cluster) -> list[str]:
             best.setdefault(each.candidate.layout, each)
     chosen = sorted(best.values(), key=lambda s: (s.candidate.moving_parts, s.needed_bytes))
     return [
-        f"too large: {each.candidate} needs {_gib(each.needed_bytes)} of "
-        f"{_gib(cluster.memory_bytes)}"
+        f"too large: {each.candidate} needs {gib(each.needed_bytes)} of "
+        f"{gib(cluster.memory_bytes)}"
         for each in chosen[:2]
     ]
 
@@ -176,9 +176,9 @@ def nothing_fits(result: SearchResult, cluster: Cluster, helpers: Mapping[str, M
     ]
     advice = f"would fit: {'; '.join(fits)}" if fits else "use more ranks or larger devices"
     return (
-        f"expected a plan of at most {_gib(cluster.memory_bytes)} a rank ({cluster.name}), but "
-        f"the smallest ({least.candidate}) needs {_gib(least.needed_bytes)}, "
-        f"{_gib(missing)} too much: {_itemized(least.memory)}; {advice}; if it is for other "
+        f"expected a plan of at most {gib(cluster.memory_bytes)} a rank ({cluster.name}), but "
+        f"the smallest ({least.candidate}) needs {gib(least.needed_bytes)}, "
+        f"{gib(missing)} too much: {_itemized(least.memory)}; {advice}; if it is for other "
         "machines, give cluster"
     )
 
@@ -191,10 +191,11 @@ def _itemized(memory: Memory) -> str:
         "activations": memory.activations,
         "model output": memory.output,
     }
-    return ", ".join(f"{name} {_gib(value)}" for name, value in parts.items() if value)
+    return ", ".join(f"{name} {gib(value)}" for name, value in parts.items() if value)
 
 
-def _gib(nbytes: float) -> str:
+def gib(nbytes: float) -> str:
+    """Return a size with three digits and a fitting unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

@@ -1,0 +1,1 @@
+"""What is said of a search: reasons, conflicts, what was priced besides, and pictures."""
