@@ -115,6 +115,12 @@ def _propose(
         found = _of_smaller(model, policy, size, sequence=sequence)
         if found is not None:
             return found
+    return _propose_as_it_is(model, batch, policy, size, sequence=sequence)
+
+
+def _propose_as_it_is(
+    model: nn.Module, batch: Any, policy: str, size: int, *, sequence: bool
+) -> ShardingProposal:
     batch = small_example(batch)
     runs = DryRuns(model, batch)
     proposal = _proposed(runs, policy, size, sequence=sequence)
@@ -129,7 +135,8 @@ def _of_smaller(
     smaller = scaled_down(model, size)
     if smaller is None:
         return None
-    found = _propose(smaller, policy, size, sequence=sequence, example_batch=None)
+    # It may be large itself: what divides by many ranks has a size.
+    found = _propose_as_it_is(smaller, example_of(smaller), policy, size, sequence=sequence)
     plan = plan_of_scaled_down(found.plan, smaller, model)
     try:
         shard(plan, model, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,17 +15,22 @@ from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 
-# Sizes that a transformers configuration may name, and what they become. Numbers of heads and
-# experts stay: they decide what can be cut.
+# Sizes that a transformers configuration may name, and what they become. Numbers of heads stay:
+# they decide what can be cut. There are fewer experts, which divide where all of them do.
 _HEAD_DIM = 8
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "n_embed")
-_HEAD_DIMS = ("head_dim", "d_kv", "attention_head_dim")
+# Of latent attention head_dim is that of the rotated features.
+_HEAD_DIMS = (
+    "head_dim", "d_kv", "attention_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
 _FEATURES = (
     "intermediate_size", "d_ff", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim",
     "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim",
     "shared_expert_intermediate_size",
 )  # fmt: skip
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _ROWS = ("vocab_size",)
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 _FEW_LAYERS = 4
@@ -54,8 +60,13 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     if config is None or heads is None:
         return _scaled_down_inside(model, size)
     _set(config, _HEAD_DIMS, _HEAD_DIM)
+    if isinstance(getattr(config, "qk_head_dim", None), int):
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     _set(config, _HIDDEN, heads * _HEAD_DIM)
     _set(config, _FEATURES, 4 * size)
+    if (experts := _first(config, _EXPERTS)) is not None:
+        groups = getattr(config, "n_group", None) or 1
+        _set(config, _EXPERTS, _fewer(experts, size, groups, _first(config, _CHOSEN) or 1))
     # More rows than columns, as tables of a vocabulary have.
     _set(config, _ROWS, size * (2 * heads * _HEAD_DIM // size + 1))
     if len(set(getattr(config, "layer_types", None) or ())) < 2:
@@ -92,6 +103,15 @@ def _scaled_down_inside(model: nn.Module, size: int) -> nn.Module | None:
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), None)
+
+
+def _fewer(experts: int, size: int, groups: int, chosen: int) -> int:
+    """Return a number of experts, of which as many are chosen, in as many groups."""
+    step = math.lcm(groups, math.gcd(experts, size))
+    fewer = step * math.ceil(2 * chosen / step)
+    while (fewer % size == 0) != (experts % size == 0):
+        fewer += step
+    return fewer
 
 
 def _set(config: Any, names: tuple[str, ...], value: int) -> None:
