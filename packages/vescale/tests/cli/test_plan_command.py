@@ -78,6 +78,18 @@ def test_constraints_are_obeyed_and_json_is_a_plan(
     assert ParallelPlan.from_json(output.read_text(encoding="utf-8")) == plan
 
 
+def test_a_page_explains_the_plan(
+    on_h100: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    assert main([*on_h100, "--html", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"explained in {page}\n")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "<svg" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # loads nothing
+
+
 def test_several_plans_are_compared_in_a_table(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vescale_parallel import ParallelPlan
-from vescale_planner import Cluster, generate_plans
+from vescale_planner import Cluster, explain_plan, generate_plans
 
 from .command import Command, CommandError
 from .model_source import deferred_model, function_of, is_function, token_batch
@@ -17,7 +17,7 @@ from .model_source import deferred_model, function_of, is_function, token_batch
 _EPILOG = """examples:
   vescale plan meta-llama/Llama-3.1-8B --world-size 64 --cluster h100
   vescale plan ./config.json --world-size 8 --cluster h100 -c tensor_parallel.size=2 --top 3
-  vescale plan train.py:make_model --world-size 4 --cluster cpu --output plan.json
+  vescale plan train.py:make_model --world-size 4 --cluster cpu --output plan.json --html plan.html
 """
 # As Python and JSON write them.
 _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
@@ -59,21 +59,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=1, metavar="N", help="show N plans")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the best plan as JSON")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page on the best plan: time, memory, alternatives, what would change it",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
     constraints = parse_constraints(options.constraint)
     model = deferred_model(options.model)
-    plans = generate_plans(
-        model,
-        constraints,
-        top=options.top,
-        world_size=_world_size(options.world_size, options.cluster),
-        cluster=options.cluster,
-        example_batch=_example_batch(options),
-        optimizer=options.optimizer,
-    )
+    given: dict[str, Any] = {
+        "world_size": _world_size(options.world_size, options.cluster),
+        "cluster": options.cluster,
+        "example_batch": _example_batch(options),
+        "optimizer": options.optimizer,
+    }
+    plans = generate_plans(model, constraints, top=options.top, **given)
     best = plans[0]
+    if options.html is not None:
+        page = explain_plan(model, constraints, **given).to_html()
+        options.html.write_text(page, encoding="utf-8")
     if options.output is not None:
         options.output.write_text(best.to_json() + "\n", encoding="utf-8")
     if options.json:
@@ -88,6 +95,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"\n{option} has the model observed, instead of assuming what a batch costs")
     if options.output is not None:
         print(f"\nwritten to {options.output}; read it by ParallelPlan.from_json")
+    if options.html is not None:
+        print(f"\nexplained in {options.html}")
     return 0
 
 
