@@ -34,7 +34,8 @@ def dropping(family: str, autocast: bool) -> tuple[nn.Module, dict[str, Tensor]]
     It keeps no cache, as plans that recompute have it: a cache copies keys, and products of two
     layouts of the same numbers differ in the last bit on some processors.
     """
-    model, call = make(family)
+    made: tuple[Any, dict[str, Tensor]] = make(family)
+    model, call = made
     model.config.use_cache = False
     for module in model.modules():
         if isinstance(module, nn.Dropout):

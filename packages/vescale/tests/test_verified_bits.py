@@ -23,7 +23,7 @@ def run(*, gradient: Tensor = ONE, norm: Tensor | None = None, parameter: Tensor
 
 
 def judged(reference: Record, rank: Record, *, rounded: tuple[str, ...] = ()) -> LevelResult:
-    return same_micro_batches(reference, [reference, rank], rounded, "all")
+    return same_micro_batches("N3", reference, [reference, rank], rounded, "all")
 
 
 def test_parameters_without_promised_bits_end_the_comparison() -> None:

@@ -64,6 +64,9 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     _set(config, _HIDDEN, heads * _HEAD_DIM)
     _set(config, _FEATURES, 4 * size)
+    # Of lengths of their own: keys are packed beside features that are rotated.
+    _set(config, ("q_lora_rank",), 10 * size)
+    _set(config, ("kv_lora_rank",), 6 * size)
     if (experts := _first(config, _EXPERTS)) is not None:
         groups = getattr(config, "n_group", None) or 1
         _set(config, _EXPERTS, _fewer(experts, size, groups, _first(config, _CHOSEN) or 1))
