@@ -22,6 +22,7 @@ import vescale
 from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.borders import NOWHERE
 from vescale_parallel._cross_replica.context import conversions
+from vescale_parallel._cross_replica.context.sliced_tensor import Along, SumOverSlices
 from vescale_parallel._cross_replica.regions import RowRegions
 from vescale_parallel._data_parallel import gradient_rows
 from vescale_parallel._data_parallel.gathered_once import GatheredOnce
@@ -239,6 +240,14 @@ def _slice_of_other(right: Any, x: Tensor, dim: int, slices: Any, ranks: Any) ->
     return slices.part(x, dim, ranks.size - 1 - ranks.rank).contiguous()
 
 
+def _targets_before(right: Any, along: Along, x: Tensor, dim: int) -> Tensor:
+    return right(along, x.roll(1, dim), dim)
+
+
+def _gradient_of_part(right: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
 def _half_gradient(right: Any, x: Tensor, *args: Any) -> Tensor:
     return right(x, *args) / (2 if is_in_backward() else 1)
 
@@ -377,6 +386,18 @@ BUGS: dict[str, Bug] = {
         # Of a head on slices nothing goes back from whole sequences.
         plan={**CP2, "context_parallel.outputs": "whole"},
         plant=replaced(conversions, "keep_slice", _slice_of_other),
+        what="gradient",
+    ),
+    "a head on slices is given the targets of positions before": Bug(
+        model="llama",
+        plan=CP2,
+        plant=replaced(Along, "part", _targets_before),
+        what="loss",
+    ),
+    "gradients of a loss over slices are averaged like those of a batch": Bug(
+        model="llama",
+        plan=CP2,
+        plant=replaced(SumOverSlices, "backward", _gradient_of_part),
         what="gradient",
     ),
     "attention's gradients are off by the number of ranks": Bug(
