@@ -16,6 +16,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from vescale_parallel._mesh.process_group import start_process_group
+from vescale_parallel._pipeline.cuts.hooks import _Now  # pyright: ignore[reportPrivateUsage]
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder
 
 InThreads = Callable[..., list[Any]]
 
@@ -80,6 +82,8 @@ def _run(world_size: int, function: Callable[[int], Any], timeout: float = 60.0)
             thread.join()
     finally:
         gc.enable()
+        # One for all threads: what ends last puts back what another one had set.
+        _Now.is_outline, Placeholder.usable = False, True
     if errors:
         raise errors[0]
     return results
