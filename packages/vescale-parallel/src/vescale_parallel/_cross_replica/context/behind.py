@@ -53,7 +53,6 @@ class BehindBlocks:
 
     Attributes:
         returns_all: Whether a call returns every tensor whole.
-        is_whole_now: Whether code of the call that runs has to have whole tensors.
         gathered_large: Whether code gathered a tensor larger than what left the blocks.
     """
 
@@ -64,7 +63,8 @@ class BehindBlocks:
         self._left: tuple[int, Along] | None = None
         self._calls = list[Call]()
         self.returns_all, self.gathered_large = True, False
-        self.is_whole_now: Callable[[], bool] = lambda: False
+        self._asks_for_whole: Callable[[], bool] = lambda: False
+        self._last: str | None = None
 
     def slice_as(self, model: nn.Module, behind: Behind) -> None:
         """Compute the next calls so, in place."""
@@ -94,8 +94,12 @@ class BehindBlocks:
 
         ``last`` is the last block of a pipeline, whose stages send whole tensors between stacks.
         """
-        self.is_whole_now = lambda: is_whole_now() or self.ends_before(last)
+        self._asks_for_whole, self._last = is_whole_now, last
         model.register_forward_hook(self._returned, prepend=True)
+
+    def is_whole_now(self) -> bool:
+        """Whether code of the call that runs has to have whole tensors."""
+        return self._asks_for_whole() or self.ends_before(self._last)
 
     def runs_on_slices(self, stack: str | None) -> bool:
         """Whether what leaves a stack stays sliced now."""

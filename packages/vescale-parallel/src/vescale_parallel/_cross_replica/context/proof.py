@@ -174,6 +174,8 @@ def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
         raise NotSlicedError(
             f"it cannot be compared with one device: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        discard(watched)
     found = [stack for stack in block_stacks(base) if {*stack} <= watch.attending]
     if not found:
         raise NotSlicedError(
