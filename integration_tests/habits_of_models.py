@@ -72,33 +72,6 @@ def data_parallel_module(run: Run) -> None:
     loop(run, nn.DataParallel(model), optimizer)
 
 
-def compiled(run: Run) -> None:
-    model, optimizer = run.start(Plain())
-    fast = torch.compile(model, backend="eager") if run.constraints is not None else model
-    for batch in rows(2):
-        loss = fast(run.part(batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.keep(loss)
-    run.finish(model)
-
-
-def compiled_in_place(run: Run) -> None:
-    model, optimizer = run.start(Plain())
-    if run.constraints is not None:
-        model.compile(backend="eager")
-    loop(run, model, optimizer)
-
-
-def compiled_before(run: Run) -> None:
-    plain = Plain().double()
-    if run.constraints is not None:
-        plain.compile(backend="eager")
-    model, optimizer = run.start(plain)
-    loop(run, model, optimizer)
-
-
 def moved(run: Run) -> None:
     """Converts to what it is already."""
     model, optimizer = run.start(Plain())

@@ -43,7 +43,6 @@ RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
     optimizers.statistics_of_an_average,
 ]
-COMPILED: list[Program] = [models.compiled, models.compiled_in_place, models.compiled_before]
 REFUSED: dict[str, tuple[Program, str]] = {
     "lbfgs": (
         loops.lbfgs,
@@ -86,20 +85,6 @@ def test_a_habit_of_batch_norm_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
     right(world2, program, PLANS[plan])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
-@pytest.mark.parametrize("program", COMPILED)
-def test_a_compiled_model_gives_the_numbers_of_one_device(
-    world2: World, program: Program, plan: str
-) -> None:
-    right(world2, program, PLANS[plan])
-
-
-@pytest.mark.nightly
-def test_a_pipeline_runs_a_compiled_model_as_it_is(world2: World) -> None:
-    right(world2, models.compiled, PLANS["pp"])
 
 
 @pytest.mark.slow

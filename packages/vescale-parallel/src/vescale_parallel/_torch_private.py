@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -50,6 +50,9 @@ from torch.utils._python_dispatch import (
 # Where F.cross_entropy and F.nll_loss look up what they end in, at every call; without it a
 # function mode would have to see every function to hear of these two.
 loss_kernels: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]: not in its stubs
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Copies lists of tensors, in one operator; FSDP2 packs its parameters with it.
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -229,6 +232,14 @@ def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[
         options = {"fallback_random": True, "reorder_for_peak_memory": False}
         return compile_graph(graph, list(inputs), options=options)
     return cast("Any", torch._dynamo).lookup_backend(backend)(graph, inputs)
+
+
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have torch.compile not trace a function, nor what it calls.
+
+    Like ``torch.compiler.disable``, which imports the compiler at once; see ``torch._compile``.
+    """
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextlib.contextmanager

@@ -24,14 +24,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
+from vescale_parallel._torch_private import untraced
+
 from .engine import Engine
 from .model_copies import ModelCopies
+
+# What to do instead of compiling a whole model.
+_BLOCKS = "compile the blocks: give the plan compile='blocks', or call block.compile() of each"
 
 
 class ParallelModule(nn.Module):
@@ -41,14 +47,12 @@ class ParallelModule(nn.Module):
     _vescale_copies: ModelCopies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._vescale_engine
-        call: Callable[..., Any] = engine.call
-        if engine.pipeline is not None:
-            _refuse_compiled(self)
-            if "torch._dynamo" in sys.modules:
-                # torch.compile(model) would compile the engine: stages that wait for each other.
-                call = cast("Any", torch.compiler).disable(call)
-        return call(super().__call__, self, args, kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return self._vescale_engine.call(super().__call__, self, args, kwargs)
+        # Of a call that torch.compile traces, this is all that it sees.
+        is_compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
+        forward = self._call_impl if is_compiled else super().__call__
+        return _as_written(self, forward, args, kwargs, is_compiled)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -110,11 +114,25 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     return namespace
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse ``model.compile()`` under a pipeline, whose stages leave forward midway."""
-    if model._compiled_call_impl is not None:
+@untraced
+def _as_written(
+    model: ParallelModule,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_compiled: bool,
+) -> Any:
+    """Run a call that torch.compile does not trace; blocks that are compiled stay so."""
+    engine = model._vescale_engine
+    if hasattr(vars(model).get("forward"), "_torchdynamo_orig_callable"):
         raise ValueError(
-            "model.compile() does not work with pipeline parallelism: a stage runs a part of "
-            "the model's forward; compile its blocks instead: "
-            "for block in blocks: block.compile()"
+            f"forward of the parallelized {type(model).__name__} was replaced by what "
+            f"torch.compile made of it; {_BLOCKS}"
         )
+    if is_compiled and not engine.has_run:
+        warnings.warn(
+            f"torch.compile of all of a parallelized {type(model).__name__} compiles nothing: "
+            f"between its blocks ranks gather, send and average; {_BLOCKS}",
+            stacklevel=3,
+        )
+    return engine.call(forward, model, args, kwargs)

@@ -24,7 +24,7 @@ class KnownModules:
         self._seen = _children(model)
 
     def check(self) -> None:
-        """Raise if the model has a parameter that it had not.
+        """Raise if the model has a parameter that it had not, or a module that was compiled.
 
         Raises:
             ValueError: With its name.
@@ -34,6 +34,7 @@ class KnownModules:
             for module, children, num in self._seen
         ):
             return
+        _refuse_replaced(self._model)
         known = {id(param.sharded) for param in self._params}
         for fqn, parameter in self._model.named_parameters():
             if id(parameter) not in known:
@@ -43,6 +44,16 @@ class KnownModules:
                     "head) before parallelize"
                 )
         self._seen = _children(self._model)
+
+
+def _refuse_replaced(model: nn.Module) -> None:
+    for fqn, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"{fqn!r} was replaced by what torch.compile made of it, which has other names "
+                "for its parameters; compile it in place, module.compile(), or give the plan "
+                "compile='blocks'"
+            )
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
