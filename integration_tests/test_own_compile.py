@@ -12,7 +12,6 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import vescale
-from vescale_parallel import block_stacks
 from vescale_testing import World
 
 from .families import InDouble, make
@@ -34,8 +33,8 @@ PLANS: dict[str, Constraints] = {
 }
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    return [model.get_submodule(fqn) for stack in block_stacks(model) for fqn in stack]
+def blocks_of(model: Any) -> nn.ModuleList:
+    return model.blocks if hasattr(model, "blocks") else model.model.layers
 
 
 def as_it_is(model: nn.Module) -> nn.Module:
@@ -58,7 +57,7 @@ def by_block(model: nn.Module) -> nn.Module:
 
 
 def replaced(model: nn.Module) -> nn.Module:
-    container: Any = model.blocks
+    container: Any = blocks_of(model)
     for index in range(len(container)):
         container[index] = torch.compile(container[index], backend=QUICK)
     return model

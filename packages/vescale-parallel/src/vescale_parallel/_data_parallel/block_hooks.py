@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import pytree, untraced
 
 
 class AfterForward(Protocol):
@@ -55,6 +55,7 @@ def on_block(
         for leaf in differentiable:
             leaf.register_hook(enter_backward)
 
-    module.register_forward_pre_hook(before, prepend=True)
+    # A block that the user compiles is compiled with its hooks around it.
+    module.register_forward_pre_hook(untraced(before), prepend=True)
     # Also when forward raises: the model must not be left with freed parameters.
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_hook(untraced(after), always_call=True)
