@@ -257,10 +257,12 @@ class Boundary:
         return self._convert(x, "gather", "keep", dim, self._length(x, dim, stack))
 
     def _note_cut(self, x: Tensor, dim: int, stack: str) -> None:
-        # A program that is compiled reads what was noted before it, and writes nothing.
-        if stack not in self.lengths or not torch.compiler.is_compiling():
+        # A program that is compiled reads what was noted before it, and writes nothing: where it
+        # runs again in backward, the sequence has been gathered, and it is the same program.
+        is_compiled = torch.compiler.is_compiling()
+        if stack not in self.lengths or not is_compiled:
             self.lengths[stack] = x.shape[dim]
-        if stack in self._ends and stack not in self._cut:
+        if not is_compiled and stack in self._ends:
             self._cut.add(stack)
 
     def _parts(self, dim: int | None) -> int:
