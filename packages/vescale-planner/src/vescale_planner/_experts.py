@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def observed_exchanges(
     calls = {block: blocks.count(block) for block in blocks}
 
     def with_exchanges(index: int, part: Part) -> Part:
-        inside = [*_layers_of(index, part, blocks, layers)]
+        inside = _layers_of(part, layers)
         times = calls.get(blocks[index - 1], 1) if 0 < index <= len(blocks) else 1
         sent = sum(nbytes[layer.fqn] for layer in inside) / times / rows
         return replace(part, sent_bytes=sent, num_exchanges=len(inside))
@@ -75,27 +75,21 @@ def observed_exchanges(
 
 
 def estimated_exchanges(
-    parts: Sequence[Part], blocks: Sequence[str], layers: Sequence[ExpertLayer], chosen: int
+    parts: Sequence[Part], layers: Sequence[ExpertLayer], chosen: int
 ) -> list[Part]:
     """Return the parts with what they send if all tokens go to as many experts."""
 
-    def with_exchanges(index: int, part: Part) -> Part:
-        count = len([*_layers_of(index, part, blocks, layers)])
+    def with_exchanges(part: Part) -> Part:
+        count = len(_layers_of(part, layers))
         return replace(part, sent_bytes=count * chosen * part.output_bytes, num_exchanges=count)
 
-    return [with_exchanges(index, part) for index, part in enumerate(parts)]
+    return [with_exchanges(part) for part in parts]
 
 
-def _layers_of(
-    index: int, part: Part, blocks: Sequence[str], layers: Sequence[ExpertLayer]
-) -> Iterator[ExpertLayer]:
-    """Yield the layers of a block, or those before or behind all by their parameters."""
-    if 0 < index <= len(blocks):
-        prefix = f"{blocks[index - 1]}."
-        yield from (layer for layer in layers if layer.fqn.startswith(prefix))
-        return
-    owned = {parameter.fqn for parameter in part.parameters}
-    yield from (layer for layer in layers if layer.parameters[0] in owned)
+def _layers_of(part: Part, layers: Sequence[ExpertLayer]) -> list[ExpertLayer]:
+    """Return the layers whose experts a part has."""
+    owned = {parameter.fqn for parameter in part.parameters if parameter.num_experts}
+    return [layer for layer in layers if layer.parameters[0] in owned]
 
 
 def even_sizes(layers: Sequence[ExpertLayer], ranks: int) -> list[int]:

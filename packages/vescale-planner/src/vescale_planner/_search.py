@@ -255,14 +255,17 @@ class Search:
         key = self._decides_stages(candidate)
         if key not in self._starts:
             rule = self._stage_rule(candidate)
-            self._starts[key] = stage_starts(self.workload, rule, candidate.rows_of_part)
+            rows, ep = candidate.rows_of_part, candidate.layout.ep
+            self._starts[key] = stage_starts(self.workload, rule, rows, ep)
         return self._starts[key]
 
     def _decides_stages(self, candidate: Candidate) -> tuple[object, ...]:
         """Return what of a candidate decides where it is cut: less than all, to cut seldom."""
         if self.split_method not in ("memory", "auto"):
             return (candidate.stages,)
-        found = (candidate.stages, candidate.rows_of_part, candidate.recompute)
+        found = (
+            candidate.stages, candidate.rows_of_part, candidate.recompute, candidate.layout.ep
+        )  # fmt: skip
         if self.split_method == "auto":
             return found
         schedule = candidate.schedule, candidate.virtual_stages, candidate.parts

@@ -133,7 +133,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
             f"(17 hidden vectors a token and block), with {ASSUMED_TOKENS} tokens a row"
         )
         notes.append("modules outside the blocks run in the order they were registered")
-    layers = expert_layers(model)
+    layers = expert_layers(model, blocks)
     behind = _behind(model, blocks, observation)
     owned, tied = ownership(model, blocks, behind, counts_of(layers))
     largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
@@ -147,7 +147,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
         chosen, note = chosen_of(model) if layers else (1, "")
         notes.append(note)
         before, inner, after = estimated_parts(owned, tied, model, chosen)
-        parts = estimated_exchanges((before, *inner, after), blocks, layers, chosen)
+        parts = estimated_exchanges((before, *inner, after), layers, chosen)
     before, *inner, after = parts
     rows = max(1, observation.rows)
     return Workload(

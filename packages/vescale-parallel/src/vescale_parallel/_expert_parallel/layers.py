@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,11 +33,15 @@ class ExpertLayer:
     is_listed: bool
 
 
-def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
+def expert_layers(model: nn.Module, blocks: Collection[str] = ()) -> tuple[ExpertLayer, ...]:
     """Return the layers with experts that ranks may share out, in the order of the modules.
 
     Stacks are told by their shapes and their forward's arguments, and are proven by
     ``planned_experts`` once there is a plan; lists are proven here.
+
+    Args:
+        model: Only names, shapes and code are read, but of what has a list that may be one.
+        blocks: What runs one after the other, and so is no list of experts without a router.
     """
     stacked = {
         fqn: ExpertLayer(
@@ -49,7 +54,7 @@ def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
         for fqn, module in model.named_modules()
         if (count := num_stacked(module))
     }
-    listed = {each.fqn: _listed_layer(model, each) for each in find_listed(model)[0]}
+    listed = {each.fqn: _listed_layer(model, each) for each in find_listed(model, blocks)[0]}
     found = {**stacked, **listed}
     return tuple(found[fqn] for fqn, _ in model.named_modules() if fqn in found)
 
