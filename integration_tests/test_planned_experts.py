@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 import vescale
@@ -110,6 +111,51 @@ def test_memory_is_what_four_ranks_hold(world4: World, family: str, zero: int, s
 @pytest.mark.parametrize("zero", range(4))
 def test_memory_of_two_ranks_that_share_experts(world2: World, zero: int) -> None:
     check_memory(world2, "qwen3_moe", {DP: 2, EP: 2, ZERO: zero})
+
+
+def kept(family: str, plan: Constraints | None) -> int:
+    """Return the bytes that a forward of half of the rows keeps for backward, without parameters.
+
+    Of distinct storages, in float32, as on a CPU grouped products have no float64.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+    }
+    model: Any = build(family, "grouped_mm", **sizes).float()
+    batch = {name: rows[: len(rows) // 2] for name, rows in tokens(0).items()}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    if plan is not None:
+        model = vescale.parallelize(make_plan(plan), model)
+        batch = rows_of(model, tokens(0))
+        params = [p.unsharded for p in model._vescale_engine.parameters.params]
+        own = {p.untyped_storage().data_ptr() for p in params if p is not None}
+    model(**batch).loss.backward()  # a first call compares inputs
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(**batch)
+    return sum(nbytes for nbytes, _ in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES[1:])],
+)
+def test_activations_of_ranks_that_share_experts_are_on_average_those_of_one_device(
+    world2: World, family: str
+) -> None:
+    ranks = world2.run(kept, family, {DP: 2, EP: 2})
+    # Integers come on top, that say in which order rows were sent.
+    assert sum(ranks) / 2 == pytest.approx(kept(family, None), rel=0.01)
 
 
 WIDTH, EXPERTS, CHOSEN, LENGTH, ROWS = 6, 4, 2, 8, 4
