@@ -236,6 +236,45 @@ def test_ranks_send_the_bytes_that_are_priced(
     assert found.expert_parallel * bare.inside_bytes_per_second == pytest.approx(expected)
 
 
+def sent_for_data(family: str, plan: Constraints) -> int:
+    """Return the bytes of parameters and gradients that this rank sends in a step."""
+    model: Any = build(family, "batched_mm")
+    model, optimizer = vescale.parallelize(make_plan(plan), model, adamw)
+
+    def step() -> None:
+        with AllInDouble():
+            model(**rows_of(model, tokens(0))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UP):
+        step()
+    with CommCounter() as counter:
+        step()
+    return sum(e.nbytes for e in counter.events if e.kind != "all_to_all" and e.nbytes > 2**10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero", "size"),
+    [
+        (1, 2),
+        *(pytest.param(z, n, marks=pytest.mark.nightly) for z, n in [(0, 2), (2, 2), (0, 4)]),
+    ],
+)
+def test_gradients_of_experts_are_sent_to_the_ranks_that_have_them(
+    world4: World, zero: int, size: int
+) -> None:
+    plan = {DP: 4, EP: size, ZERO: zero, "data_parallel.reduction": "library"}
+    counted = world4.run(sent_for_data, "qwen3_moe", plan)
+    bare = replace(H100, intra_latency_seconds=0.0, inter_latency_seconds=0.0, overlap=0.0)
+    found = predict(build("qwen3_moe", "batched_mm"), make_plan(plan), bare).breakdown
+    # Rows of shards are padded to multiples of 128 bytes.
+    for nbytes in counted:
+        priced = found.data_parallel * bare.inside_bytes_per_second
+        assert priced == pytest.approx(nbytes, rel=0.03)
+
+
 def test_a_plan_with_all_axes_is_priced() -> None:
     plan = make_plan({DP: 2, EP: 2, TP: 2, PP: 2, "pipeline_parallel.microbatches": 2})
     found = predict(build("mixtral", "batched_mm"), plan, H100, example_batch=tokens(0))

@@ -277,6 +277,38 @@ def test_tokens_travel_over_the_links_where_ranks_are_that_share_experts() -> No
     assert seconds(1) == pytest.approx(sent / free.outside_bytes_per_second)
 
 
+@pytest.mark.parametrize(("zero", "size"), [(0, 4), (1, 2), (1, 8)])
+def test_experts_are_summed_over_the_ranks_that_have_them(zero: Stage, size: int) -> None:
+    """By hand, of eight ranks of a node, in the backend's order; nothing is hidden."""
+    free = replace(H100, intra_latency_seconds=0.0, inter_latency_seconds=0.0)
+    plan = ParallelPlan(
+        data_parallel=DataParallel(size=8, zero_stage=zero, reduction="library"),
+        expert_parallel=ExpertParallel(size=size),
+    )
+    found = predict(Mixture(), plan, free, example_batch=BATCH).breakdown.data_parallel
+    dense, experts = 4 * (WIDTH + 1) * (WIDTH + 4 * EXPERTS), 4 * 4 * EXPERTS * WIDTH**2 / size
+    others = 8 // size
+    if zero:  # gathered and scattered once, then summed over the copies
+        sent = 2 * (others - 1) / others * (dense + experts)
+        sent += 2 * (size - 1) / size * dense / others
+    else:
+        sent = 2 * (size - 1) / size * dense
+        sent += 2 * (others - 1) / others * (dense + experts)
+    assert found == pytest.approx(sent / free.inside_bytes_per_second)
+
+
+def test_candidates_that_share_experts_are_priced_at_once_as_alone() -> None:
+    search = _prepared(Mixture(), {TP: 1}, H100, 2, BATCH)
+    result = search.run(64)
+    every = [*result.fits, *result.too_large]
+    assert {each.candidate.layout.ep for each in every} == {1, 2, 4, 8}
+    assert len({each.candidate for each in every}) == len(every)
+    for each in every[:: len(every) // 100 + 1]:
+        alone = search.score(each.candidate)
+        assert (each.step_seconds, each.needed_bytes) == (alone.step_seconds, alone.needed_bytes)
+        assert each.cost.step == each.step_seconds
+
+
 def test_plans_are_refused_as_the_runtime_refuses_them() -> None:
     plan = ParallelPlan(data_parallel=DataParallel(size=3), expert_parallel=ExpertParallel(size=3))
     with pytest.raises(
