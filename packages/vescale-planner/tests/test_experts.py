@@ -19,6 +19,7 @@ from vescale_parallel import (
 )
 from vescale_planner import Cluster, explain_plan, generate_plan, predict
 from vescale_planner._candidates import REPLICATE, SHARE_STATE
+from vescale_planner._constraints import refuses_experts
 from vescale_planner._generate import _prepared
 from vescale_planner._workload import workload_of
 
@@ -142,6 +143,7 @@ def test_without_a_batch_the_configuration_says_how_many_experts_a_token_has() -
         ({REPLICATE: 2}, {1, 2}),
         ({REPLICATE: 2, SHARE_STATE: 1, "data_parallel.zero_stage": 3}, {1}),
         ({"compile": "blocks"}, {1}),
+        ({"precision.param": "bfloat16", "data_parallel.reduction": "library"}, {1, 2, 4, 8}),
     ],
 )
 def test_sizes_that_are_tried(constraints: dict[str, Any], expected: set[int]) -> None:
@@ -151,6 +153,12 @@ def test_sizes_that_are_tried(constraints: dict[str, Any], expected: set[int]) -
         {"tensor_parallel.sharding_plan": plan} if plan is not None else {}
     )
     assert sizes_tried(Mixture(), given) == expected
+
+
+def test_what_plans_refuse_beside_shared_experts_is_asked_of_plans() -> None:
+    assert refuses_experts({"numerics": "invariant"})
+    assert refuses_experts({"compile": "blocks"})
+    assert not refuses_experts({"recompute": "full", DP: 6, "batch.global_size": 6})
 
 
 @pytest.mark.parametrize("observed", [False, True])

@@ -19,8 +19,8 @@ from vescale_parallel import (
     state_bytes,
 )
 
-from ._candidates import REPLICATE, SHARE_STATE, Candidate, Rows, candidates
-from ._constraints import proposal_in_chunks
+from ._candidates import REPLICATE, Candidate, Rows, candidates
+from ._constraints import proposal_in_chunks, refuses_experts
 from ._experts import even_sizes
 from ._layouts import Layout, layouts, stated_batch
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
@@ -295,12 +295,11 @@ class Search:
         What the runtime refuses with them whatever the model is is left out; what it refuses of
         this model is asked once the plan is to be returned.
         """
-        get, experts = self.constraints.get, self.workload.experts
+        experts, copies = self.workload.experts, self.constraints.get(REPLICATE)
         is_cut = layout.tp > 1 and any(layer.is_listed for layer in experts)
-        if not experts or is_cut or get(SHARE_STATE) or get("compile", "none") != "none":
+        if not experts or is_cut or refuses_experts(self.constraints):
             return [1]
         found = even_sizes(experts, layout.dp * layout.cp)
-        copies = get(REPLICATE)
         return [size for size in found if size == 1 or copies in (None, size)]
 
     def _impossible(self, layout: Layout) -> str:
