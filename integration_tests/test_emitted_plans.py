@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from vescale_parallel import ParallelPlan, parallelize
 from vescale_planner import Cluster, generate_plan
 from vescale_testing import World
 
+from .experts import ROWS, AllInDouble, build, rows_of, tokens
 from .fake_ranks import rank_0_of
 from .families import InDouble, make
+from .plans import DP, EP, PP, TP, ZERO
 
 CPU = Cluster.preset("cpu")
 FAMILIES = (
@@ -105,3 +108,68 @@ def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
                 torch.testing.assert_close(
                     grads[name], expected, rtol=tolerance, atol=tolerance, msg=name
                 )
+
+
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
+# Of four ranks, unasked and asked for; each gets experts that ranks share.
+SHARED: dict[str, dict[str, Any]] = {
+    "unasked": {PP: 1, TP: 1, ZERO: 0, "recompute": "none", "batch.gradient_accumulation": 1},
+    "asked for": {EP: 2},
+    "zero 3": {EP: 2, ZERO: 3, DP: 4},
+    "tensor": {EP: 2, TP: 2},
+    "pipeline": {EP: 2, PP: 2},
+}
+
+
+def with_experts(family: str, wish: dict[str, Any]) -> ParallelPlan:
+    """Return the plan for four ranks; unasked, of devices that have too little memory without."""
+    given = {"batch.global_size": ROWS, **wish}
+    cluster = replace(CPU, reserved_bytes=0)
+
+    def plan(constraints: dict[str, Any], cluster: Cluster) -> ParallelPlan:
+        return generate_plan(
+            build(family, "batched_mm"),
+            constraints,
+            world_size=4,
+            cluster=cluster,
+            example_batch=tokens(0),
+        )
+
+    if EP not in wish:
+        whole = plan({**given, EP: 1}, cluster).estimate
+        assert whole is not None
+        cluster = replace(cluster, memory_bytes=whole.memory_bytes - 1)
+    return plan(given, cluster)
+
+
+def mixture_on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
+    with AllInDouble():
+        model = parallelize(ParallelPlan.from_json(plan), build(family, "batched_mm"))
+        return loss_and_gradients(model, rows_of(model, tokens(0)))
+
+
+def check_mixture(world: World, family: str, wish: str) -> None:
+    plan = with_experts(family, SHARED[wish])
+    assert plan.expert_parallel.size > 1
+    with AllInDouble():
+        loss, gradients = loss_and_gradients(build(family, "batched_mm"), tokens(0))
+    ranks = world.run(mixture_on_rank, family, plan.to_json())
+    # Sums in another order, of float64. A rank has the loss of its rows, of equally many targets.
+    mean = sum(found for found, _ in ranks) / len(ranks)
+    torch.testing.assert_close(mean, loss, rtol=1e-12, atol=0)
+    for _, grads in ranks:
+        for name, expected in gradients.items():
+            scale = float(expected.abs().max()) + 1e-3
+            torch.testing.assert_close(grads[name], expected, rtol=0, atol=1e-12 * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_plans_with_shared_experts_are_one_device(world4: World) -> None:
+    check_mixture(world4, "mixtral", "unasked")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("wish", SHARED)
+def test_plans_of_mixtures_are_one_device(world4: World, family: str, wish: str) -> None:
+    check_mixture(world4, family, wish)

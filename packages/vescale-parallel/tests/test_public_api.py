@@ -40,6 +40,7 @@ def test_public_names_are_these() -> None:
 
 def test_what_the_planner_uses_besides_is_no_promise() -> None:
     for name in (
+        "ExpertLayer",
         "PartCost",
         "ShardingProposal",
         "StageRule",
@@ -48,10 +49,12 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "called_blocks",
         "check_constraints",
         "check_pipeline",
+        "expert_layers",
         "model_signature",
         "modules_outside_blocks",
         "names_of_calls",
         "pipeline_blocks",
+        "planned_experts",
         "propose_in_chunks",
         "propose_sharding",
         "state_bytes",

@@ -125,7 +125,6 @@ def test_an_observation_says_what_runs_around_the_blocks() -> None:
             "data_parallel.zero_stage": 3,
             "data_parallel.replicate_zero_stage": 1,
         },
-        {"expert_parallel.size": 2, "batch.global_size": 8},
         {"recompute": "full", "precision.param": "bfloat16", "batch.shuffle": True},
         {
             "tensor_parallel.sharding_plan": {
@@ -280,6 +279,7 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
             r"batch\.global_size to be a multiple.*got 6",
         ),
         ({"context_parallel.size": 2}, 4, r"context parallelism is not planned yet"),
+        ({"expert_parallel.size": 2}, 4, r"size 2: found no experts in LlamaForCausalLM"),
         (
             {"expert_parallel.size": 3},
             4,

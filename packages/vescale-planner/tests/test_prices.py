@@ -49,7 +49,7 @@ def _workload(blocks: int = 4, **changes: float) -> Workload:
     """Blocks of 1e9 elements of 2 bytes that compute 1e13 flops a row, 0.3 s there and back."""
     numbers = {"flops": 1e13, "saved_bytes": 0.0, "output_bytes": 0.0, **changes}
     each = tuple(
-        Part(parameters=(ParameterSize(f"{i}.w", 10**9, 2 * 10**9),), **numbers)
+        replace(Part(parameters=(ParameterSize(f"{i}.w", 10**9, 2 * 10**9),)), **numbers)
         for i in range(blocks)
     )
     return Workload(

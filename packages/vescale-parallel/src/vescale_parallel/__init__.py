@@ -29,6 +29,8 @@ from ._auto_sharding.policies import (
     tensor_parallel_plan as tensor_parallel_plan,
 )
 from ._data_parallel.data.loader import ParallelLoader as ParallelLoader
+from ._expert_parallel.find import planned_experts as planned_experts
+from ._expert_parallel.layers import ExpertLayer as ExpertLayer, expert_layers as expert_layers
 from ._expert_parallel.load import expert_load as expert_load
 from ._model.blocks import block_stacks as block_stacks, pipeline_blocks as pipeline_blocks
 from ._model.signature import (

@@ -17,6 +17,7 @@ from vescale_parallel._expert_parallel.experts import (
     sorted_by_expert,
 )
 from vescale_parallel._expert_parallel.find import find_experts
+from vescale_parallel._expert_parallel.layers import expert_layers
 
 
 class Stack(nn.Module):
@@ -70,6 +71,22 @@ class AllRows(nn.Module):
         return rows @ self.weight
 
 
+class Listed(nn.Module):
+    """All experts have a part in all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weights = self.router(rows).softmax(-1)
+        made = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            made = made + expert(rows) * weights[..., index, None]
+        return made
+
+
 class Moe(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -113,6 +130,52 @@ def test_integers_that_count_experts_are_found_among_others() -> None:
     assert found.fqn == "experts"
     (found,) = find_experts(Moe(Stack()), 2).stacked
     assert found.attributes == ("how_many",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 9])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_large_models_are_tried_on_one_of_fewer_experts(size: int, implementation: str) -> None:
+    """Whose other integers, as features that are as many as its experts, count nothing."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(num_hidden_layers=2, num_experts=72, num_experts_per_tok=8)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = find_experts(model, size).stacked
+    assert [each.num_experts for each in found] == [72, 72]
+    assert {each.attributes for each in found} == {("num_experts",)}
+    with pytest.raises(ValueError, match="size 5 does not divide the 72 experts"):
+        find_experts(model, 5)
+
+
+def test_layers_with_experts_are_told_by_their_shapes() -> None:
+    model = nn.Sequential(Moe(Stack()), nn.Linear(6, 6), Moe(Dropping()))
+    first, last = expert_layers(model)
+    assert (first.fqn, first.num_experts, first.is_listed) == ("0.experts", 4, False)
+    assert first.parameters == ("0.experts.weight", "0.experts.bias")
+    assert (first.called, last.called) == (("0.experts",), ("2.experts",))
+
+
+def test_a_list_of_layers_is_no_list_of_experts() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, ids: Tensor, mask: Any = None, positions: Any = None) -> Tensor:
+            raise AssertionError("it takes three arguments, and is not run")
+
+    names = [f"layers.{index}" for index in range(3)]
+    assert expert_layers(Layers(), names) == ()
+
+
+def test_lists_of_experts_have_a_router_beside_them() -> None:
+    (found,) = expert_layers(nn.Sequential(Listed(), nn.Linear(6, 6)))
+    assert (found.fqn, found.num_experts, found.is_listed) == ("0", 3, True)
+    assert found.called == tuple(f"0.experts.{index}" for index in range(3))
+    assert found.parameters[:2] == ("0.experts.0.weight", "0.experts.0.bias")
 
 
 def test_finding_draws_and_changes_nothing() -> None:

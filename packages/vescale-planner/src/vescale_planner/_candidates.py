@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vescale_parallel import (
@@ -77,7 +78,12 @@ class Candidate:
     @property
     def shard(self) -> int:
         """Ranks that share one copy of the sharded state; those of a sequence are among them."""
-        return self.layout.dp // self.replicate * self.layout.cp if self.zero_stage else 1
+        return self.layout.dp * self.layout.cp // self.copies if self.zero_stage else 1
+
+    @property
+    def copies(self) -> int:
+        """Of the sharded state: ranks that share experts have copies of everything else."""
+        return max(self.replicate, self.layout.ep)
 
     @property
     def state_shard(self) -> int:
@@ -92,11 +98,13 @@ class Candidate:
     @property
     def moving_parts(self) -> int:
         """How much machinery it needs: decides between equally fast candidates."""
-        axes = (self.layout.dp, self.layout.tp, self.layout.pp, self.layout.cp)
+        axes = (
+            self.layout.dp, self.layout.tp, self.layout.pp, self.layout.cp, self.layout.ep
+        )  # fmt: skip
         return (
             10 * sum(size > 1 for size in axes)
             + self.zero_stage
-            + (self.zero_stage > 0 and self.replicate > 1)
+            + (self.zero_stage > 0 and self.copies > 1)
             + self.shares_state
             + (not self.reshards)
             + 4 * (self.virtual_stages > 1)
@@ -108,7 +116,8 @@ class Candidate:
     def __str__(self) -> str:
         words = [str(self.layout)]
         if self.zero_stage:
-            copies = f" in {self.replicate} copies" if self.replicate > 1 else ""
+            copies = f" in {self.copies} copies" if self.copies > 1 else ""
+            copies += " of what is no expert" if self.layout.ep > 1 else ""
             copies += " that share out the optimizer state" if self.shares_state else ""
             kept = "" if self.reshards else ", gathered once a step"
             words.append(f"ZeRO {self.zero_stage}{copies}{kept}")
@@ -153,31 +162,37 @@ def candidates(
     constraints: Mapping[str, Any],
     *,
     accumulates: bool = False,
+    experts: Sequence[int] = (1,),
 ) -> Iterator[Candidate | str]:
     """Yield the candidates of a layout, or sentences that say why there is none.
 
     Args:
-        layout: Sizes of the mesh axes.
+        layout: Sizes of the mesh axes, but of ``ep``.
         rows: What is known of the batch.
         num_blocks: Of the model.
         constraints: Of the plan.
         accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
+        experts: By how many ranks experts may be shared, unasked.
     """
     get = constraints.get
     if layout.pp > 1 and num_blocks < layout.pp * (get("pipeline_parallel.virtual_stages") or 1):
         yield _too_many_stages(layout.pp, get("pipeline_parallel.virtual_stages") or 1, num_blocks)
         return
-    experts = get("expert_parallel.size") or 1
-    # Ranks that share experts have copies of everything else.
-    replicate = max(get(REPLICATE) or 1, experts)
-    for name, size in (("expert_parallel.size", experts), (REPLICATE, replicate)):
-        if layout.dp % size:
-            yield f"{name} {size} does not divide data_parallel.size {layout.dp}"
-            return
-    if get(SHARE_STATE) and layout.dp == replicate:
-        yield f"{SHARE_STATE} 1 needs data_parallel.size above {REPLICATE} {replicate}"
+    copies, asked = get(REPLICATE) or 1, get("expert_parallel.size")
+    if layout.dp % copies:
+        yield f"{REPLICATE} {copies} does not divide data_parallel.size {layout.dp}"
         return
-    sharded = [*_shardings(layout, replicate, constraints)]
+    if asked and layout.dp * layout.cp % asked:
+        yield f"expert_parallel.size {asked} does not divide data_parallel.size {layout.dp}"
+        return
+    if get(SHARE_STATE) and layout.dp == copies:
+        yield f"{SHARE_STATE} 1 needs data_parallel.size above {REPLICATE} {copies}"
+        return
+    sharded = [
+        (replace(layout, ep=size), *each)
+        for size in ([asked] if asked else experts)
+        for each in _shardings(replace(layout, ep=size), constraints)
+    ]
     for pipeline in _pipelines(layout, rows, num_blocks, constraints):
         if isinstance(pipeline, str):
             yield pipeline
@@ -191,9 +206,9 @@ def candidates(
             sharded,
             _recomputations(get("recompute")),
         )
-        for accumulation, (zero_stage, copies, reshards, shares_state), recompute in choices:
+        for accumulation, (sizes, zero_stage, copies, reshards, shares), recompute in choices:
             yield Candidate(
-                layout=layout,
+                layout=sizes,
                 zero_stage=zero_stage,
                 replicate=copies,
                 schedule=schedule,
@@ -206,20 +221,23 @@ def candidates(
                 reduction=get(REDUCTION, DataParallel.reduction),
                 reshards=reshards,
                 offload=get("data_parallel.offload", DataParallel.offload),
-                shares_state=shares_state,
+                shares_state=shares,
                 attends=get(ATTENDS, ContextParallel.method),
             )
 
 
 def _shardings(
-    layout: Layout, replicate: int, constraints: Mapping[str, Any]
+    layout: Layout, constraints: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, bool, bool]]:
     """Yield (ZeRO stage, copies of the sharded state, frees blocks, copies share their state).
 
     Unasked, any number of copies is tried that divides: each may be inside a node then. Under
     stage 3 they may share out the optimizer state, and blocks may stay gathered until backward.
+    Ranks that share experts have copies of everything else, and no other ranks have.
     """
     get = constraints.get
+    # Of ranks of a sequence, too, where experts are shared by more than the batch is.
+    replicate = max(get(REPLICATE) or 1, math.gcd(layout.ep, layout.dp))
     frees, shares = get(RESHARD, True) is not False, get(SHARE_STATE) == 1
     unasked = get(REPLICATE) is None and not shares and replicate == 1
     on_device = get("data_parallel.offload", DataParallel.offload) == "none"
@@ -265,7 +283,7 @@ def _zero_stages(
     fixed = constraints.get("data_parallel.zero_stage")
     if fixed is not None:
         return (fixed,)
-    if layout.dp == replicate:
+    if layout.dp * (layout.cp if layout.ep > 1 else 1) == max(replicate, layout.ep):
         return (0,)
     # Hybrid sharding was asked for, and stage 0 would replicate everything.
     is_hybrid = (constraints.get(REPLICATE) or 1) > 1

@@ -15,14 +15,15 @@ from vescale_parallel import (
     Precision,
     ShardingProposal,
     check_constraints,
+    check_supported,
     propose_in_chunks,
     with_constraints,
 )
 
-from ._candidates import SHARE_STATE
+from ._candidates import REPLICATE, SHARE_STATE
 from ._workload import Workload
 
-_WITHIN_DATA = ("data_parallel.replicate_size", "expert_parallel.size")
+_WITHIN_DATA = (REPLICATE, "expert_parallel.size")
 
 
 def in_order(model: object, constraints: object) -> tuple[nn.Module, dict[str, Any]]:
@@ -133,6 +134,25 @@ def _check_sharding(constraints: Mapping[str, Any], model: nn.Module) -> None:
         )
     # Raises where a pattern matches nothing, or a placement cannot be read.
     ShardingProposal(plan=dict(plan), left_whole={}).sharded_parameters(model)
+
+
+def refuses_experts(constraints: Mapping[str, Any]) -> bool:
+    """Return whether ranks cannot share experts under what is constrained besides sizes.
+
+    Asks what a plan and the runtime ask, of the smallest plan in which they do.
+    """
+    sizes = ("pipeline_parallel.", "tensor_parallel.", "context_parallel.", "batch.")
+    given = {
+        key: value
+        for key, value in constraints.items()
+        if not key.startswith(sizes) and not key.endswith(".size") and key != REPLICATE
+    }
+    given |= {"data_parallel.size": 4, "expert_parallel.size": 2}
+    try:
+        check_supported(with_constraints(ParallelPlan(), given), nn.Module())
+    except ValueError:
+        return True
+    return False
 
 
 def check_split_points(constraints: Mapping[str, Any], workload: Workload, name: str) -> None:

@@ -277,6 +277,7 @@ def _fill_in(
         "pipeline_parallel.virtual_stages": candidate.virtual_stages,
         "pipeline_parallel.microbatches": candidate.microbatches,
         "data_parallel.size": layout.dp,
+        "expert_parallel.size": layout.ep,
         "data_parallel.replicate_size": candidate.replicate,
         "data_parallel.zero_stage": candidate.zero_stage,
         "recompute": candidate.recompute,

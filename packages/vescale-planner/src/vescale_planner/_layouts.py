@@ -16,12 +16,13 @@ _MOST_TOKENS = 2**24
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """Sizes of the mesh axes."""
+    """Sizes of the mesh axes; ``ep`` of the ranks of ``dp`` and ``cp`` share experts."""
 
     tp: int
     pp: int
     dp: int
     cp: int = 1
+    ep: int = 1
 
     def __str__(self) -> str:
         sizes = {
@@ -31,7 +32,8 @@ class Layout:
             "pipeline": self.pp,
         }
         used = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(used) or "a single device"
+        said = " x ".join(used) or "a single device"
+        return f"{said}, expert parallel {self.ep}" if self.ep > 1 else said
 
 
 def layouts(world_size: int, constraints: Mapping[str, Any]) -> tuple[Layout, ...]:

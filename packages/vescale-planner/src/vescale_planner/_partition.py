@@ -26,6 +26,8 @@ class LocalPart:
         is_last: Whether it is what runs behind the blocks.
         keeps_cut: Whether what it returns stays cut over the tensor-parallel ranks: logits of an
             output layer whose plan says so, and what the loss keeps of them.
+        ep: Ranks that share its experts, of which it has its part.
+        expert_share: As ``share``, of its experts' bytes alone.
     """
 
     part: Part
@@ -35,16 +37,35 @@ class LocalPart:
     sequence: bool = False
     is_last: bool = False
     keeps_cut: bool = False
+    ep: int = 1
+    expert_share: float = 0.0
 
     @cached_property
     def nbytes(self) -> float:
         """Parameter bytes of one rank."""
-        return self.part.nbytes * _cut(self.share, self.tp)
+        whole = self.part.nbytes * _cut(self.share, self.tp)
+        if self.ep == 1:
+            return whole
+        elsewhere = sum(p.nbytes * p.elsewhere(self.ep) for p in self.part.parameters)
+        return whole - elsewhere * _cut(self.expert_share, self.tp)
 
     @cached_property
     def numel(self) -> float:
         """Parameter elements of one rank."""
-        return self.part.numel * _cut(self.share, self.tp)
+        whole = self.part.numel * _cut(self.share, self.tp)
+        if self.ep == 1:
+            return whole
+        elsewhere = sum(p.numel * p.elsewhere(self.ep) for p in self.part.parameters)
+        return whole - elsewhere * _cut(self.expert_share, self.tp)
+
+    @cached_property
+    def expert_numel(self) -> float:
+        """Of those, the ones of experts that other ranks do not have; 0 if all have them."""
+        if self.ep == 1:
+            return 0.0
+        experts = (p for p in self.part.parameters if p.num_experts)
+        here = sum(p.numel * (1 - p.elsewhere(self.ep)) for p in experts)
+        return here * _cut(self.expert_share, self.tp)
 
     @cached_property
     def flops(self) -> float:
@@ -85,6 +106,9 @@ class LocalPart:
         sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
+        if self.ep > 1:
+            experts = part.sent_bytes, part.num_exchanges, self.expert_share, self.expert_numel
+            how = (*how, self.ep, *experts)
         return (*sizes, *handed, *how)
 
     @property
@@ -134,6 +158,11 @@ class PipelineRank:
         return sum(part.numel for part in self.distinct)
 
     @cached_property
+    def expert_numel(self) -> float:
+        """Of those, the ones of experts that ranks share."""
+        return sum(part.expert_numel for part in self.distinct)
+
+    @cached_property
     def nbytes(self) -> float:
         """Parameter bytes."""
         return sum(self.unit_bytes)
@@ -162,6 +191,7 @@ def local_parts(
     *,
     sequence: bool = False,
     cut_logits: bool = False,
+    ep: int = 1,
 ) -> tuple[LocalPart, ...]:
     """Return all parts of the model as a tensor-parallel rank has them.
 
@@ -171,6 +201,7 @@ def local_parts(
         tp: Size of the tensor-parallel axis.
         sequence: Whether activations between blocks are cut along the sequence.
         cut_logits: Whether what the model returns stays cut.
+        ep: Ranks that share experts.
     """
     parts = workload.parts
     found: list[LocalPart] = []
@@ -183,9 +214,13 @@ def local_parts(
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
         share = cut / total if total else 0.0
+        experts = [each for each in counted if each.num_experts] if ep > 1 else []
+        cut = sum(each.nbytes for each in experts if each.fqn in sharded)
+        expert_share = cut / sum(each.nbytes for each in experts) if experts else 0.0
         is_last = index == len(parts) - 1
         keeps_cut = is_last and cut_logits and share > 0
-        found.append(LocalPart(part, share, tp, is_block or whole, sequence, is_last, keeps_cut))
+        how = is_block or whole, sequence, is_last, keeps_cut, ep, expert_share
+        found.append(LocalPart(part, share, tp, *how))
     return tuple(found)
 
 
@@ -218,24 +253,28 @@ def pipeline_ranks(
     )
 
 
-def stage_starts(workload: Workload, rule: StageRule, rows: float) -> list[int]:
+def stage_starts(workload: Workload, rule: StageRule, rows: float, ep: int = 1) -> list[int]:
     """Return the first block of every stage, as :func:`balanced_starts` cuts.
 
     Args:
         workload: The model.
         rule: What is to be even, over at most as many stages as blocks.
         rows: Of a micro-batch.
+        ep: Ranks that share experts, whose bytes count on one of them.
     """
     tied = sum(each.numel for each in workload.tied), sum(each.nbytes for each in workload.tied)
-    after = _cost(workload.after, rows) + PartCost(numel=tied[0], nbytes=tied[1])
-    blocks = [_cost(part, rows) for part in workload.blocks]
-    return balanced_starts(_cost(workload.before, rows), blocks, after, rule)
+    after = _cost(workload.after, rows, ep) + PartCost(numel=tied[0], nbytes=tied[1])
+    blocks = [_cost(part, rows, ep) for part in workload.blocks]
+    return balanced_starts(_cost(workload.before, rows, ep), blocks, after, rule)
 
 
-def _cost(part: Part, rows: float) -> PartCost:
+def _cost(part: Part, rows: float, ep: int) -> PartCost:
+    elsewhere = 0
+    if ep > 1:
+        elsewhere = round(sum(each.nbytes * each.elsewhere(ep) for each in part.parameters))
     return PartCost(
         numel=part.numel,
-        nbytes=part.nbytes,
+        nbytes=part.nbytes - elsewhere,
         flops=part.flops * rows,
         saved_bytes=part.saved_bytes * rows,
         output_bytes=part.output_bytes * rows,

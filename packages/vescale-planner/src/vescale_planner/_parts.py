@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -15,12 +17,25 @@ ASSUMED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its name, what it takes, and the shorter side of a matrix."""
+    """One parameter: its name, what it takes, and the shorter side of a matrix.
+
+    ``num_experts`` is among how many experts it is, or of how many it has a part; 0 of no expert.
+    """
 
     fqn: str
     numel: int
     nbytes: int
     width: int = 0
+    num_experts: int = 0
+
+    def elsewhere(self, ranks: int) -> float:
+        """Return which part of it other ranks have, of those that share experts: of the fullest.
+
+        Each of ``ranks`` has as many experts, or one more where they do not divide.
+        """
+        if not self.num_experts:
+            return 0.0
+        return 1 - -(-self.num_experts // ranks) / self.num_experts
 
 
 # Parameters of what runs before the blocks, of each block, and of what runs behind them.
@@ -39,6 +54,9 @@ class Part:
         output_bytes: What it hands to the next part.
         input_bytes: What it is handed, of the part behind the blocks.
         keys_bytes: Of attention's keys and values together, of a block.
+        sent_bytes: Rows for experts, as many a token as it has experts: where ranks share
+            experts, they are sent to those, and as many back.
+        num_exchanges: Modules with experts, each of which sends its rows.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -48,6 +66,8 @@ class Part:
     output_bytes: float = 0.0
     input_bytes: float = 0.0
     keys_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    num_exchanges: int = 0
 
     @property
     def numel(self) -> int:
@@ -68,9 +88,15 @@ class Part:
 
 
 def ownership(
-    model: nn.Module, blocks: tuple[str, ...], behind: set[str]
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    behind: set[str],
+    experts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Owned, tuple[ParameterSize, ...]]:
-    """Return the parameters of every part, and the tied ones used before and behind."""
+    """Return the parameters of every part, and the tied ones used before and behind.
+
+    ``experts`` are the parameters of experts, each with the number of these.
+    """
     index = {block: blocks.index(block) + 1 for block in blocks}  # of the first call
     parts: list[list[ParameterSize]] = [[] for _ in range(len(blocks) + 2)]
     homes: dict[int, int] = {}
@@ -81,7 +107,7 @@ def ownership(
             home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
         nbytes = parameter.numel() * parameter.element_size()
         width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
-        sized = ParameterSize(fqn, parameter.numel(), nbytes, width)
+        sized = ParameterSize(fqn, parameter.numel(), nbytes, width, experts.get(fqn, 0))
         if id(parameter) not in homes:
             homes[id(parameter)] = home
             parts[home].append(sized)
@@ -153,11 +179,13 @@ def estimated_parts(
     owned: Owned,
     tied: tuple[ParameterSize, ...],
     model: nn.Module,
+    chosen: int = 1,
 ) -> tuple[Part, tuple[Part, ...], Part]:
     """Estimate from parameters alone.
 
     A transformer block of width h has about 12 h^2 elements, and keeps 34 h bytes a token at
-    2 bytes an element (Korthikanti et al. 2022, without attention scores).
+    2 bytes an element (Korthikanti et al. 2022, without attention scores). Of experts only those
+    count that a token is sent to, ``chosen`` many.
     """
     matrices = {
         name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1
@@ -170,7 +198,7 @@ def estimated_parts(
 
     def part(parameters: tuple[ParameterSize, ...], *, vectors: int) -> Part:
         used = [p for p in parameters if p.fqn in matrices and p.fqn not in lookups]
-        numel = sum(p.numel for p in used)
+        numel = sum(p.numel * _share_of_tokens(p, chosen) for p in used)
         itemsize = used[0].nbytes / used[0].numel if used else 4.0
         width = (numel / 12) ** 0.5 * itemsize
         return Part(
@@ -196,3 +224,8 @@ def estimated_parts(
         input_bytes=blocks[-1].output_bytes if blocks else 0.0,
     )
     return before, blocks, after
+
+
+def _share_of_tokens(parameter: ParameterSize, chosen: int) -> float:
+    """Return which part of all tokens comes to a parameter, with as many to each expert."""
+    return min(1.0, chosen / parameter.num_experts) if parameter.num_experts else 1.0

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from vescale_parallel import ParallelPlan
+from vescale_parallel import ParallelPlan, planned_experts
 
 from ._candidates import Candidate, priced_recompute
+from ._experts import EVEN_EXPERTS
 from ._explanations.predicted import prediction
 from ._layouts import Layout
 from ._prices.memory import UNTIMED_OFFLOAD, optimizer_states
@@ -48,24 +49,23 @@ def predict(
         optimizer: The optimizer's name or class, for its memory.
 
     Raises:
-        ValueError: If the model has no such stages, or the plan has expert parallelism.
+        ValueError: If the model has no such stages, or no experts that ranks can share as the
+            plan has it.
 
     Example:
         >>> found = predict(nn.Linear(8, 8), ParallelPlan(), "h200")
         >>> found.step_seconds > 0, len(found.memory)
         (True, 1)
     """
-    if plan.expert_parallel.size > 1:
-        raise ValueError(
-            "expected expert_parallel.size 1, got "
-            f"{plan.expert_parallel.size}: experts on other ranks are not priced yet"
-        )
+    planned_experts(plan, model)
     cluster = as_cluster(cluster, plan.world_size)
     workload = workload_of(model, example_batch, plan.pipeline_parallel.block_calls)
     workload = computed_in(workload, itemsize_of(plan.precision.param, workload.itemsize))
     notes = list(workload.assumptions)
     if plan.data_parallel.offload != "none":
         notes.append(UNTIMED_OFFLOAD)
+    if plan.expert_parallel.size > 1:
+        notes.append(EVEN_EXPERTS)
     candidate = _candidate(plan, workload, notes)
     search = _search(plan, model, workload, cluster, optimizer_states(optimizer), notes)
     _check_stages(plan, workload)
@@ -76,7 +76,11 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
     data, pipeline = plan.data_parallel, plan.pipeline_parallel
     return Candidate(
         layout=Layout(
-            plan.tensor_parallel.size, pipeline.size, data.size, plan.context_parallel.size
+            plan.tensor_parallel.size,
+            pipeline.size,
+            data.size,
+            plan.context_parallel.size,
+            plan.expert_parallel.size,
         ),
         zero_stage=data.zero_stage,
         replicate=data.replicate_size,

@@ -7,7 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from vescale_parallel import ObservationError, ParallelPlan, check_pipeline, check_supported
+from vescale_parallel import (
+    ObservationError,
+    ParallelPlan,
+    check_pipeline,
+    check_supported,
+    planned_experts,
+)
 
 from ._candidates import Candidate
 from ._explanations.reasons import runners_up
@@ -16,9 +22,10 @@ from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
 from ._search import Search
 from ._workload import few_tokens
 
-# Stages, whether micro-batches are run one after the other, whether the batch is cut at all, and
-# whether there are several ranks: what the runtime's checks depend on.
-_Kind = tuple[int, bool, bool, bool]
+# Stages, whether micro-batches are run one after the other, whether the batch is cut at all,
+# whether there are several ranks, and whether experts are shared, by numbers that divide them:
+# what the runtime's checks depend on.
+_Kind = tuple[int, bool, bool, bool, bool]
 # Pipelines refused for one reason, after which no other is tried.
 _ENOUGH = 3
 
@@ -96,13 +103,14 @@ def _kind(candidate: Candidate) -> _Kind:
     layout = candidate.layout
     is_cut = layout.dp * candidate.parts > 1
     many = layout.dp * layout.tp * layout.pp > 1
-    return candidate.stages, candidate.accumulation > 1, is_cut, many
+    return candidate.stages, candidate.accumulation > 1, is_cut, many, layout.ep > 1
 
 
 def _refusal(plan: ParallelPlan, search: Search) -> str:
     """Return why the runtime would refuse a plan, or why that is not known."""
     try:
         check_supported(plan, search.model)
+        planned_experts(plan, search.model)
     except ValueError as error:
         return str(error)
     if plan.pipeline_parallel.size == 1:

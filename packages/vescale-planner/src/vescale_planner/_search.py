@@ -19,8 +19,9 @@ from vescale_parallel import (
     state_bytes,
 )
 
-from ._candidates import Candidate, Rows, candidates
-from ._constraints import proposal_in_chunks
+from ._candidates import REPLICATE, Candidate, Rows, candidates
+from ._constraints import proposal_in_chunks, refuses_experts
+from ._experts import even_sizes
 from ._layouts import Layout, layouts, stated_batch
 from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
 from ._prices.columns import Numerics, columns_of, kind_of
@@ -69,8 +70,8 @@ class Search:
     _ranks: dict[tuple[object, ...], tuple[PipelineRank, ...]] = field(
         default_factory=dict["tuple[object, ...]", "tuple[PipelineRank, ...]"]
     )
-    _parts: dict[int, tuple[LocalPart, ...]] = field(
-        default_factory=dict["int", "tuple[LocalPart, ...]"]
+    _parts: dict[tuple[int, int], tuple[LocalPart, ...]] = field(
+        default_factory=dict["tuple[int, int]", "tuple[LocalPart, ...]"]
     )
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
@@ -113,6 +114,7 @@ class Search:
                 len(self.workload.blocks),
                 self.constraints,
                 accumulates=self.accumulates,
+                experts=self._expert_sizes(layout),
             ):
                 if isinstance(each, str):
                     rejected[each] = None
@@ -215,7 +217,8 @@ class Search:
             self._sharding[tp] = self._make_sharding(tp)
             for key in [key for key in self._ranks if key[0] == tp]:
                 del self._ranks[key]
-            self._parts.pop(tp, None)
+            for key in [key for key in self._parts if key[0] == tp]:
+                del self._parts[key]
         return self._sharding[tp]
 
     def likely_sharding(self, tp: int) -> dict[str, str] | str:
@@ -252,14 +255,17 @@ class Search:
         key = self._decides_stages(candidate)
         if key not in self._starts:
             rule = self._stage_rule(candidate)
-            self._starts[key] = stage_starts(self.workload, rule, candidate.rows_of_part)
+            rows, ep = candidate.rows_of_part, candidate.layout.ep
+            self._starts[key] = stage_starts(self.workload, rule, rows, ep)
         return self._starts[key]
 
     def _decides_stages(self, candidate: Candidate) -> tuple[object, ...]:
         """Return what of a candidate decides where it is cut: less than all, to cut seldom."""
         if self.split_method not in ("memory", "auto"):
             return (candidate.stages,)
-        found = (candidate.stages, candidate.rows_of_part, candidate.recompute)
+        found = (
+            candidate.stages, candidate.rows_of_part, candidate.recompute, candidate.layout.ep
+        )  # fmt: skip
         if self.split_method == "auto":
             return found
         schedule = candidate.schedule, candidate.virtual_stages, candidate.parts
@@ -282,6 +288,19 @@ class Search:
             states=state_bytes(candidate.zero_stage, candidate.shard, self.states),
             flops_per_byte=flops / self.cluster.reached_memory_bytes_per_second,
         )
+
+    def _expert_sizes(self, layout: Layout) -> list[int]:
+        """Return by how many ranks experts may be shared, unasked.
+
+        What the runtime refuses with them whatever the model is is left out; what it refuses of
+        this model is asked once the plan is to be returned.
+        """
+        experts, copies = self.workload.experts, self.constraints.get(REPLICATE)
+        is_cut = layout.tp > 1 and any(layer.is_listed for layer in experts)
+        if not experts or is_cut or refuses_experts(self.constraints):
+            return [1]
+        found = even_sizes(experts, layout.dp * layout.cp)
+        return [size for size in found if size == 1 or copies in (None, size)]
 
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
@@ -338,13 +357,12 @@ class Search:
         return given
 
     def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
-        tp, pp = candidate.layout.tp, candidate.layout.pp
-        key = self._rank_key(candidate)
+        layout, key = candidate.layout, self._rank_key(candidate)
         if key not in self._ranks:
             starts = self.starts(candidate)
             style = rule_of(candidate.schedule).style
-            placement = StagePlacement(pp, candidate.virtual_stages, style)
-            parts = self._parts_of(tp)
+            placement = StagePlacement(layout.pp, candidate.virtual_stages, style)
+            parts = self._parts_of(layout.tp, layout.ep)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
         return self._ranks[key]
 
@@ -352,10 +370,11 @@ class Search:
         """Return what decides what pipeline ranks own; sizes of tensor parallelism first."""
         tp, pp = candidate.layout.tp, candidate.layout.pp
         style = rule_of(candidate.schedule).style
-        return (tp, pp, candidate.virtual_stages, style, *self._decides_stages(candidate))
+        sizes = tp, candidate.layout.ep, pp, candidate.virtual_stages
+        return (*sizes, style, *self._decides_stages(candidate))
 
-    def _parts_of(self, tp: int) -> tuple[LocalPart, ...]:
-        if tp not in self._parts:
+    def _parts_of(self, tp: int, ep: int) -> tuple[LocalPart, ...]:
+        if (tp, ep) not in self._parts:
             sharding = self.likely_sharding(tp)
             assert not isinstance(sharding, str)
             plan = ShardingProposal(plan=sharding, left_whole={})
@@ -364,11 +383,12 @@ class Search:
                 key.endswith("<out>") and "*" not in key and placement == "Shard(-1)"
                 for key, placement in sharding.items()
             )
-            self._parts[tp] = local_parts(
+            self._parts[tp, ep] = local_parts(
                 self.workload,
                 plan.sharded_parameters(self.model),
                 tp,
                 sequence=self.sequence,
                 cut_logits=cut_logits,
+                ep=ep,
             )
-        return self._parts[tp]
+        return self._parts[tp, ep]

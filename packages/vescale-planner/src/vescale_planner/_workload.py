@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from vescale_parallel import (
+    ExpertLayer,
     Observation,
     ObservationError,
     ParallelPlan,
     called_blocks,
+    expert_layers,
     modules_outside_blocks,
     names_of_calls,
     observe,
@@ -21,6 +23,7 @@ from vescale_parallel import (
     with_constraints,
 )
 
+from ._experts import chosen_of, counts_of, estimated_exchanges, observed_exchanges
 from ._parts import ASSUMED_TOKENS, ParameterSize, Part, estimated_parts, observed_parts, ownership
 
 
@@ -47,6 +50,7 @@ class Workload:
         block_calls: As a plan says in which order blocks are called; empty if once each in order.
         called_behind: As a plan says behind which blocks modules outside of them are called.
         assumptions: Sentences that say what was assumed.
+        experts: Modules with experts, which ranks may share out.
     """
 
     before: Part
@@ -68,6 +72,7 @@ class Workload:
     called_behind: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict["str", "tuple[str, ...]"]
     )
+    experts: tuple[ExpertLayer, ...] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -97,6 +102,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
             output_bytes=each.output_bytes * factor,
             input_bytes=each.input_bytes * factor,
             keys_bytes=each.keys_bytes * factor,
+            sent_bytes=each.sent_bytes * factor,
         )
 
     return replace(
@@ -127,24 +133,32 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
             f"(17 hidden vectors a token and block), with {ASSUMED_TOKENS} tokens a row"
         )
         notes.append("modules outside the blocks run in the order they were registered")
-    owned, tied = ownership(model, blocks, _behind(model, blocks, observation))
+    layers = expert_layers(model, blocks)
+    behind = _behind(model, blocks, observation)
+    owned, tied = ownership(model, blocks, behind, counts_of(layers))
+    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+    itemsize = 4 if largest is None else largest.element_size()
     if observation.ran:
         before, inner, after = observed_parts(observation, owned, _products_once(model))
         notes.append(_order_note(observation))
         notes.append(_uncounted_note(observation))
+        parts = observed_exchanges((before, *inner, after), blocks, layers, observation, itemsize)
     else:
-        before, inner, after = estimated_parts(owned, tied, model)
-    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+        chosen, note = chosen_of(model) if layers else (1, "")
+        notes.append(note)
+        before, inner, after = estimated_parts(owned, tied, model, chosen)
+        parts = estimated_exchanges((before, *inner, after), layers, chosen)
+    before, *inner, after = parts
     rows = max(1, observation.rows)
     return Workload(
         before=before,
-        blocks=inner,
+        blocks=tuple(inner),
         after=after,
         tied=tied,
         block_names=block_names,
         no_pipeline=no_pipeline,
         rows=rows if observation.ran else None,
-        itemsize=4 if largest is None else largest.element_size(),
+        itemsize=itemsize,
         output_bytes=observation.output_bytes / rows if observation.ran else after.output_bytes,
         tokens=observation.tokens // rows if observation.ran else ASSUMED_TOKENS,
         observed=observation.ran,
@@ -154,6 +168,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
         called_behind=called_behind,
         assumptions=tuple(note for note in notes if note),
         returns_loss=bool(observation.modules) and () in observation.modules[0].outputs,
+        experts=layers,
     )
 
 

@@ -45,6 +45,7 @@ class Breakdown:
         memory_bound: Element-wise operators, and starting those that are too small.
         tensor_parallel: Communication of that axis that nothing hides, as of the next ones.
         context_parallel: Likewise.
+        expert_parallel: Likewise: tokens to experts, and back.
         pipeline_parallel: Likewise: hand-over between stages.
         data_parallel: Likewise.
         bubble: Waiting for other stages.
@@ -60,6 +61,7 @@ class Breakdown:
     data_parallel: float
     bubble: float
     optimizer: float
+    expert_parallel: float = 0.0
 
     @property
     def total(self) -> float:

@@ -9,7 +9,8 @@ float64, gradients included, on the module or one like it of a scaled-down model
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,23 +84,32 @@ def _stacked(model: nn.Module, size: int) -> list[Experts]:
                 f"expert_parallel.size {size} does not divide the {count} experts of {fqn!r}; use "
                 f"one of {[n for n in range(1, count + 1) if count % n == 0]}"
             )
-        kind = f"{generalize(fqn)} {count} {type(model.get_submodule(fqn))}"
+        module = model.get_submodule(fqn)
+        kind = f"{generalize(fqn)} {count} {type(module)}"
         if kind not in known:
-            known[kind] = _proven(fqn, _subject(model, fqn, scaled), count, size)
+            subject = _subject(model, fqn, scaled, size)
+            # A scaled-down model may have fewer experts than there are ranks.
+            ranks = math.gcd(size, num_stacked(subject))
+            known[kind] = _proven(fqn, subject, ranks, [*_counting(module, count)])
         like = known[kind]
         found.append(Experts(fqn, count, like.attributes, like.combination))
     return found
 
 
-def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None]) -> nn.Module:
-    """Return the module to run: itself, or one like it of a scaled-down model if it is large."""
+def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: int) -> nn.Module:
+    """Return the module to run: itself, or one like it of a scaled-down model if it is large.
+
+    That one has fewer experts, which two or more ranks can share out if ``size`` can.
+    """
     module = model.get_submodule(fqn)
     if sum(p.numel() for p in module.parameters()) <= _MAX_NUMEL:
         return module
+    few = next((n for n in range(2, size + 1) if size % n == 0), 1)
     if not scaled:
-        scaled.append(scaled_down(model, 1))
+        scaled.append(scaled_down(model, few))
     for name, other in scaled[0].named_modules() if scaled[0] is not None else ():
-        if generalize(name) == generalize(fqn) and num_stacked(other) == num_stacked(module):
+        alike = generalize(name) == generalize(fqn) and type(other) is type(module)
+        if alike and num_stacked(other) and num_stacked(other) % few == 0:
             return other
     if sum(p.numel() for p in module.parameters()) > _MOST_NUMEL:
         why = "it is too large to be tried, and the model has no configuration of a smaller one"
@@ -107,12 +117,19 @@ def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None]) -> nn.M
     return module
 
 
-def _proven(fqn: str, module: nn.Module, count: int, size: int) -> Experts:
+def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Experts:
     """Return how a module's experts are shared out.
+
+    Args:
+        fqn: Of the module.
+        module: It, or one like it.
+        size: Ranks.
+        named: Its integers that may count experts.
 
     Raises:
         ValueError: If its results are not those of its experts, summed by weight.
     """
+    count = num_stacked(module)
     with untouched_generators(seed=0), InDouble():
         try:
             whole = random_copy(module)
@@ -123,7 +140,8 @@ def _proven(fqn: str, module: nn.Module, count: int, size: int) -> Experts:
         if _draws(whole, rows):
             raise ValueError(_refusal(fqn, "its forward draws random numbers"))
         why = ""
-        for attributes in _counting_experts(whole, count):
+        both = [name for name in _counting(whole, count) if name in named]
+        for attributes in _subsets(both):
             try:
                 made = _shared_out(whole, rows, attributes, size)
             except Exception as error:  # these integers were not those, or not all of them
@@ -191,9 +209,15 @@ def _draws(module: nn.Module, given: Made) -> bool:
     return generator_state() != before
 
 
-def _counting_experts(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
-    """Yield sets of a module's integers that may count its experts, all of them first."""
-    names = [name for name, value in vars(module).items() if type(value) is int and value == count]
+def _counting(module: nn.Module, count: int) -> Iterator[str]:
+    """Yield a module's integers that may count its experts."""
+    for name, value in vars(module).items():
+        if type(value) is int and value == count:
+            yield name
+
+
+def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield sets of names, all of them first."""
     for length in range(len(names), -1, -1):
         yield from itertools.combinations(names, length)
 

@@ -9,7 +9,7 @@ parts: results and all gradients have to be the same; see [Note: two passes].
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,18 @@ _RELATIVE = 1e-9  # far above rounding in float64, far below any difference in w
 Made = tuple[Tensor, ...]
 
 
-def find_listed(model: nn.Module) -> tuple[list[ListedExperts], dict[str, str]]:
-    """Return the lists of experts of a model, and why other lists like them are none."""
+def find_listed(
+    model: nn.Module, layers: Collection[str] = ()
+) -> tuple[list[ListedExperts], dict[str, str]]:
+    """Return the lists of experts of a model, and why other lists like them are none.
+
+    ``layers`` are modules that run one after the other: what holds them often takes three
+    arguments. A list of them is tried, which takes a while, if a router stands beside it.
+    """
     found, others = list[ListedExperts](), dict[str, str]()
     known = dict[str, ListedExperts | str]()
     scaled: list[nn.Module | None] = []
-    for experts in _candidates(model):
+    for experts in _candidates(model, layers):
         module = model.get_submodule(experts.fqn)
         kind = f"{generalize(experts.fqn)} {experts.num_experts} {type(module)}"
         if kind not in known:
@@ -49,7 +55,7 @@ def find_listed(model: nn.Module) -> tuple[list[ListedExperts], dict[str, str]]:
     return found, others
 
 
-def _candidates(model: nn.Module) -> Iterator[ListedExperts]:
+def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[ListedExperts]:
     for fqn, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or len(container) < 2:
             continue
@@ -64,7 +70,8 @@ def _candidates(model: nn.Module) -> Iterator[ListedExperts]:
         else:
             candidate = ListedExperts(parent, name, names)
         module = model.get_submodule(candidate.fqn)
-        if takes_rows(module) or _has_router(module, container, len(names)):
+        is_given_rows = candidate.fqn_of(0) not in layers and takes_rows(module)
+        if is_given_rows or _has_router(module, container, len(names)):
             yield candidate
 
 

@@ -86,11 +86,19 @@ def _section(title: str, content: str) -> Iterator[str]:
 
 
 def _axes(plan: ParallelPlan) -> dict[str, int]:
+    """Return the axes as people name them, outermost first; their product is that of all ranks.
+
+    Ranks that share experts are ranks of the batch, and of sequences where they are more: those
+    that shard are inside of them.
+    """
+    axes = plan.axes
+    data = {"data": axes["dp_replicate"] * axes["dp_shard"]}
+    experts = {"expert": axes["ep"]}
     sizes = {
-        "pipeline": plan.pipeline_parallel.size,
-        "data": plan.data_parallel.size,
-        "context": plan.context_parallel.size,
-        "tensor": plan.tensor_parallel.size,
+        "pipeline": axes["pp"],
+        **(experts | data if axes["dp_shard"] > 1 else data | experts),
+        "context": axes["cp"],
+        "tensor": axes["tp"],
     }
     return {name: size for name, size in sizes.items() if size > 1}
 

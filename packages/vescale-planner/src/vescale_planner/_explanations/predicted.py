@@ -30,6 +30,7 @@ def prediction(candidate: Candidate, search: Search, assumptions: tuple[str, ...
             memory_bound=cost.memory_bound,
             tensor_parallel=cost.tensor_parallel,
             context_parallel=cost.context_parallel,
+            expert_parallel=cost.expert_parallel,
             pipeline_parallel=cost.hand_over,
             data_parallel=cost.data_parallel,
             bubble=cost.bubble,

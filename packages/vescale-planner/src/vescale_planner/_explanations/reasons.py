@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vescale_planner._candidates import PREFETCH, REDUCTION, RESHARD, counted
+from vescale_planner._experts import EVEN_EXPERTS
 from vescale_planner._layouts import ACCUMULATION, Layout
 from vescale_planner._prices.cost import seconds
 from vescale_planner._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
@@ -61,6 +62,8 @@ def reasons(
     if len(result.rejected) > NUM_RUNNERS_UP:
         lines.append(f"not possible: {len(result.rejected) - NUM_RUNNERS_UP} more combinations")
     lines += [f"assumed: {note}" for note in workload.assumptions]
+    if winner.candidate.layout.ep > 1:
+        lines.append(f"assumed: {EVEN_EXPERTS}")
     lines += _about_rows(winner, workload, constraints)
     if winner.candidate.layout.pp > 1 and split in _ESTIMATED and not workload.observed:
         what = _ESTIMATED[split]

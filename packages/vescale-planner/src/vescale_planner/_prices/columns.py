@@ -74,7 +74,7 @@ class Columns:
     @cached_property
     def shard(self) -> Counts:
         """Ranks that share one copy of the sharded state."""
-        ranks = self.layout.dp // self.replicate * self.layout.cp
+        ranks = self.layout.dp * self.layout.cp // np.maximum(self.replicate, self.layout.ep)
         return np.where(self.zero_stage > 0, ranks, 1)
 
     @cached_property

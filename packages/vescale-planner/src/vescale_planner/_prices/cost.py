@@ -1,8 +1,8 @@
 """How long a step takes: a roofline, collectives by level, and the bubble of the pipeline.
 
     step = micro-batches x (matrix products + attention + memory-bound work + tensor-parallel
-           communication + hand-over) + bubble + communication of data parallelism that nothing
-           hides + optimizer
+           communication + tokens to experts + hand-over) + bubble + communication of data
+           parallelism that nothing hides + optimizer
 
 Every term is a few multiplications, so that a person can check the winner by hand. What is left
 out: how the speed of a product depends on its shape, slow links shared with others, stragglers.
@@ -24,6 +24,7 @@ from vescale_planner.cluster import Cluster
 from .collectives import Group, all_gather, all_reduce, exchange, send
 from .columns import Columns, Numerics, Values, columns_of
 from .data_parallel import exposed_data_parallel
+from .expert_parallel import dispatches
 
 # Operators of one block's forward, for the time that starting them takes.
 _OPERATORS = 50
@@ -46,6 +47,7 @@ class Costs(Generic[_Number]):
     memory_bound: _Number
     tensor_parallel: _Number
     context_parallel: _Number
+    expert_parallel: _Number
     bubble: _Number
     hand_over: _Number
     data_parallel: _Number
@@ -68,6 +70,7 @@ class Costs(Generic[_Number]):
             self.compute
             + self.tensor_parallel
             + self.context_parallel
+            + self.expert_parallel
             + self.pipeline
             + self.data_parallel
             + self.optimizer
@@ -85,6 +88,7 @@ class Cost(Costs[float]):
             "memory-bound operators": self.memory_bound,
             "tensor-parallel communication": self.tensor_parallel,
             "context-parallel communication": self.context_parallel,
+            "tokens to experts and back": self.expert_parallel,
             "pipeline bubble": self.bubble,
             "hand-over between stages": self.hand_over,
             "data-parallel communication not hidden": self.data_parallel,
@@ -103,6 +107,7 @@ class _Spent:
     memory_bound: Values
     tensor_parallel: Values
     context_parallel: Values
+    expert_parallel: Values
 
     @property
     def compute(self) -> Values:
@@ -110,7 +115,8 @@ class _Spent:
 
     @property
     def total(self) -> Values:
-        return self.compute + self.tensor_parallel + self.context_parallel
+        sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return self.compute + sent
 
 
 def seconds(value: float) -> str:
@@ -177,6 +183,7 @@ def step_costs(
         memory_bound=of_slowest("memory_bound"),
         tensor_parallel=of_slowest("tensor_parallel"),
         context_parallel=of_slowest("context_parallel"),
+        expert_parallel=of_slowest("expert_parallel"),
         bubble=_bubble(columns, whole, busy.max(axis=0)),
         hand_over=_hand_over(columns, ranks, cluster) * parts,
         data_parallel=np.stack(data_parallel).max(axis=0),
@@ -194,7 +201,7 @@ def _passes(columns: Columns, p: LocalPart) -> Values:
 
 def _of_rank(rank: PipelineRank, columns: Columns, cluster: Cluster, numerics: Numerics) -> _Spent:
     """Return forward and backward of one micro-batch on a pipeline rank."""
-    found = _Spent(*(np.zeros(len(columns.rows)) for _ in range(5)))
+    found = _Spent(*(np.zeros(len(columns.rows)) for _ in range(6)))
     for part, count in rank.kinds:
         matrix, attention, memory = _compute(part, columns, cluster, numerics.compute_itemsize)
         found.matrix += matrix * count
@@ -202,6 +209,8 @@ def _of_rank(rank: PipelineRank, columns: Columns, cluster: Cluster, numerics: N
         found.memory_bound += memory * count
         found.tensor_parallel += _tensor_parallel(part, columns, cluster) * count
         found.context_parallel += _context_parallel(part, columns, cluster) * count
+        passes = _passes(columns, part)
+        found.expert_parallel += dispatches(part, columns, cluster, passes) * count
     return found
 
 

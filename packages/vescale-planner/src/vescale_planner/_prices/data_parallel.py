@@ -8,7 +8,7 @@ from vescale_planner._partition import PipelineRank
 from vescale_planner.cluster import Cluster
 
 from .collectives import Group, all_gather, exchange
-from .columns import Columns, Numerics, Values
+from .columns import Columns, Counts, Numerics, Values
 
 
 def exposed_data_parallel(
@@ -27,7 +27,8 @@ def exposed_data_parallel(
       them, before backward, behind the blocks before if it may prefetch.
     - A single micro-batch's gradients are reduced while its backward runs, all but those of the
       last unit. So are those of every micro-batch under stages 2 and 3 without a pipeline.
-    - Otherwise they are summed over micro-batches first, and reduced after all: not hidden.
+    - Otherwise they are summed over micro-batches first, and reduced after all: not hidden. So
+      are those of models whose experts ranks share, without ZeRO and under stage 1.
     - Copies that share out the optimizer state gather once a step what they updated: not hidden.
     """
     layout, parts, first = columns.layout, columns.parts, columns.first
@@ -44,7 +45,8 @@ def exposed_data_parallel(
         return alone + cluster.interference * (communication - alone)
 
     scatters = columns.zero_stage >= 2
-    early = ((parts == 1) | scatters) & (layout.pp == 1)
+    # Ranks whose experts got no token have no gradients to start a reduction by (decision 17).
+    early = ((parts == 1) & (layout.ep == 1) | scatters) & (layout.pp == 1)
     reduced = np.where(early, np.where(scatters, parts, 1) * exposed(reduce, backward), reduce)
     again = gather if first.reshards else np.zeros_like(gather)
     if first.prefetch:
@@ -71,22 +73,35 @@ def _gather_and_reduce(
     """Return the seconds to gather all parameters once, and to reduce all gradients once.
 
     Ranks that share sequences are next to each other on the axis that shards, or the one that
-    replicates where nothing is sharded.
+    replicates where nothing is sharded. Experts have no copies on ranks that share them: what is
+    none is summed over these, then everything over the copies of the experts, which there are
+    without ZeRO alone. Experts are in collectives of their own.
     """
     layout, shard, first = columns.layout, columns.shard, columns.first
-    numel = owned.numel
+    numel, experts = owned.numel, owned.expert_numel
     sent = numel * numerics.compute_itemsize
-    summed = numel * (numerics.reduce_itemsize or numerics.compute_itemsize)
+    itemsize = numerics.reduce_itemsize or numerics.compute_itemsize
     scatter = exchange if first.reduction == "ordered" else all_gather
-    copies, group = layout.dp * layout.cp // shard, Group(shard, layout.tp)
-    none = np.zeros(len(shard))
-    gather = np.where(shard > 1, all_gather(none + sent, group, cluster, messages=units), 0.0)
-    reduce = np.where(shard > 1, scatter(none + summed, group, cluster, messages=units), 0.0)
-    replicas = Group(copies, layout.tp * shard)
-    once = scatter(summed / shard, replicas, cluster, messages=units)
-    if not first.shares_state:
-        once = once + all_gather(summed / shard, replicas, cluster, messages=units)
-    return gather, reduce + np.where(copies > 1, once, 0.0)
+    none, group = np.zeros(len(shard)), Group(shard, layout.tp)
+    both = units + sum(part.expert_numel > 0 for part in owned.distinct)
+    gather = np.where(shard > 1, all_gather(none + sent, group, cluster, messages=both), 0.0)
+    summed = none + numel * itemsize
+    reduce = np.where(shard > 1, scatter(summed, group, cluster, messages=both), 0.0)
+
+    def of_copies(nbytes: Values, copies: Counts, stride: Counts, messages: int) -> Values:
+        replicas = Group(copies, stride)
+        once = scatter(nbytes / shard, replicas, cluster, messages=messages)
+        if not first.shares_state:
+            once = once + all_gather(nbytes / shard, replicas, cluster, messages=messages)
+        return np.where(copies > 1, once, 0.0)
+
+    stride = layout.tp * shard
+    copies = layout.dp * layout.cp // (shard * layout.ep)
+    reduce = reduce + of_copies(summed, copies, stride * layout.ep, both)
+    if layout.ep > 1:
+        sharing = np.full_like(shard, layout.ep)
+        reduce = reduce + of_copies(summed - experts * itemsize, sharing, stride, units)
+    return gather, reduce
 
 
 def _gather_of_copies(

@@ -221,12 +221,16 @@ def _activations(columns: Columns, owned: PipelineRank, rank: int) -> Values:
     kept = np.where(full, owned.recomputed_bytes, owned.saved_bytes) * rows
     # Recomputation brings back one block at a time.
     again = max((p.saved_bytes for p, _ in owned.kinds if p.is_block), default=0.0) * rows
+    # Of the part that runs, what came from other ranks for experts, and what they made of it.
+    sent = 0.0
+    if columns.layout.ep > 1:
+        sent = max((p.part.sent_bytes for p, _ in owned.kinds), default=0.0)
     counts, place = np.unique(columns.parts, return_inverse=True)
     p, v = columns.layout.pp, first.virtual_stages
     found = [passes_in_flight(first.schedule, rank, p, v, int(count)) for count in counts]
     in_flight = np.array(found)[place]
     # Passes are spread over the virtual stages.
-    return kept / len(owned.stages) * in_flight + np.where(full, again, 0.0)
+    return kept / len(owned.stages) * in_flight + np.where(full, again, 0.0) + 2 * sent * rows
 
 
 def passes_in_flight(schedule: str, rank: int, p: int, v: int, m: int) -> int:
