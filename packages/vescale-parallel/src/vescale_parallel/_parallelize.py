@@ -226,6 +226,7 @@ def _change(
     for param in params:
         param.refuse_calls_outside()
     as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)
+    as_now = as_now if boundary is None else boundary.as_now(as_now)
     recompute_blocks(model, run_here, modes, as_now, plan.recompute_keep, rows.prepare)
     parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)

@@ -10,8 +10,10 @@ gathers. These are f, g and their sequence-parallel forms of https://arxiv.org/a
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +27,8 @@ from .async_reduce import Beside, sum_in_parts
 from .chunks import part_sizes
 from .communicators import Ranks, own_part
 from .operators import Kind, Place, convert_traced
+
+Around = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,29 @@ class Boundary:
         if ends:
             model.register_forward_pre_hook(begin, prepend=True)
             model.register_forward_hook(end, prepend=True)
+
+    def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
+        """Return what makes the context of blocks that run again in backward, with others'.
+
+        Sequences are as long there as when they ran first: the model may have run since.
+        """
+
+        def now() -> Around:
+            lengths, around = dict(self.lengths), others()
+
+            @contextlib.contextmanager
+            def again() -> Iterator[None]:
+                latest = dict(self.lengths)
+                self.lengths.update(lengths)
+                try:
+                    with around():
+                        yield
+                finally:
+                    self.lengths.update(latest)
+
+            return again
+
+        return now
 
     def _check_cut(self, x: Tensor, dim: int | None, stack: str) -> None:
         """Raise if an activation is whole where this call should have cut it."""
