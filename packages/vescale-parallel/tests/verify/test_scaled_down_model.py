@@ -82,8 +82,10 @@ def test_published_sizes_are_scaled_down(family: str, sizes: dict[str, Any], cut
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
 def test_experts_in_bfloat16_are_sharded(family: str) -> None:
     """Of DeepSeek-V3 beside blocks without experts, which have another module of that name."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    model = _published(family, torch.bfloat16, **heads)
+    heads = 8
+    model = _published(
+        family, torch.bfloat16, num_attention_heads=heads, num_key_value_heads=heads
+    )
     plan = propose_sharding(model, "auto", 2).plan
     assert plan["model.layers.*.mlp.experts.down_proj"] == "Shard(2)"
 
@@ -118,3 +120,15 @@ def test_a_scaled_down_model_of_speech_has_an_example() -> None:
     assert batch is not None
     assert batch["input_features"].shape == (2, 80, 32)
     assert small(**batch).logits.isfinite().all()
+
+
+def test_of_text_and_images_both_models_are_scaled_down() -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig())
+    scaled: Any = scaled_down(model, 2)
+    assert scaled is not None
+    assert sum(p.numel() for p in scaled.parameters()) < 3e7
+    plan = propose_sharding(model, "auto", 2).plan
+    assert plan["model.language_model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"

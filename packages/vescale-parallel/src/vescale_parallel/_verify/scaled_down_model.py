@@ -22,6 +22,9 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "n_embed")
 # May be as wide as the hidden state, or project from another width.
 _AS_WIDE = ("word_embed_proj_dim", "embedding_size")
+# Configurations in that of a model.
+_PARTS = ("text_config", "vision_config", "audio_config")
+_ROTARY = ("rope_parameters", "rope_scaling")
 # Of sounds, which are as long as there are positions.
 _POSITIONS, _FEW_POSITIONS = ("max_source_positions",), 16
 # Of latent attention head_dim is that of the rotated features.
@@ -68,8 +71,10 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     """
     config = getattr(model, "config", None)
     heads = _first(config, _HEADS)
-    if config is None or heads is None:
-        return _scaled_down_inside(model, size)
+    if heads is None:
+        scaled = _made_of(model, _small_parts(config, size))
+        found = scaled if scaled is not None and _layout(scaled) == _layout(model) else None
+        return _scaled_down_inside(model, size) if found is None else found
     # Heads have a width of their own in most models: what is between layers may be narrow then.
     for hidden in (_NARROW * heads, _HEAD_DIM * heads):
         scaled = _made_of(model, _small_config(config, heads, hidden, size))
@@ -78,11 +83,29 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
     return scaled if scaled is not None and _layout(scaled) == _layout(model) else None
 
 
+def _small_parts(config: Any, size: int) -> Any:
+    """Return a copy of a configuration of several parts, as of text and images, with small ones.
+
+    None if it has none.
+    """
+    parts = {name: getattr(config, name, None) for name in _PARTS}
+    heads = {name: count for name, part in parts.items() if (count := _first(part, _HEADS))}
+    if not heads:
+        return None
+    config = copy.deepcopy(config)
+    for name, count in heads.items():
+        setattr(config, name, _small_config(parts[name], count, _HEAD_DIM * count, size))
+    return config
+
+
 def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:
     """Return a copy of a configuration with small sizes."""
     config = copy.deepcopy(config)
     _set(config, _HEAD_DIMS, _HEAD_DIM)
     _set(config, ("rotary_dim",), _HEAD_DIM // 2)
+    for rotary in (getattr(config, name, None) for name in _ROTARY):
+        if isinstance(rotary, dict) and "mrope_section" in rotary:  # times, heights and widths
+            rotary["mrope_section"] = [1, 1, _HEAD_DIM // 2 - 2]
     if isinstance(getattr(config, "qk_head_dim", None), int):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     width = _first(config, _HIDDEN)
