@@ -120,6 +120,8 @@ def test_a_scaled_down_model_of_speech_has_an_example() -> None:
     assert batch is not None
     assert batch["input_features"].shape == (2, 80, 32)
     assert small(**batch).logits.isfinite().all()
+    as_long: Any = scaled_down(model, 2, shorter=False)
+    assert as_long.config.max_source_positions == 1500
 
 
 def test_of_text_and_images_both_models_are_scaled_down() -> None:

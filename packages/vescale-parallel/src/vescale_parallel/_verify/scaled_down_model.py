@@ -63,13 +63,16 @@ def is_large(model: nn.Module, most: int = _MAX_NUMEL, most_of_block: int = _MAX
     return total > most
 
 
-def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
+def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Module | None:
     """Return a model of the same class with few small layers, on the meta device.
 
-    The features of the small layers divide by ``size``. None if the class or its configuration is
-    not understood, or the modules differ.
+    The features of the small layers divide by ``size``. What is as long as all inputs are, as
+    sounds, is ``shorter``, unless the model is to be run on somebody's inputs. None if the class
+    or its configuration is not understood, or the modules differ.
     """
-    config = getattr(model, "config", None)
+    config = copy.deepcopy(getattr(model, "config", None))
+    if shorter:
+        _set(config, _POSITIONS, _FEW_POSITIONS)
     heads = _first(config, _HEADS)
     if heads is None:
         scaled = _made_of(model, _small_parts(config, size))
@@ -120,7 +123,6 @@ def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:
         _set(config, _EXPERTS, _fewer(experts, size, groups, _first(config, _CHOSEN) or 1))
     # More rows than columns, as tables of a vocabulary have.
     _set(config, _ROWS, size * (2 * hidden // size + 1))
-    _set(config, _POSITIONS, _FEW_POSITIONS)
     types = getattr(config, "layer_types", None) or []
     few = max(_FEW_LAYERS, *(1 + types.index(each) for each in set(types)), 0)
     _set(config, _LAYERS, few)
