@@ -76,7 +76,8 @@ def test_a_scaled_down_model_that_is_large_itself_is_not_scaled_again() -> None:
     ],
 )
 def test_published_sizes_are_scaled_down(family: str, sizes: dict[str, Any], cut: str) -> None:
-    assert propose_sharding(_published(family, **sizes), "auto", 4).plan[cut] == "Shard(0)"
+    model = _published(family, **sizes)
+    assert propose_sharding(model, "auto", 4).plan[cut] == "Shard(0)"
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
@@ -84,7 +85,7 @@ def test_experts_in_bfloat16_are_sharded(family: str) -> None:
     """Of DeepSeek-V3 beside blocks without experts, which have another module of that name."""
     heads = 8
     model = _published(
-        family, torch.bfloat16, num_attention_heads=heads, num_key_value_heads=heads
+        family, dtype=torch.bfloat16, num_attention_heads=heads, num_key_value_heads=heads
     )
     plan = propose_sharding(model, "auto", 2).plan
     assert plan["model.layers.*.mlp.experts.down_proj"] == "Shard(2)"
