@@ -162,7 +162,10 @@ FAMILIES: dict[str, Family] = {
     "phi-3.5-moe": Family("phimoe", _llama_like(4096, 6400, 32, 32, 8, 32064)),
     "t5-11b": Family(
         "t5",
-        {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128},
+        {
+            "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128,
+            "decoder_start_token_id": 0,
+        },
         "translation",
     ),
     "bert-large": Family(
