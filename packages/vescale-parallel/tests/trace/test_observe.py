@@ -401,3 +401,56 @@ def test_a_forward_that_fails_names_the_module_inside() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4))
     with pytest.raises(ObservationError, match=r"module '1' \(Linear\)"):
         observe(model, torch.ones(2, 4))
+
+
+class _Attention(nn.Module):
+    def __init__(self, width_of_values: int, dropout: float) -> None:
+        super().__init__()
+        self.width_of_values, self.dropout = width_of_values, dropout
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x_BHSE: torch.Tensor) -> torch.Tensor:
+        q, k = self.linear(x_BHSE), self.linear(x_BHSE)
+        v = k[..., : self.width_of_values] * 1
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout, is_causal=True
+        )
+
+
+@pytest.mark.parametrize(("width_of_values", "dropout"), [(8, 0.0), (8, 0.1), (4, 0.0)])
+def test_attention_keeps_no_scores(width_of_values: int, dropout: float) -> None:
+    """Though the CPU has no fused kernel with dropout, nor of narrower values."""
+    length = 512
+    model, batch = _Attention(width_of_values, dropout), torch.zeros(1, 2, length, 8)
+    found = observe(model, batch, fused_attention=True)
+    assert found.flops == 2 * 2 * 8 * 8 * 2 * length + 2 * 2 * length**2 * (8 + width_of_values)
+    assert found.saved_bytes < 4 * 2 * length**2
+
+
+class _TellsScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x @ x.transpose(-1, -2)
+
+
+class _UsesNoScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_TellsScores() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+def test_a_block_hands_over_what_the_next_one_gets() -> None:
+    """As MPT and BLOOM, whose blocks return attention's scores, too."""
+    found = observe(_UsesNoScores(), torch.zeros(2, 64, 8))
+    handed_over, scores = 4 * 2 * 64 * 8, 4 * 2 * 64 * 64
+    assert [each.output_bytes for each in found.blocks] == [
+        handed_over, handed_over, handed_over + scores,
+    ]  # fmt: skip

@@ -17,6 +17,14 @@ LARGEST_LLAMA = {
     "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 
+LARGE_OPT = {
+    "hidden_size": 9216, "ffn_dim": 36864, "num_hidden_layers": 4, "num_attention_heads": 24,
+    "word_embed_proj_dim": 9216,
+}  # fmt: skip
+LARGE_FALCON = {
+    "hidden_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 32, "num_kv_heads": 8,
+    "new_decoder_architecture": True,
+}  # fmt: skip
 # The defaults of transformers choose no experts.
 CHOSEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -26,14 +34,15 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _published(family: str, **sizes: Any) -> nn.Module:
+def _published(family: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.for_model(family, **sizes)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "gptj"])
 def test_a_scaled_down_model_runs(family: str) -> None:
     model: Any = _published(family, **CHOSEN.get(family, {}))
     assert is_large(model)
@@ -46,10 +55,83 @@ def test_a_scaled_down_model_runs(family: str) -> None:
 
 
 def test_a_scaled_down_model_that_is_large_itself_is_not_scaled_again() -> None:
-    model = _published("llama", **LARGEST_LLAMA)
+    model = _published("gptj", n_embd=16384, n_head=64, n_layer=4)
     scaled = scaled_down(model, 2)
     assert scaled is not None
     assert is_large(scaled)
     plan = propose_sharding(model, "auto", 2).plan
-    assert plan["model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"
-    assert plan["model.layers.*.mlp.down_proj.weight"] == "Shard(1)"
+    assert plan["transformer.h.*.attn.q_proj.weight"] == "Shard(0)"
+    assert plan["transformer.h.*.mlp.fc_out.weight"] == "Shard(1)"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "cut"),
+    [
+        # The rotated features of a head are a number of their own.
+        ("gptj", {}, "transformer.h.*.attn.q_proj.weight"),
+        # The width of a head follows from others and cannot be set.
+        ("falcon", LARGE_FALCON, "transformer.h.*.self_attention.query_key_value.weight"),
+        # Embeddings are as wide as the hidden state, by a number of their own.
+        ("opt", LARGE_OPT, "model.decoder.layers.*.fc1.weight"),
+    ],
+)
+def test_published_sizes_are_scaled_down(family: str, sizes: dict[str, Any], cut: str) -> None:
+    model = _published(family, **sizes)
+    assert propose_sharding(model, "auto", 4).plan[cut] == "Shard(0)"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_experts_in_bfloat16_are_sharded(family: str) -> None:
+    """Of DeepSeek-V3 beside blocks without experts, which have another module of that name."""
+    heads = 8
+    model = _published(
+        family, dtype=torch.bfloat16, num_attention_heads=heads, num_key_value_heads=heads
+    )
+    plan = propose_sharding(model, "auto", 2).plan
+    assert plan["model.layers.*.mlp.experts.down_proj"] == "Shard(2)"
+
+
+def test_what_is_between_layers_is_narrow_where_heads_have_a_width_of_their_own() -> None:
+    llama = scaled_down(_published("llama", **LARGEST_LLAMA), 8)
+    gptj = scaled_down(_published("gptj"), 8)
+    assert llama is not None
+    assert gptj is not None
+    q_proj = llama.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert q_proj.shape == (128 * 8, 128 * 2)
+    assert gptj.get_parameter("transformer.h.0.attn.q_proj.weight").shape == (16 * 8, 16 * 8)
+
+
+def test_few_layers_have_every_type() -> None:
+    types = [*["sliding_attention"] * 5, "full_attention"] * 4
+    model = _published("gemma3_text", num_hidden_layers=24, layer_types=types)
+    scaled: Any = scaled_down(model, 2)
+    assert scaled is not None
+    assert scaled.config.layer_types == types[:6]
+
+
+def test_a_scaled_down_model_of_speech_has_an_example() -> None:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(WhisperConfig())
+    scaled: Any = scaled_down(model, 2)
+    assert scaled is not None
+    small = type(model)(scaled.config)
+    batch = example_of(small)
+    assert batch is not None
+    assert batch["input_features"].shape == (2, 80, 32)
+    assert small(**batch).logits.isfinite().all()
+    as_long: Any = scaled_down(model, 2, shorter=False)
+    assert as_long.config.max_source_positions == 1500
+
+
+def test_of_text_and_images_both_models_are_scaled_down() -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig())
+    scaled: Any = scaled_down(model, 2)
+    assert scaled is not None
+    assert sum(p.numel() for p in scaled.parameters()) < 3e7
+    plan = propose_sharding(model, "auto", 2).plan
+    assert plan["model.language_model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"

@@ -121,7 +121,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
     blocks, block_names, no_pipeline = _blocks(model, said)
     notes: list[str] = []
     try:
-        observation = observe(model, example_batch, blocks)
+        observation = observe(model, example_batch, blocks, fused_attention=True)
     except ObservationError as error:
         observation = observe(model, None, blocks)
         notes.append(f"the example batch could not be run without memory ({error})")

@@ -23,7 +23,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._verify.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
-from vescale_parallel._verify.equivalence import CheckResult, check_plan
+from vescale_parallel._verify.equivalence import CheckResult, Contradiction, check_plan
 
 from .candidate import Group
 from .region_options import attribute_options, border_options, entrances, holder_of, is_linear
@@ -71,8 +71,9 @@ def place_collectives(
 ) -> ShardingProposal:
     """Return a sharding plan for as many groups as compute what one device does.
 
-    Each group is compared on its own and then together; of those that share parameters the first
-    that is right counts. ``sequence`` shards activations between regions along dim 1.
+    All are compared together; if that is wrong, one after the other beside those that were right.
+    Of groups that share parameters the first that is right counts. ``sequence`` shards activations
+    between regions along dim 1.
 
     Raises:
         ValueError: If ``sequence`` is asked for and no arrangement of it is right, or forward
@@ -92,8 +93,7 @@ def place_collectives(
     except DryRunError:
         raise  # no other borders would help
     except ValueError:
-        kept, refused = _one_by_one(subject, groups)
-        result = subject.result_of(_together(kept)) if kept and not sequence else None
+        kept, refused, result = _other_borders(subject, groups, sequence=sequence)
     if sequence:
         plan = _in_sequence(subject, kept)
     else:
@@ -126,20 +126,59 @@ def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
     return kept
 
 
+def _other_borders(
+    subject: _Subject, groups: Sequence[Group], *, sequence: bool
+) -> tuple[Kept, dict[str, str], CheckResult | None]:
+    """Return the groups that can be sharded, why others cannot, and what running them showed."""
+    kept, refused = _as_shapes_fit(subject, groups)
+    if kept:
+        try:
+            return kept, refused, subject.result_of(_together(kept))
+        except ValueError:
+            pass  # one of them is wrong, and which is found by proving one after the other
+    kept, refused = _one_by_one(subject, groups)
+    result = subject.result_of(_together(kept)) if kept and not sequence else None
+    return kept, refused, result
+
+
+def _as_shapes_fit(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
+    """Return groups with the first places of collectives whose shapes fit, and why others do not.
+
+    Shapes are seen without numbers, which takes a small part of the time of a proof.
+    """
+    kept: Kept = []
+    refused: dict[str, str] = {}
+    for group in groups:
+        if _overlaps(group, kept):
+            continue
+        together, why = _together(kept), ""
+        for plan in _ways(subject, group):
+            misfit = subject.misfit({**together, **plan})
+            if not misfit:
+                kept.append((group, plan))
+                break
+            why = why or misfit
+        else:
+            refused[_shown(group)] = why
+    return kept, refused
+
+
+def _ways(subject: _Subject, group: Group) -> Iterator[dict[str, str]]:
+    """Yield the ways to shard one group, likeliest first."""
+    for attributes in attribute_options(subject.model, group, subject.size):
+        for borders in border_options(subject.model, group):
+            yield {**group.placed, **attributes, **borders}
+
+
 def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
-    """Return the groups that can be sharded, alone and then together, and why others cannot."""
+    """Return the groups that can be sharded beside those before them, and why others cannot."""
     kept: Kept = []
     refused: dict[str, str] = {}
     together: dict[str, str] = {}
     for group in groups:
         if _overlaps(group, kept):
             continue  # cut in a better way already
-        plan, why = _alone(subject, group)
-        try:
-            if plan is not None and together:
-                subject.result_of(together | plan)
-        except ValueError as error:
-            plan, why = None, str(error)
+        plan, why = _beside(subject, group, together)
         if plan is None:
             refused[_shown(group)] = why
         else:
@@ -186,6 +225,17 @@ class _Subject:
                 raise
         return found
 
+    def misfit(self, plan: Mapping[str, str]) -> str:
+        """Return why one rank's part does not run on shapes alone, empty if it may."""
+        try:
+            if not self.needs_values:
+                self.runs.part(shard(plan, self.model, self.size))
+        except DryRunError as error:
+            return str(Contradiction(error.fqn, f"one rank's part does not run: {error}"))
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def _check(self, plan: Mapping[str, str]) -> CheckResult:
         sharding = shard(plan, self.model, self.size)
         result = check_plan(self.runs, sharding, needs_values=self.needs_values)
@@ -198,18 +248,18 @@ class _Subject:
         return result
 
 
-def _alone(subject: _Subject, group: Group) -> tuple[dict[str, str] | None, str]:
-    """Return the first right way to shard one group, or the reason why there is none."""
+def _beside(
+    subject: _Subject, group: Group, together: Mapping[str, str]
+) -> tuple[dict[str, str] | None, str]:
+    """Return the first right way to shard one group beside others, or why there is none."""
     why = ""
-    for attributes in attribute_options(subject.model, group, subject.size):
-        for borders in border_options(subject.model, group):
-            plan = {**group.placed, **attributes, **borders}
-            try:
-                subject.result_of(plan)
-            except ValueError as error:
-                why = why or str(error)
-                continue
-            return plan, ""
+    for plan in _ways(subject, group):
+        try:
+            subject.result_of({**together, **plan})
+        except ValueError as error:
+            why = why or str(error)
+            continue
+        return plan, ""
     return None, why
 
 

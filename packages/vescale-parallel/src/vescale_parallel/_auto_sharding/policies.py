@@ -20,7 +20,12 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import MAX_NUMEL
-from vescale_parallel._verify.scaled_down_model import is_large, plan_of_scaled_down, scaled_down
+from vescale_parallel._verify.scaled_down_model import (
+    LARGE_BLOCK,
+    is_large,
+    plan_of_scaled_down,
+    scaled_down,
+)
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .candidate import Group
@@ -110,8 +115,8 @@ def _propose(
             "sequence; give one to generate_plan, or a data set to parallelize"
         )
     # A scaled-down model makes its own example, so one that was given is used if it can be.
-    large = is_large(model) if example_batch is None else is_large(model, MAX_NUMEL)
-    if large:
+    given = example_batch is not None
+    if is_large(model, MAX_NUMEL, LARGE_BLOCK) if given else is_large(model):
         found = _of_smaller(model, policy, size, sequence=sequence)
         if found is not None:
             return found

@@ -17,7 +17,11 @@ from .candidate import Group
 
 
 def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
-    """Yield marks of a region's collectives: around its layers, then around what holds them."""
+    """Yield marks of a region's collectives: around its layers, then around what holds them.
+
+    Last around layers that get weights of their own, as experts get those of a router: what holds
+    them may be another module in other blocks.
+    """
     plain = [p for p in (*group.entries, *group.exits) if not is_linear(model, p)]
     yield {
         **{f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain},
@@ -26,6 +30,20 @@ def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
     leaves = {f"{p}.<leave>": "Replicate()" for p in group.exits if p in plain}
     for entrance in entrances(model, holder_of(group.entries), "Replicate()"):
         yield entrance | leaves
+    weighed = {
+        mark: "Replicate()" for p in group.entries if p in plain for mark in _weights(model, p)
+    }
+    if weighed:
+        yield (
+            {f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain} | weighed | leaves
+        )
+
+
+def _weights(model: nn.Module, pattern: str) -> list[str]:
+    """Return the marks of weights that enter a module beside its first activation."""
+    names = matching(pattern, [fqn for fqn, _ in model.named_modules()])
+    arguments = list(inspect.signature(model.get_submodule(names[0]).forward).parameters)
+    return [f"{pattern}.<enter:{name}>" for name in arguments[1:] if name.endswith("weights")]
 
 
 def is_linear(model: nn.Module, pattern: str) -> bool:

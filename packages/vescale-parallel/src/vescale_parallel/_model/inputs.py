@@ -152,6 +152,11 @@ def example_of(model: nn.Module) -> dict[str, Tensor] | None:
         ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % _vocabulary(model)
         both = getattr(config, "is_encoder_decoder", False)
         return {main: ids_BS, "decoder_input_ids": ids_BS} if both else {main: ids_BS}
+    if main == "input_features" and hasattr(config, "max_source_positions"):
+        ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % config.vocab_size
+        # Two steps of a spectrum become one position.
+        shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
+        return {main: torch.zeros(shape), "decoder_input_ids": ids_BS}
     if main == "pixel_values":
         side = config.image_size
         height, width = (side, side) if isinstance(side, int) else side

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from vescale_parallel._torch_private import pytree
 from .fake_run import FakeRun, Listener, Operator
 from .fake_tensors import is_float
 from .flops import Uncounted, flops_of
+from .fused_attention import FusedAttention
 from .observation import (
     BlockObservation,
     ModuleObservation,
@@ -29,7 +31,11 @@ from .observation import (
 
 
 def observe(
-    model: nn.Module, batch: Any = None, blocks: tuple[str, ...] | None = None
+    model: nn.Module,
+    batch: Any = None,
+    blocks: tuple[str, ...] | None = None,
+    *,
+    fused_attention: bool = False,
 ) -> Observation:
     """Run one forward of a copy of the model that has shapes and no memory.
 
@@ -44,6 +50,8 @@ def observe(
             a tensor. Without one nothing is run.
         blocks: The block of every call of one, in order; None for those of
             :func:`pipeline_blocks`, each called once.
+        fused_attention: Whether ``F.scaled_dot_product_attention`` keeps no scores whatever it is
+            given, as on accelerators. CPUs keep them with dropout, and of narrower values.
 
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
@@ -69,7 +77,8 @@ def observe(
     observer = _Observer(run.model, blocks)
     given = bind(run.model, run.batch(batch))
     hooks = saved_tensors_hooks(observer.saved, lambda saved: saved.tensor)
-    with torch.enable_grad(), hooks:
+    attention = FusedAttention() if fused_attention else contextlib.nullcontext()
+    with torch.enable_grad(), hooks, attention:
         output = run.forward(given, observer)
     return _summary(observer, output, batch)
 
@@ -150,6 +159,7 @@ class _Observer(Listener):
     calls: list[_CountedCall] = field(default_factory=list[_CountedCall])
     call: int = -1
     _entered: dict[str, int] = field(default_factory=dict[str, int])
+    _returned: tuple[int, Any] | None = None
     _saved: list[weakref.ref[_Saved]] = field(default_factory=list["weakref.ref[_Saved]"])
 
     def __post_init__(self) -> None:
@@ -167,6 +177,7 @@ class _Observer(Listener):
             # One that is called more often than was said counts where it was called last.
             self.where = left.pop(0) if len(left) > 1 else left[0]
             self._entered[fqn] = self.where
+            self._hand_over(args, kwargs)
         self.called.setdefault(fqn, self.where)
 
     def left(self, fqn: str, output: Any) -> None:
@@ -176,7 +187,19 @@ class _Observer(Listener):
         index = self._entered.get(fqn)
         if index is not None:
             self.output_bytes[index] = _activation_bytes(output)
+            if index < len(self.blocks) - 1:
+                self._returned = index, output
             self.where = index + (index == len(self.blocks) - 1)
+
+    def _hand_over(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count of what the last block returned only what this one gets, if it gets any."""
+        if self._returned is None:
+            return
+        index, output = self._returned
+        self._returned = None
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, dict(kwargs)))}
+        nbytes = _activation_bytes([x for x in pytree.tree_leaves(output) if id(x) in given])
+        self.output_bytes[index] = nbytes or self.output_bytes[index]
 
     def raised(self, fqn: str) -> None:
         self.call = self.calls[self.call].parent

@@ -91,7 +91,7 @@ class CallGuard:
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
-            scaled = scaled_down(subject, sharding.size)
+            scaled = scaled_down(subject, sharding.size, shorter=False)
             smaller = None if scaled is None else self._sharding_of(scaled)
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller

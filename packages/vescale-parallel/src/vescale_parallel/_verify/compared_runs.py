@@ -251,7 +251,7 @@ def _compare_results(
                 raise Contradiction(fqn, "a rank's part returns something else")
             if out is None or whole is None:
                 continue
-            if not close(out, _part(whole, placement, size, rank), whole):
+            if not close(out, _part(whole, placement, size, rank), largest_of(whole)):
                 raise Contradiction(fqn, "what it returns differs")
         for grad, whole, placement in zip(
             run.input_grads, expected.input_grads, how.inputs, strict=True
@@ -283,10 +283,11 @@ def _compare_gradients(
         ]
         if bool(whole.any()):
             found.reached.add(full)
-        if all(close(grad, part, whole) for grad, part in zip(given, parts, strict=True)):
+        largest = largest_of(whole)
+        if all(close(grad, part, largest) for grad, part in zip(given, parts, strict=True)):
             if is_whole and bool(whole.any()):
                 _note(found.whole, found.partial, full, fqn)
-        elif is_whole and close(torch.stack(given).sum(0), whole, whole):
+        elif is_whole and close(torch.stack(given).sum(0), whole, largest):
             _note(found.partial, found.whole, full, fqn)
         else:
             raise Contradiction(fqn, f"the gradient of {full!r} differs")
@@ -307,15 +308,20 @@ def _same_gradient(
     if whole is None:
         return grad is None or not grad.any()
     part = _part(whole, placement, size, rank)
-    return close(torch.zeros_like(part) if grad is None else grad, part, whole)
+    return close(torch.zeros_like(part) if grad is None else grad, part, largest_of(whole))
 
 
-def close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+def largest_of(whole: Tensor) -> float:
+    """Return the largest magnitude of a result, by which differences of its parts are judged."""
+    return float(whole.abs().max()) if whole.numel() else 0.0
+
+
+def close(found: Tensor, expected: Tensor, largest: float) -> bool:
+    """Return whether a part is what it should be; ``largest`` is that of the whole."""
     if found.shape != expected.shape or found.is_complex() != expected.is_complex():
         return False
     if not found.is_complex():
         found, expected = found.double(), expected.double()
-    largest = float(scale.abs().max()) if scale.numel() else 0.0
     return torch.allclose(
         found, expected, rtol=1e-9, atol=1e-10 * (largest + 1e-3), equal_nan=False
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from vescale_parallel._model.fqns import generalize
 
 # Sizes that a transformers configuration may name, and what they become. Numbers of heads stay:
 # they decide what can be cut. There are fewer experts, which divide where all of them do.
-_HEAD_DIM = 8
+_HEAD_DIM, _NARROW = 8, 2
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "n_embed")
+# May be as wide as the hidden state, or project from another width.
+_AS_WIDE = ("word_embed_proj_dim", "embedding_size")
+# Configurations in that of a model.
+_PARTS = ("text_config", "vision_config", "audio_config")
+_ROTARY = ("rope_parameters", "rope_scaling")
+# Of sounds, which are as long as there are positions.
+_POSITIONS, _FEW_POSITIONS = ("max_source_positions",), 16
 # Of latent attention head_dim is that of the rotated features.
 _HEAD_DIMS = (
     "head_dim", "d_kv", "attention_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
@@ -31,39 +38,83 @@ _FEATURES = (
 )  # fmt: skip
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+# Of every rank: grouped products of matrices need rows of 16 bytes, in bfloat16 too.
+_FEATURES_A_RANK = 8
 _ROWS = ("vocab_size",)
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+_LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
 _FEW_LAYERS = 4
 # What is compared in float64 takes about 50 bytes an element, on every rank of a machine.
 _MAX_NUMEL = 2**22
+# Of a block that is run at its own size on an example that somebody gave.
+LARGE_BLOCK = 2**24
 
 
-def is_large(model: nn.Module, most: int = _MAX_NUMEL) -> bool:
+def is_large(model: nn.Module, most: int = _MAX_NUMEL, most_of_block: int = _MAX_NUMEL) -> bool:
     """Return whether a block, or the model with few of its blocks, has more elements than that."""
     total = numel_of(model)
     for stack in block_stacks(model):
         numels = [numel_of(model.get_submodule(fqn)) for fqn in stack]
-        if max(numels) > most:
+        if max(numels) > most_of_block:
             return True
         total -= sum(numels[2:-1])
     return total > most
 
 
-def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
+def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Module | None:
     """Return a model of the same class with few small layers, on the meta device.
 
-    The features of the small layers divide by ``size``. None if the class or its configuration is
-    not understood, or the modules differ.
+    The features of the small layers divide by ``size``. What is as long as all inputs are, as
+    sounds, is ``shorter``, unless the model is to be run on somebody's inputs. None if the class
+    or its configuration is not understood, or the modules differ.
     """
     config = copy.deepcopy(getattr(model, "config", None))
+    if shorter:
+        _set(config, _POSITIONS, _FEW_POSITIONS)
     heads = _first(config, _HEADS)
-    if config is None or heads is None:
-        return _scaled_down_inside(model, size)
+    if heads is None:
+        scaled = _made_of(model, _small_parts(config, size))
+        found = scaled if scaled is not None and _layout(scaled) == _layout(model) else None
+        return _scaled_down_inside(model, size) if found is None else found
+    # Heads have a width of their own in most models: what is between layers may be narrow then.
+    for hidden in (_NARROW * heads, _HEAD_DIM * heads):
+        scaled = _made_of(model, _small_config(config, heads, hidden, size))
+        if scaled is not None and _has_heads_of_their_own(scaled, model, heads):
+            break
+    return scaled if scaled is not None and _layout(scaled) == _layout(model) else None
+
+
+def _small_parts(config: Any, size: int) -> Any:
+    """Return a copy of a configuration of several parts, as of text and images, with small ones.
+
+    None if it has none.
+    """
+    parts = {name: getattr(config, name, None) for name in _PARTS}
+    heads = {name: count for name, part in parts.items() if (count := _first(part, _HEADS))}
+    if not heads:
+        return None
+    config = copy.deepcopy(config)
+    for name, count in heads.items():
+        setattr(config, name, _small_config(parts[name], count, _HEAD_DIM * count, size))
+    return config
+
+
+def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:
+    """Return a copy of a configuration with small sizes."""
+    config = copy.deepcopy(config)
     _set(config, _HEAD_DIMS, _HEAD_DIM)
+    _set(config, ("rotary_dim",), _HEAD_DIM // 2)
+    for rotary in (getattr(config, name, None) for name in _ROTARY):
+        if isinstance(rotary, dict) and "mrope_section" in rotary:  # times, heights and widths
+            rotary["mrope_section"] = [1, 1, _HEAD_DIM // 2 - 2]
     if isinstance(getattr(config, "qk_head_dim", None), int):
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    _set(config, _HIDDEN, heads * _HEAD_DIM)
-    _set(config, _FEATURES, 4 * size)
+    width = _first(config, _HIDDEN)
+    _set(config, [name for name in _AS_WIDE if getattr(config, name, None) == width], hidden)
+    _set(config, _HIDDEN, hidden)
+    _set(config, _FEATURES, _FEATURES_A_RANK * size)
     # Of lengths of their own: keys are packed beside features that are rotated.
     _set(config, ("q_lora_rank",), 10 * size)
     _set(config, ("kv_lora_rank",), 6 * size)
@@ -71,27 +122,44 @@ def scaled_down(model: nn.Module, size: int) -> nn.Module | None:
         groups = getattr(config, "n_group", None) or 1
         _set(config, _EXPERTS, _fewer(experts, size, groups, _first(config, _CHOSEN) or 1))
     # More rows than columns, as tables of a vocabulary have.
-    _set(config, _ROWS, size * (2 * heads * _HEAD_DIM // size + 1))
-    if len(set(getattr(config, "layer_types", None) or ())) < 2:
-        _set(config, _LAYERS, _FEW_LAYERS)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:_FEW_LAYERS]
+    _set(config, _ROWS, size * (2 * hidden // size + 1))
+    types = getattr(config, "layer_types", None) or []
+    few = max(_FEW_LAYERS, *(1 + types.index(each) for each in set(types)), 0)
+    _set(config, _LAYERS, few)
+    if types:
+        config.layer_types = types[:few]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, 0)
+    return config
+
+
+def _made_of(model: nn.Module, config: Any) -> nn.Module | None:
+    """Return a model of the same class, None if it does not take the small sizes."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     make: Any = type(model)
     try:
         with torch.device("meta"):
-            scaled: nn.Module = make(config)
-    # Arbitrary constructors: one that does not take the small sizes has no scaled-down model.
+            return make(config)
+    # Arbitrary constructors.
     except Exception:
         return None
     finally:
         logger.setLevel(level)
-    return scaled if _layout(scaled) == _layout(model) else None
+
+
+def _has_heads_of_their_own(scaled: nn.Module, model: nn.Module, heads: int) -> bool:
+    """Whether a dim that is as long as all heads of the model is as long as all small ones."""
+    named = (getattr(model.config, name, None) for name in _HEAD_DIMS)
+    widths = {heads * width for width in named if isinstance(width, int)}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return any(
+        large in widths and small == heads * _HEAD_DIM
+        for name, parameter in scaled.named_parameters()
+        for small, large in zip(parameter.shape, shapes.get(name, ()), strict=False)
+    )
 
 
 def _scaled_down_inside(model: nn.Module, size: int) -> nn.Module | None:
@@ -117,10 +185,12 @@ def _fewer(experts: int, size: int, groups: int, chosen: int) -> int:
     return fewer
 
 
-def _set(config: Any, names: tuple[str, ...], value: int) -> None:
+def _set(config: Any, names: Sequence[str], value: int) -> None:
     for name in names:
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(value, getattr(config, name)))
+        found = getattr(config, name, None)
+        # What follows from other sizes cannot be set, and need not be.
+        if isinstance(found, int) and not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, min(value, found))
 
 
 def _layout(model: nn.Module) -> set[tuple[str, type]]:

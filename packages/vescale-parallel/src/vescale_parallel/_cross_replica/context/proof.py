@@ -28,7 +28,7 @@ from vescale_parallel._trace.generators import (
     states_of_generators,
     untouched_generators,
 )
-from vescale_parallel._verify.compared_runs import Given, Results, close, run_once
+from vescale_parallel._verify.compared_runs import Given, Results, close, largest_of, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
@@ -270,14 +270,14 @@ def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) ->
 def _same(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None:
         return found is expected
-    return close(found, expected, expected)
+    return close(found, expected, largest_of(expected))
 
 
 def _same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None:
         given = found if expected is None else expected
         return given is None or not bool(given.any())
-    return close(found, expected, expected)
+    return close(found, expected, largest_of(expected))
 
 
 def _first_difference(
@@ -290,7 +290,9 @@ def _first_difference(
             continue
         parts = [slices.part(whole, 1, rank) for rank in range(len(notes))]
         if any(
-            fqn in each and each[fqn].shape == part.shape and not close(each[fqn], part, whole)
+            fqn in each
+            and each[fqn].shape == part.shape
+            and not close(each[fqn], part, largest_of(whole))
             for each, part in zip(notes, parts, strict=True)
         ):
             return fqn
