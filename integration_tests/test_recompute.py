@@ -69,3 +69,23 @@ def test_a_cache_that_was_asked_for_is_as_it_was_before_the_first_run(
     world2: World, family: str
 ) -> None:
     check(world2, family, {TP: 2}, use_cache=True)
+
+
+def trained_on(lengths: tuple[int, ...], how: str) -> dict[str, Tensor]:
+    """Return gradients of the sum of losses of several calls, with one backward pass behind."""
+    torch.manual_seed(0)
+    model, call = make("llama")
+    plan = make_plan({TP: 2, SEQUENCE: True, "recompute": how})
+    model = vescale.parallelize(plan, model.train())
+    losses = [model(**{n: x[:, :length] for n, x in call.items()}).loss for length in lengths]
+    torch.stack(losses).sum().backward()
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_calls_of_several_lengths_run_again_behind_each_other(world2: World) -> None:
+    lengths = 12, 9, 11, 10  # of 11 and 12 the first rank has as much
+    kept, again = (world2.run(trained_on, lengths, how) for how in ("none", "full"))
+    for expected, found in zip(kept, again, strict=True):
+        assert expected.keys() == found.keys()
+        for name, grad in expected.items():
+            assert torch.equal(found[name], grad), name

@@ -12,7 +12,7 @@ from vescale_parallel import propose_sharding
 from vescale_parallel._model.inputs import example_of
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 
-LARGEST_LLAMA = {
+LARGEST_LLAMA: dict[str, Any] = {
     "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
     "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip

@@ -161,17 +161,19 @@ class Boundary:
         """
 
         def now() -> Around:
-            lengths, around = dict(self.lengths), others()
+            lengths, is_running, around = dict(self.lengths), self._is_running, others()
 
             @contextlib.contextmanager
             def again() -> Iterator[None]:
-                latest = dict(self.lengths)
+                latest = dict(self.lengths), self._is_running
                 self.lengths.update(lengths)
+                self._is_running = is_running
                 try:
                     with around():
                         yield
                 finally:
-                    self.lengths.update(latest)
+                    self.lengths.update(latest[0])
+                    self._is_running = latest[1]
 
             return again
 
