@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
 
-from ._parts import Part
+from ._parts import ParameterSize, Part
 from ._workload import Workload
 
 
@@ -43,19 +43,19 @@ class LocalPart:
     @cached_property
     def nbytes(self) -> float:
         """Parameter bytes of one rank."""
-        whole = self.part.nbytes * _cut(self.share, self.tp)
-        if self.ep == 1:
-            return whole
-        elsewhere = sum(p.nbytes * p.elsewhere(self.ep) for p in self.part.parameters)
-        return whole - elsewhere * _cut(self.expert_share, self.tp)
+        return self._held(self.part.nbytes, lambda p: p.nbytes)
 
     @cached_property
     def numel(self) -> float:
         """Parameter elements of one rank."""
-        whole = self.part.numel * _cut(self.share, self.tp)
+        return self._held(self.part.numel, lambda p: p.numel)
+
+    def _held(self, total: float, size_of: Callable[[ParameterSize], float]) -> float:
+        """Return what one rank has of all its parameters together, by their sizes."""
+        whole = total * _cut(self.share, self.tp)
         if self.ep == 1:
             return whole
-        elsewhere = sum(p.numel * p.elsewhere(self.ep) for p in self.part.parameters)
+        elsewhere = sum(size_of(p) * p.elsewhere(self.ep) for p in self.part.parameters)
         return whole - elsewhere * _cut(self.expert_share, self.tp)
 
     @cached_property
