@@ -38,7 +38,7 @@ def predict(
     """Predict what one optimizer step of a plan takes. Communicates and allocates nothing.
 
     The plan may be written by hand, need more memory than there is, or ask for context
-    parallelism, which this version prices and does not run.
+    parallelism, which ``generate_plan`` prices and does not choose.
 
     Args:
         model: Real, on the meta device, or deferred.
