@@ -104,5 +104,11 @@ def _own_plan(
         if f"{prefix}{name}.weight" in spec.parameters
     }
     own |= {f"<attr:{name}>": Shard(0) for owner, name in spec.attributes if owner == fqn}
-    grads = [name.removeprefix(prefix) for name in spec.grads if name.startswith(prefix)]
+    # A bias that is added to a part of the sequence has a partial gradient for that.
+    on_parts = {fqn for fqn, placement in spec.left.items() if isinstance(placement, Shard)}
+    grads = [
+        name.removeprefix(prefix)
+        for name in spec.grads
+        if name.startswith(prefix) and name.rpartition(".")[0] not in on_parts
+    ]
     return own | {f"{name}.<grad>": Partial() for name in grads}
