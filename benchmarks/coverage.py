@@ -374,6 +374,7 @@ def _planned(model: nn.Module, size: int, cluster: str, batch: Any) -> dict[str,
         "tp": plan.tensor_parallel.size,
         "pp": plan.pipeline_parallel.size,
         "dp": plan.data_parallel.size,
+        "ep": plan.expert_parallel.size,
         "replicas": plan.data_parallel.replicate_size,
         "zero": plan.data_parallel.zero_stage,
         "recompute": plan.recompute,
@@ -418,9 +419,9 @@ of {examples:,} example batches: a text of up to {tokens:,} tokens, 8 texts of 5
 of 30 s or 32 images. The cluster is `{cluster}`; what planned was one thread of {machine}, with
 torch {torch} and transformers {transformers}.
 
-- *plan*: sizes of tensor (tp), pipeline (pp) and data parallelism (dp); the ZeRO stage, in how
-  many copies; *recomputes* if activations are; *parts* is gradient accumulation. Then predicted
-  seconds of a step, and GiB of the fullest rank.
+- *plan*: sizes of tensor (tp), pipeline (pp), data (dp) and expert parallelism (ep); the ZeRO
+  stage, in how many copies; *recomputes* if activations are; *parts* is gradient accumulation.
+  Then predicted seconds of a step, and GiB of the fullest rank.
 - *sharded*: the share of the bytes of parameters that tensor parallelism of so many ranks shards,
   in a plan that was compared with one device; 8 ranks, or fewer where heads do not divide.
 - *whole*: a reason why something stays whole, that of layers before that of single dimensions.
@@ -506,7 +507,8 @@ def _percent(share: float) -> str:
 def _plan(plan: Mapping[str, Any]) -> str:
     if "error" in plan:
         return "none"
-    said = [f"{axis} {plan[axis]}" for axis in ("tp", "pp", "dp") if plan[axis] > 1]
+    axes = ("tp", "pp", "dp", "ep")
+    said = [f"{axis} {plan[axis]}" for axis in axes if plan.get(axis, 1) > 1]
     copies = f" in {plan['replicas']} copies" if plan["replicas"] > 1 else ""
     said += [f"ZeRO {plan['zero']}{copies}"] * (plan["zero"] > 0)
     said += ["recomputes"] * (plan["recompute"] != "none")
