@@ -17,3 +17,9 @@ def test_long_messages_take_what_nccl_takes_them_to_take(
     for nbytes in (least, 2**28, 2**30):
         seconds, _ = nccl_seconds(kind, nbytes, ranks)
         assert planner_seconds(kind, nbytes, ranks) == pytest.approx(seconds, rel=0.15)
+
+
+def test_gathers_over_many_nodes_have_the_latency_of_a_ring() -> None:
+    for power in range(16, 31):
+        seconds, _ = nccl_seconds("all_gather", 2**power, 512)
+        assert planner_seconds("all_gather", 2**power, 512) == pytest.approx(seconds, rel=0.15)

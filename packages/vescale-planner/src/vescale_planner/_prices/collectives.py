@@ -20,6 +20,10 @@ from vescale_planner.cluster import Cluster
 
 from .columns import Counts, Values
 
+# What a step of a ring takes of the time of a message: NCCL's are 2 and 4 microseconds ("LL128",
+# with what a card is asked for), its messages of the presets 5 and 15.
+_STEP_INSIDE, _STEP_ACROSS = 2 / 5, 4 / 15
+
 # One number, or one for each of many candidates.
 _Bytes = float | Values
 _Ranks = int | Counts
@@ -50,16 +54,20 @@ def all_gather(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int 
         cluster: The machines.
         messages: Collectives that these bytes are divided over.
     """
-    ranks, per_node, nodes = group.ranks, group.per_node(cluster), group.nodes(cluster)
-    inside = (ranks - 1) / ranks * nbytes / cluster.inside_bytes_per_second
-    across = (nodes - 1) / nodes * nbytes / (per_node * cluster.outside_bytes_per_second)
-    transfer = np.maximum(np.where(per_node > 1, inside, 0.0), across)
-    return transfer + messages * latency(group, cluster)
+    return _transfer(nbytes, group, cluster) + messages * _latency_of_ring(group, cluster)
 
 
 def all_reduce(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
-    """Return the seconds of a reduce-scatter and an all-gather."""
-    return 2 * all_gather(nbytes, group, cluster, messages=messages)
+    """Return the seconds of a sum that all ranks get: of twice the bytes, up and down a tree."""
+    return 2 * (_transfer(nbytes, group, cluster) + messages * _latency_of_tree(group, cluster))
+
+
+def _transfer(nbytes: _Bytes, group: Group, cluster: Cluster) -> Values:
+    """Return the seconds of an all-gather's bytes alone, see [Note: levels]."""
+    ranks, per_node, nodes = group.ranks, group.per_node(cluster), group.nodes(cluster)
+    inside = (ranks - 1) / ranks * nbytes / cluster.inside_bytes_per_second
+    across = (nodes - 1) / nodes * nbytes / (per_node * cluster.outside_bytes_per_second)
+    return np.maximum(np.where(per_node > 1, inside, 0.0), across)
 
 
 def exchange(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
@@ -86,7 +94,18 @@ def _latency_of_one(group: Group, cluster: Cluster) -> Values:
     return np.where(is_inside, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
 
 
-def latency(group: Group, cluster: Cluster) -> Values:
+def _latency_of_tree(group: Group, cluster: Cluster) -> Values:
     """Return the seconds of as many rounds as a tree has, inside nodes and between them."""
     inside = np.ceil(np.log2(group.per_node(cluster))) * cluster.intra_latency_seconds
     return inside + np.ceil(np.log2(group.nodes(cluster))) * cluster.inter_latency_seconds
+
+
+def _latency_of_ring(group: Group, cluster: Cluster) -> Values:
+    """Return the seconds of as many steps as a ring has, which takes over from a tree's rounds.
+
+    NCCL gathers and scatters in rings but where a node has one rank (2.30, src/graph/tuning.cc).
+    """
+    nodes = group.nodes(cluster)
+    inside = (group.ranks - nodes) * _STEP_INSIDE * cluster.intra_latency_seconds
+    steps = inside + (nodes - 1) * _STEP_ACROSS * cluster.inter_latency_seconds
+    return np.maximum(_latency_of_tree(group, cluster), steps)
