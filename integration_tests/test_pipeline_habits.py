@@ -252,16 +252,9 @@ def auxiliary() -> None:
     (output["loss"] + output["aux_loss"]).backward()
 
 
-def compiled() -> None:
-    model, _ = Run(PIPELINE).start(Plain())
-    model.compile(backend="eager")
-    model(rows(1)[0])
-
-
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "ambiguous": (ambiguous, "tuple holds 2 scalars, 2 of them with a gradient"),
     "auxiliary": (auxiliary, "differentiates the loss that forward returns, and no other scalar"),
-    "compiled": (compiled, r"model.compile\(\) does not work with pipeline parallelism"),
 }
 
 
