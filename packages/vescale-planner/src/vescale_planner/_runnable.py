@@ -52,6 +52,8 @@ def runnable(
     tried: dict[_Kind, str] = {}
     while result.fits:
         result, returned = _proven(result, search, num_returned)
+        if not returned:
+            break  # no size of tensor parallelism was proven that others were priced by
         named = [each for each in runners_up(result) if each.candidate.layout.pp > 1][:1]
         for each in (*returned, *named):
             kind = _kind(each.candidate)
