@@ -146,7 +146,19 @@ def trained(model: nn.Module, batch: Any, constraints: Constraints) -> dict[str,
     return {"loss": loss.detach(), **grads}
 
 
-def of_family(family: str, constraints: Constraints, backend: str, dtype: torch.dtype) -> None:
+def of_family(family: str, constraints: Constraints, backend: str) -> None:
+    """Compare a compiled family with itself as it is written, by the largest of each tensor.
+
+    Whatever a model's dtype, norms of Qwen3 and T5 compute in float32, where inductor rounds
+    otherwise than torch: torch.compile alone, on one device, is 2e-7 off there.
+    """
+    # Torch's grouped products, which Mixtral's experts are, have no float64.
+    dtype = torch.float32 if family == "mixtral" else torch.float64
+    relative = 1e-10
+    if family == "mixtral":
+        relative = 1e-5
+    elif backend == CPU_COMPILER and family in ("qwen3", "t5"):
+        relative = 1e-6
     compiled = {"compile": "blocks", "compile_backend": backend}
     found: list[dict[str, Tensor]] = []
     for more in ({}, compiled):
@@ -157,8 +169,8 @@ def of_family(family: str, constraints: Constraints, backend: str, dtype: torch.
     written, compiled_too = found
     assert written.keys() == compiled_too.keys()
     for name, expected in written.items():
-        # Float64 but for the loss, which transformers computes in float32; observed: 1e-15.
-        atol = 1e-10 * max(float(expected.abs().max()), 1e-3)
+        # Transformers computes the loss in float32.
+        atol = relative * max(float(expected.abs().max()), 1e-3)
         torch.testing.assert_close(compiled_too[name], expected, rtol=1e-6, atol=atol, msg=name)
 
 
@@ -168,7 +180,7 @@ def of_family(family: str, constraints: Constraints, backend: str, dtype: torch.
 def test_a_compiled_family_computes_what_it_does_as_it_is_written(
     world2: World, family: str, backend: str
 ) -> None:
-    world2.run(of_family, family, {DP: 2, ZERO: 3}, backend, torch.float64, timeout=400)
+    world2.run(of_family, family, {DP: 2, ZERO: 3}, backend, timeout=400)
 
 
 # --- What is compiled, and how often.
@@ -215,6 +227,18 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x_BSF).flatten(0, 1), ids_BS.flatten())
 
 
+class Scaled(Block):
+    """Has a float that the loop changes: a coefficient that is warmed up, say."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__(width, dropout)
+        self.scale = 1.0
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        scale = self.scale * 2
+        return super().forward(x_BSF) * (scale if scale > 0.5 else 1.0)
+
+
 PLAN = {DP: 2, ZERO: 3, "compile": "blocks", "compile_backend": QUICK}
 
 
@@ -225,6 +249,27 @@ def net(kind: type[Block] = Block, *, dropout: float = 0.0, depth: int = 2) -> n
 
 def ids(length: int = 6) -> Tensor:
     return torch.arange(4 * length).view(4, length) * 7 % 16
+
+
+def scaled_in_turns() -> None:
+    """Change a float of the blocks as a warm-up does: torch compiles it as one that changes."""
+    model = vescale.parallelize(make_plan(PLAN), net(Scaled))
+    for scale in (1.0, 1.5, 2.5, 0.1, 3.5):
+        for module in model.modules():
+            if isinstance(module, Scaled):
+                module.scale = scale
+        one = net(Scaled)
+        for module in one.modules():
+            if isinstance(module, Scaled):
+                module.scale = scale
+        loss = model(part(ids()))
+        torch.testing.assert_close(loss, one(ids()), rtol=1e-12, atol=0)
+        loss.backward()
+    assert not any(block.eager for block in compile_report(model).values())
+
+
+def test_blocks_whose_floats_change_stay_compiled(world2: World) -> None:
+    world2.run(scaled_in_turns)
 
 
 def part(batch: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ __all__ = [
     "make_wrapper",
     "num_views",
     "pytree",
+    "restarts_compilation",
     "set_timeout",
     "shared_by",
     "unseen_functions",
@@ -259,6 +260,11 @@ def shared_by(num_programs: int) -> Iterator[None]:
     finally:
         for name, limit in held.items():
             setattr(config, name, limit)
+
+
+def restarts_compilation(error: Exception) -> bool:
+    """Whether torch.compile raises this for itself, to look at a frame once more."""
+    return isinstance(error, cast("Any", torch._dynamo).exc.RestartAnalysis)
 
 
 def is_dynamo_error(error: Exception) -> bool:

@@ -37,6 +37,7 @@ from vescale_parallel._torch_private import (
     current_dispatch_mode,
     function_modes,
     is_dynamo_error,
+    restarts_compilation,
     shared_by,
     unseen_functions,
 )
@@ -150,6 +151,9 @@ class _CompiledForward:
         try:
             run = compiled_graph(graph, inputs, self._backend)
         except Exception as error:  # whatever a compiler raises: the graph is right without it
+            if restarts_compilation(error):
+                self._num_graphs -= 1
+                raise
             self._failure = _first_line(error)
 
         def run_graph(*inputs: Any) -> Any:
