@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from vescale_parallel import (
     DataParallel,
@@ -269,20 +270,70 @@ def test_tensor_parallel_ranks_have_their_part_of_experts_that_are_cut() -> None
     )
 
 
-def test_tokens_travel_over_the_links_where_ranks_are_that_share_experts() -> None:
-    """Without ZeRO they are next to each other, with it those that shard are."""
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_tokens_stay_in_a_node_that_has_all_ranks_that_share_experts(zero: Stage) -> None:
+    """Those are next to each other, but under ZeRO 3, where those that gather are."""
     free = replace(H100, intra_latency_seconds=0.0, inter_latency_seconds=0.0)
 
-    def seconds(zero: Stage) -> float:
+    def seconds(tp: int) -> float:
         plan = ParallelPlan(
-            data_parallel=DataParallel(size=64, zero_stage=zero),
+            tensor_parallel=TensorParallel(size=tp),
+            data_parallel=DataParallel(size=64 // tp, zero_stage=zero),
             expert_parallel=ExpertParallel(size=8),
         )
         return predict(Mixture(), plan, free, example_batch=BATCH).breakdown.expert_parallel
 
-    sent = 4 * 4 * len(BATCH) * LENGTH * CHOSEN * WIDTH * 4 * 7 / 8
-    assert seconds(0) == pytest.approx(sent / free.inside_bytes_per_second)
-    assert seconds(1) == pytest.approx(sent / free.outside_bytes_per_second)
+    sent = 4 * 4 * len(BATCH) * LENGTH * CHOSEN * WIDTH * 4
+    if zero == 3:
+        assert seconds(1) == pytest.approx(sent * 7 / 8 / free.outside_bytes_per_second)
+        return
+    assert seconds(1) == pytest.approx(sent * 7 / 8 / free.inside_bytes_per_second)
+    # Four of eight are on the node, beside the other tensor-parallel rank of each.
+    assert seconds(2) == pytest.approx(sent * 4 / 8 / free.outside_bytes_per_second)
+
+
+def test_products_of_experts_are_tiles_of_rows_and_all_experts_are_read() -> None:
+    """By hand, of forward and backward: many rows of an expert take flops, few its bytes."""
+    slow = replace(H100, memory_bytes_per_second=1e6, memory_efficiency=1.0)
+    fast = replace(H100, memory_bytes_per_second=1e30)
+    plan = ParallelPlan(data_parallel=DataParallel(size=8), expert_parallel=ExpertParallel(size=4))
+
+    def seconds(cluster: Cluster) -> float:
+        return predict(Mixture(), plan, cluster, example_batch=BATCH).breakdown.matrix_products
+
+    dense = 4 * (WIDTH + 1) * (WIDTH + 4 * EXPERTS)
+    read = 3 * (dense + 4 * 4 * EXPERTS / 4 * WIDTH**2)
+    assert seconds(slow) == pytest.approx(read / slow.memory_bytes_per_second)
+    tokens = len(BATCH) * LENGTH
+    of_expert = tokens * CHOSEN / EXPERTS * 4
+    padded = tokens * CHOSEN * (1 + 64 / of_expert)
+    sides = {WIDTH: WIDTH**2, EXPERTS: 4 * EXPERTS * WIDTH}
+    peak = fast.flops_per_second_of(4) * fast.efficiency
+
+    def products(rows: float, numel: float, width: float) -> float:
+        return 3 * 2 * rows * numel / (peak * width / (width + fast.half_width))
+
+    expected = products(tokens, sides[WIDTH], WIDTH) + products(tokens, sides[EXPERTS], EXPERTS)
+    assert seconds(fast) == pytest.approx(expected + 4 * products(padded, WIDTH**2, WIDTH))
+
+
+def test_attention_of_blocks_with_experts_is_told_from_their_products() -> None:
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    ids = torch.zeros(3, 16, dtype=torch.long)
+    found = workload_of(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
+    for part in found.blocks:
+        assert part.expert_flops == 2 * 16 * 2 * 3 * 32 * 48
+        assert part.attention_flops == 2 * 2 * 16 * 16 * 32
+        assert part.rows_of_expert == 16 * 2 / 4
 
 
 @pytest.mark.parametrize(("zero", "size"), [(0, 4), (1, 2), (1, 8)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel import ParallelPlan, with_constraints
@@ -18,6 +19,7 @@ from vescale_parallel._mesh.mesh import (
     axis_size,
     build_mesh,
     data_groups,
+    data_rank,
     second_group,
 )
 
@@ -47,6 +49,30 @@ def test_a_mesh_has_the_axes_of_more_than_one_rank_outermost_first(in_threads: I
             [rank // 2, 0, rank % 2, 0],
             [False, True, False, True],
         )
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_ranks_that_share_experts_are_next_to_each_other(in_threads: InThreads, zero: int) -> None:
+    """But under ZeRO 3, where those that gather parameters are."""
+    plan = plan_of(
+        data_parallel__size=4,
+        data_parallel__zero_stage=zero,
+        expert_parallel__size=2,
+        tensor_parallel__size=2,
+    )
+
+    def described(rank: int) -> Any:
+        mesh = build_mesh(plan)
+        group = axis_group(mesh, "ep")
+        assert group is not None
+        return dist.get_process_group_ranks(group), data_rank(mesh), mesh.mesh_dim_names
+
+    for rank, (ranks, part, names) in enumerate(in_threads(8, described)):
+        step = 4 if zero == 3 else 2
+        first = rank - (rank // step % 2) * step
+        assert ranks == [first, first + step]
+        assert part == rank // 2
+        assert names == (("ep", "tp", "dp_shard") if zero else ("dp_replicate", "ep", "tp"))
 
 
 def test_one_rank_has_a_mesh_of_one(in_threads: InThreads) -> None:

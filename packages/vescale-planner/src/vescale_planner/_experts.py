@@ -11,7 +11,7 @@ from torch import nn
 
 from vescale_parallel import ExpertLayer, Observation
 
-from ._parts import Part
+from ._parts import ASSUMED_TOKENS, Part
 
 # As configurations call the number of experts that a token is sent to.
 _CHOSEN = (
@@ -48,13 +48,14 @@ def observed_exchanges(
     seen: Observation,
     itemsize: int,
 ) -> list[Part]:
-    """Return the parts with the bytes of rows that their experts were seen to be called with.
+    """Return the parts with the rows that their experts were seen to be called with.
 
     A stack is called with rows, and the experts of each: a row is sent once for each of them.
     Experts of a list are called with their rows.
     """
     rows = max(1, seen.rows)
     nbytes: dict[str, float] = {layer.fqn: 0.0 for layer in layers}
+    routed: dict[str, float] = dict(nbytes)
     home = {fqn: layer for layer in layers for fqn in layer.called}
     for call in seen.modules:
         layer = home.get(call.fqn)
@@ -63,13 +64,15 @@ def observed_exchanges(
         width = call.inputs[0][-1] if call.inputs[0] else 1
         pairs = call.inputs[0][:-1] if layer.is_listed else call.inputs[1]
         nbytes[layer.fqn] += math.prod(pairs) * width * itemsize
+        routed[layer.fqn] += math.prod(pairs)
     calls = {block: blocks.count(block) for block in blocks}
 
     def with_exchanges(index: int, part: Part) -> Part:
         inside = _layers_of(part, layers)
         times = calls.get(blocks[index - 1], 1) if 0 < index <= len(blocks) else 1
         sent = sum(nbytes[layer.fqn] for layer in inside) / times / rows
-        return replace(part, sent_bytes=sent, num_exchanges=len(inside))
+        called = sum(routed[layer.fqn] for layer in inside) / times / rows / max(1, len(inside))
+        return replace(part, sent_bytes=sent, num_exchanges=len(inside), routed_rows=called)
 
     return [with_exchanges(index, part) for index, part in enumerate(parts)]
 
@@ -81,7 +84,10 @@ def estimated_exchanges(
 
     def with_exchanges(part: Part) -> Part:
         count = len(_layers_of(part, layers))
-        return replace(part, sent_bytes=count * chosen * part.output_bytes, num_exchanges=count)
+        sent, routed = count * chosen * part.output_bytes, chosen * ASSUMED_TOKENS
+        return replace(
+            part, sent_bytes=sent, num_exchanges=count, routed_rows=routed if count else 0.0
+        )
 
     return [with_exchanges(part) for part in parts]
 

@@ -59,28 +59,46 @@ class LocalPart:
         return whole - elsewhere * _cut(self.expert_share, self.tp)
 
     @cached_property
-    def expert_numel(self) -> float:
-        """Of those, the ones of experts that other ranks do not have; 0 if all have them."""
-        if self.ep == 1:
-            return 0.0
-        experts = (p for p in self.part.parameters if p.num_experts)
-        here = sum(p.numel * (1 - p.elsewhere(self.ep)) for p in experts)
+    def experts_here(self) -> float:
+        """Of those, the ones of experts."""
+        here = sum(p.numel * (1 - p.elsewhere(self.ep)) for p in self.part.experts)
         return here * _cut(self.expert_share, self.tp)
 
-    @cached_property
-    def flops(self) -> float:
-        """Of forward, for one row."""
-        return self.part.flops * _cut(self.share, self.tp)
+    @property
+    def expert_numel(self) -> float:
+        """Of those, the ones that other ranks do not have; 0 if all have them."""
+        return self.experts_here if self.ep > 1 else 0.0
 
     @cached_property
-    def width(self) -> float:
-        """How wide its matrices are: of two that follow each other one keeps each side whole."""
-        return self.part.width
+    def products(self) -> float:
+        """Flops of products with matrices outside of experts, of forward, for one row."""
+        part = self.part
+        outside = part.flops - part.attention_flops - part.expert_flops
+        return outside * _cut(self._share_outside, self.tp)
+
+    @property
+    def _share_outside(self) -> float:
+        """As ``share``, of what is no expert."""
+        experts, total = sum(p.nbytes for p in self.part.experts), self.part.nbytes
+        if not 0 < experts < total:
+            return self.share
+        cut = self.share * total - self.expert_share * experts
+        return min(max(cut / (total - experts), 0.0), 1.0)
+
+    @cached_property
+    def expert_flops(self) -> float:
+        """Likewise of experts: a rank computes as many as without others to share them with."""
+        return self.part.expert_flops * _cut(self.expert_share, self.tp)
+
+    @property
+    def rows_of_expert(self) -> float:
+        """Rows that one expert here is called with, for one row of every rank that shares it."""
+        return self.part.rows_of_expert * self.ep
 
     @cached_property
     def attention_flops(self) -> float:
-        """Of those, the ones of attention's scores, whose heads are cut with its matrices."""
-        return self.part.attention_flops * _cut(self.share, self.tp)
+        """Of attention's scores, whose heads are cut with its matrices."""
+        return self.part.attention_flops * _cut(self._share_outside, self.tp)
 
     @cached_property
     def saved_bytes(self) -> float:
@@ -106,9 +124,9 @@ class LocalPart:
         sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
-        if self.ep > 1:
-            experts = part.sent_bytes, part.num_exchanges, self.expert_share, self.expert_numel
-            how = (*how, self.ep, *experts)
+        if part.experts:
+            sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
+            how = (*how, self.ep, *sent, part.routed_rows, part.expert_width)
         return (*sizes, *handed, *how)
 
     @property
@@ -214,7 +232,7 @@ def local_parts(
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
         share = cut / total if total else 0.0
-        experts = [each for each in counted if each.num_experts] if ep > 1 else []
+        experts = [each for each in counted if each.num_experts]
         cut = sum(each.nbytes for each in experts if each.fqn in sharded)
         expert_share = cut / sum(each.nbytes for each in experts) if experts else 0.0
         is_last = index == len(parts) - 1

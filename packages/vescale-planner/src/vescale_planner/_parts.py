@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from torch import nn
@@ -57,6 +58,7 @@ class Part:
         sent_bytes: Rows for experts, as many a token as it has experts: where ranks share
             experts, they are sent to those, and as many back.
         num_exchanges: Modules with experts, each of which sends its rows.
+        routed_rows: Rows that the experts of one of these modules are called with, together.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -68,6 +70,7 @@ class Part:
     keys_bytes: float = 0.0
     sent_bytes: float = 0.0
     num_exchanges: int = 0
+    routed_rows: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -79,12 +82,40 @@ class Part:
         """Parameter bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
-    @property
+    @cached_property
     def width(self) -> float:
-        """The shorter sides of its matrices, weighted by what is computed with them; 0 of none."""
-        matrices = [each for each in self.parameters if each.width]
-        numel = sum(each.numel for each in matrices)
-        return sum(each.numel * each.width for each in matrices) / numel if numel else 0.0
+        """The shorter sides of its matrices, weighted by their elements; 0 of none.
+
+        Those of experts are not among them.
+        """
+        return _mean_width([each for each in self.parameters if not each.num_experts])
+
+    @cached_property
+    def expert_width(self) -> float:
+        """The shorter sides of its experts' matrices."""
+        return _mean_width(self.experts)
+
+    @cached_property
+    def experts(self) -> tuple[ParameterSize, ...]:
+        """Those of its parameters that are of experts."""
+        return tuple(each for each in self.parameters if each.num_experts)
+
+    @cached_property
+    def expert_flops(self) -> float:
+        """Of ``flops``, those of experts: two a row and element of a matrix."""
+        of_row = sum(each.numel / each.num_experts for each in self.experts if each.width)
+        return min(2.0 * of_row * self.routed_rows, self.flops - self.attention_flops)
+
+    @cached_property
+    def rows_of_expert(self) -> float:
+        """Rows that one expert is called with, if all get as many."""
+        return self.routed_rows / max((each.num_experts for each in self.experts), default=1)
+
+
+def _mean_width(parameters: Sequence[ParameterSize]) -> float:
+    matrices = [each for each in parameters if each.width]
+    numel = sum(each.numel for each in matrices)
+    return sum(each.numel * each.width for each in matrices) / numel if numel else 0.0
 
 
 def ownership(
@@ -119,22 +150,9 @@ def ownership(
     return [tuple(part) for part in parts], tuple(tied)
 
 
-def observed_parts(
-    seen: Observation, owned: Owned, once: frozenset[str]
-) -> tuple[Part, tuple[Part, ...], Part]:
-    """Divide an observation by its rows.
-
-    What a block of matrices computes beside two flops a token and element is attention.
-    """
+def observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, ...], Part]:
+    """Divide an observation by its rows."""
     rows = max(1, seen.rows)
-
-    def attention(parameters: tuple[ParameterSize, ...], flops: float) -> float:
-        products = sum(p.numel for p in parameters if p.fqn in once)
-        others = sum(p.numel for p in parameters if p.fqn not in once)
-        if seen.tokens <= rows or others > 0.1 * products:
-            return 0.0
-        return max(0.0, flops - 2.0 * products * seen.tokens) / rows
-
     width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
     before = Part(
         parameters=owned[0],
@@ -146,7 +164,6 @@ def observed_parts(
         Part(
             parameters=parameters,
             flops=block.flops / rows,
-            attention_flops=attention(parameters, block.flops),
             saved_bytes=block.saved_bytes / rows,
             output_bytes=block.output_bytes / rows,
             keys_bytes=keys_share(parameters) * block.output_bytes / rows,
@@ -161,6 +178,21 @@ def observed_parts(
         input_bytes=seen.blocks[-1].output_bytes / rows if seen.blocks else 0.0,
     )
     return before, blocks, after
+
+
+def with_attention(part: Part, once: frozenset[str], tokens: float) -> Part:
+    """Return a block with the flops of attention: what it computes beside its matrices.
+
+    Of a matrix in ``once`` that is two flops a token and element, of experts as many a row that
+    they are called with. A block that has more than these is not divided.
+    """
+    outside = [each for each in part.parameters if not each.num_experts]
+    products = sum(each.numel for each in outside if each.fqn in once)
+    others = sum(each.numel for each in outside if each.fqn not in once)
+    if tokens <= 1 or others > 0.1 * products:
+        return part
+    rest = part.flops - 2.0 * products * tokens - part.expert_flops
+    return replace(part, attention_flops=max(0.0, rest))
 
 
 def keys_share(parameters: tuple[ParameterSize, ...]) -> float:

@@ -24,7 +24,15 @@ from vescale_parallel import (
 )
 
 from ._experts import chosen_of, counts_of, estimated_exchanges, observed_exchanges
-from ._parts import ASSUMED_TOKENS, ParameterSize, Part, estimated_parts, observed_parts, ownership
+from ._parts import (
+    ASSUMED_TOKENS,
+    ParameterSize,
+    Part,
+    estimated_parts,
+    observed_parts,
+    ownership,
+    with_attention,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +147,12 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
     largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
     itemsize = 4 if largest is None else largest.element_size()
     if observation.ran:
-        before, inner, after = observed_parts(observation, owned, _products_once(model))
+        before, inner, after = observed_parts(observation, owned)
         notes.append(_order_note(observation))
         notes.append(_uncounted_note(observation))
         parts = observed_exchanges((before, *inner, after), blocks, layers, observation, itemsize)
+        once, tokens = _products_once(model), observation.tokens / max(1, observation.rows)
+        parts[1:-1] = [with_attention(each, once, tokens) for each in parts[1:-1]]
     else:
         chosen, note = chosen_of(model) if layers else (1, "")
         notes.append(note)

@@ -16,8 +16,8 @@ from vescale_parallel._torch_private import group_timeout, set_timeout
 from .agreement import barrier
 from .process_group import this_device
 
-# The axes of ranks that share a batch, outermost first.
-DATA_AXES = ("dp_replicate", "ep", "dp_shard")
+# The axes of ranks that share a batch. Which one is outside of which is up to the plan.
+DATA_AXES = ("dp_replicate", "dp_shard", "ep")
 
 
 def build_mesh(plan: ParallelPlan) -> DeviceMesh:
@@ -101,8 +101,23 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
 
 def data_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that share a batch, innermost axis first."""
-    groups = [axis_group(mesh, axis) for axis in reversed(DATA_AXES)]
+    groups = [axis_group(mesh, axis) for axis in reversed(data_axes(mesh))]
     return [group for group in groups if group is not None]
+
+
+def data_axes(mesh: DeviceMesh) -> list[str]:
+    """Return the axes of ranks that share a batch, those first whose ranks are furthest apart.
+
+    The axes of a mesh are in the order in which placements nest, which is another one.
+    """
+    names = mesh.mesh_dim_names or ()
+    origin = int(mesh.mesh.flatten()[0])
+
+    def distance(axis: str) -> int:
+        return int(mesh.mesh.select(names.index(axis), 1).flatten()[0]) - origin
+
+    here = [axis for axis in DATA_AXES if axis_size(mesh, axis) > 1]
+    return sorted(here, key=distance, reverse=True)
 
 
 def data_size(mesh: DeviceMesh) -> int:
@@ -113,7 +128,7 @@ def data_size(mesh: DeviceMesh) -> int:
 def data_rank(mesh: DeviceMesh) -> int:
     """Return the index of this rank among those that share a batch."""
     rank = 0
-    for axis in DATA_AXES:
+    for axis in data_axes(mesh):
         rank = rank * axis_size(mesh, axis) + axis_rank(mesh, axis)
     return rank
 
@@ -144,7 +159,7 @@ def context_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup | None:
 def _data_ranks_last(mesh: DeviceMesh) -> torch.Tensor:
     """Return the ranks of a mesh, those that share a batch last, in the order of its parts."""
     names = mesh.mesh_dim_names or ()
-    axes = [names.index(name) for name in DATA_AXES if name in names]
+    axes = [names.index(name) for name in data_axes(mesh)]
     return mesh.mesh.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
 
 

@@ -189,7 +189,9 @@ class ParallelPlan:
         """Size of every mesh axis, outermost first.
 
         Ranks that share experts are data-parallel ones as far as these divide, and then ranks
-        that share a sequence, which are not counted as ``cp`` again.
+        that share a sequence, which are not counted as ``cp`` again. They are next to each other,
+        as they send each other all tokens of every layer; under ZeRO 3 those that gather
+        parameters are, which is more (decision 58).
         """
         data, experts = self.data_parallel, self.expert_parallel.size
         of_data = math.gcd(experts, data.size)
@@ -197,12 +199,12 @@ class ParallelPlan:
         if experts > 1 and data.zero_stage:
             # What is no expert has a copy on each rank that shares the experts.
             shard = data.size // of_data
+        context = self.context_parallel.size // (experts // of_data)
+        sharded = {"dp_shard": shard, "cp": context}
         return {
             "pp": self.pipeline_parallel.size,
             "dp_replicate": data.size // shard // of_data,
-            "ep": experts,
-            "dp_shard": shard,
-            "cp": self.context_parallel.size // (experts // of_data),
+            **({"ep": experts, **sharded} if data.zero_stage == 3 else {**sharded, "ep": experts}),
             "tp": self.tensor_parallel.size,
         }
 

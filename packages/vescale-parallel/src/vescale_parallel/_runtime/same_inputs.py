@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import named_failures
 from vescale_parallel._mesh.agreement import gathered_objects
-from vescale_parallel._mesh.mesh import DATA_AXES, axis_group
+from vescale_parallel._mesh.mesh import axis_group, data_axes
 from vescale_parallel._model.user_line import warn_at_user_line
 
 from .digest import Digest, Leaf, difference, digest_of
@@ -55,7 +55,7 @@ class SameInputs:
         self._device, self._is_delayed = torch.device(mesh.device_type), is_delayed
         self._same = _groups(mesh, "tp", "pp") + ([] if context is None else [context])
         self._copies = 1 if context is None else context.size()
-        self._other = _groups(mesh, *reversed(DATA_AXES))
+        self._other = _groups(mesh, *reversed(data_axes(mesh)))
         self._num_calls = 0
         self._sent: tuple[int, Digest, _Arriving] | None = None
         # Of data-parallel ranks: what to send after backward, and what arrived.

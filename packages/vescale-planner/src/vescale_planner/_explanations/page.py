@@ -15,6 +15,10 @@ from .reasons import gib
 
 # Larger pipelines than these are unreadable, and simulating them takes seconds.
 _MOST_RANKS, _MOST_PASSES = 16, 4
+_NAMES_OF_AXES = {
+    "pp": "pipeline", "dp_replicate": "data", "dp_shard": "data", "ep": "expert", "cp": "context",
+    "tp": "tensor",
+}  # fmt: skip
 _NEXT = ("plan", "times the time", "memory", "more and less, of a step")
 _OTHERS = ("what", "times the time a row", "best plan then")
 _STYLE = (
@@ -88,18 +92,12 @@ def _section(title: str, content: str) -> Iterator[str]:
 def _axes(plan: ParallelPlan) -> dict[str, int]:
     """Return the axes as people name them, outermost first; their product is that of all ranks.
 
-    Ranks that share experts are ranks of the batch, and of sequences where they are more: those
-    that shard are inside of them.
+    Ranks that share experts are ranks of the batch, and of sequences where they are more.
     """
-    axes = plan.axes
-    data = {"data": axes["dp_replicate"] * axes["dp_shard"]}
-    experts = {"expert": axes["ep"]}
-    sizes = {
-        "pipeline": axes["pp"],
-        **(experts | data if axes["dp_shard"] > 1 else data | experts),
-        "context": axes["cp"],
-        "tensor": axes["tp"],
-    }
+    sizes: dict[str, int] = {}
+    for axis, size in plan.axes.items():
+        name = _NAMES_OF_AXES[axis]
+        sizes[name] = sizes.get(name, 1) * size
     return {name: size for name, size in sizes.items() if size > 1}
 
 

@@ -78,6 +78,19 @@ class Columns:
         return np.where(self.zero_stage > 0, ranks, 1)
 
     @cached_property
+    def stride_of_shards(self) -> Counts:
+        """How far apart in the world ranks are that shard: next to each other if they gather.
+
+        Else those that share experts are (``vescale_parallel.ParallelPlan.axes``).
+        """
+        return self.layout.tp * np.where(self.zero_stage == 3, 1, self.layout.ep)
+
+    @cached_property
+    def stride_of_experts(self) -> Counts:
+        """Likewise those that share experts."""
+        return self.layout.tp * np.where(self.zero_stage == 3, self.shard, 1)
+
+    @cached_property
     def state_shard(self) -> Counts:
         """Ranks that share one copy of the optimizer state."""
         if self.first.shares_state:

@@ -30,6 +30,8 @@ from .expert_parallel import dispatches
 _OPERATORS = 50
 # Backward of fused attention computes the scores again (Dao 2023): five products for two.
 _ATTENTION_BACKWARD = 2.5
+# Rows of a result that kernels of grouped products compute at once: CUTLASS's and DeepGEMM's.
+_TILE_ROWS = 128
 
 
 _Number = TypeVar("_Number", float, Values)
@@ -220,20 +222,35 @@ def _compute(
     """Return forward and backward of one micro-batch.
 
     Products are the roofline of their flops and of reading parameters once a pass (Williams et
-    al. 2009). Element-wise operators run before and after them, not beside: they write activations
+    al. 2009), those of experts apart: of them a token is multiplied by few, and all are read.
+    Element-wise operators run before and after them, not beside: they write activations
     and read them, in each direction. Nothing is faster than starting its operators.
     """
     rows, passes = columns.rows_of_part, _passes(columns, p)
     peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
-    reached = peak * cluster.efficiency * shape_efficiency(p.width, cluster.half_width)
-    arithmetic = passes * rows * (p.flops - p.attention_flops) / reached
-    matrix = np.maximum(arithmetic, passes * p.numel * itemsize / memory)
+
+    def products(flops: Values, numel: float, width: float) -> Values:
+        reached = peak * cluster.efficiency * shape_efficiency(width, cluster.half_width)
+        return np.maximum(passes * flops / reached, passes * numel * itemsize / memory)
+
+    matrix = products(rows * p.products, p.numel - p.experts_here, p.part.width)
+    if p.expert_flops:
+        matrix = matrix + products(_expert_flops(p, rows), p.experts_here, p.part.expert_width)
     again = passes - 3
     attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
     moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
     return matrix, attention, np.maximum(moved, starting - matrix - attention)
+
+
+def _expert_flops(p: LocalPart, rows: Values) -> Values:
+    """Return the flops of experts for some rows, those of padding among them.
+
+    A kernel computes whole tiles of rows (CUTLASS, "Efficient GEMM in CUDA"), of each expert
+    apart: the last one is half full on average.
+    """
+    return p.expert_flops * (rows + _TILE_ROWS / 2 / p.rows_of_expert)
 
 
 def shape_efficiency(width: float, half_width: float) -> float:

@@ -82,7 +82,7 @@ def _gather_and_reduce(
     sent = numel * numerics.compute_itemsize
     itemsize = numerics.reduce_itemsize or numerics.compute_itemsize
     scatter = exchange if first.reduction == "ordered" else all_gather
-    none, group = np.zeros(len(shard)), Group(shard, layout.tp)
+    none, group = np.zeros(len(shard)), Group(shard, columns.stride_of_shards)
     both = units + sum(part.expert_numel > 0 for part in owned.distinct)
     gather = np.where(shard > 1, all_gather(none + sent, group, cluster, messages=both), 0.0)
     summed = none + numel * itemsize
@@ -95,12 +95,11 @@ def _gather_and_reduce(
             once = once + all_gather(nbytes / shard, replicas, cluster, messages=messages)
         return np.where(copies > 1, once, 0.0)
 
-    stride = layout.tp * shard
     copies = layout.dp * layout.cp // (shard * layout.ep)
-    reduce = reduce + of_copies(summed, copies, stride * layout.ep, both)
+    reduce = reduce + of_copies(summed, copies, layout.tp * layout.ep * shard, both)
     if layout.ep > 1:
-        sharing = np.full_like(shard, layout.ep)
-        reduce = reduce + of_copies(summed - experts * itemsize, sharing, stride, units)
+        sharing, apart = np.full_like(shard, layout.ep), columns.stride_of_experts
+        reduce = reduce + of_copies(summed - experts * itemsize, sharing, apart, units)
     return gather, reduce
 
 

@@ -30,16 +30,8 @@ def dispatches(
     ranks = columns.layout.ep
     if ranks == 1 or not p.part.num_exchanges:
         return np.zeros_like(columns.rows_of_part)
-    group, times = Group(ranks, stride_of_experts(columns)), passes - 1
+    group, times = Group(ranks, columns.stride_of_experts), passes - 1
     sent = p.part.sent_bytes * columns.rows_of_part
     rows = 2 * times * exchange(sent, group, cluster, messages=p.part.num_exchanges)
     told = (passes - 2) * exchange(np.zeros_like(sent), group, cluster)
     return rows + told * p.part.num_exchanges
-
-
-def stride_of_experts(columns: Columns) -> Counts:
-    """Return how far apart in the world two neighbours are that share experts.
-
-    With ZeRO ranks that shard are next to each other, and without it those that share experts.
-    """
-    return columns.layout.tp * columns.shard
