@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     counted = _Counts()
     checks: dict[str, int] = {"propose_sharding": 0, "check_pipeline": 0}
-    for file, name in (("_search", "propose_sharding"), ("_runnable", "check_pipeline")):
+    for file, name in (("_search.sharding", "propose_sharding"), ("_runnable", "check_pipeline")):
         module = importlib.import_module(f"vescale_planner.{file}")
         setattr(module, name, _counting(getattr(module, name), name, checks))
     logging.getLogger("vescale.planner").addHandler(counted)

@@ -17,7 +17,7 @@ from vescale_testing import World
 from .experts import ROWS, AllInDouble, build, rows_of, tokens
 from .fake_ranks import rank_0_of
 from .families import InDouble, make
-from .plans import DP, EP, PP, TP, ZERO
+from .plans import CP, DP, EP, PP, TP, ZERO
 
 CPU = Cluster.preset("cpu")
 FAMILIES = (
@@ -108,6 +108,51 @@ def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
                 torch.testing.assert_close(
                     grads[name], expected, rtol=tolerance, atol=tolerance, msg=name
                 )
+
+
+# Of four ranks, with sequences that ranks share.
+SLICED: dict[str, dict[str, Any]] = {
+    "alone": {CP: 4},
+    "data": {CP: 2, DP: 2},
+    "zero 3": {CP: 2, DP: 2, ZERO: 3},
+    "tensor": {CP: 2, TP: 2},
+    "pipeline": {CP: 2, PP: 2},
+    "ring": {CP: 2, "context_parallel.method": "ring"},
+}
+
+
+def check_sliced(world: World, family: str, wish: str) -> None:
+    with InDouble():
+        model, batch = make(family)
+        loss, gradients = loss_and_gradients(model, batch)
+    plan = generate_plan(
+        make(family)[0], SLICED[wish], world_size=4, cluster=CPU, example_batch=batch
+    )
+    assert plan.context_parallel.size == SLICED[wish][CP]
+    assert any("attention can be sliced" in each for each in plan.reasons)
+    for found, grads in world.run(on_rank, family, plan.to_json()):
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        for name, expected in gradients.items():
+            scale = float(expected.abs().max()) + 1e-3
+            torch.testing.assert_close(grads[name], expected, rtol=0, atol=1e-12 * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_plans_with_shared_sequences_are_one_device(world4: World) -> None:
+    check_sliced(world4, "llama", "data")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("wish", SLICED)
+def test_plans_of_families_with_shared_sequences_are_one_device(
+    world4: World, family: str, wish: str
+) -> None:
+    if (family, wish) == ("gemma2", "ring"):  # which caps scores in its own code
+        with pytest.raises(ValueError, match="Gemma2ForCausalLM is not one device's on slices"):
+            check_sliced(world4, family, wish)
+        return
+    check_sliced(world4, family, wish)
 
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")

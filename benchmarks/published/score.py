@@ -42,8 +42,8 @@ from vescale_planner._parts import Part
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import Cost, step_cost
 from vescale_planner._prices.memory import Memory, needed_bytes, peak_memory
-from vescale_planner._ranking import ScoredCandidate
-from vescale_planner._search import Search
+from vescale_planner._search.ranking import ScoredCandidate
+from vescale_planner._search.search import Search
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 Row = dict[str, Any]

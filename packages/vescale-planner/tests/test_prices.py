@@ -19,7 +19,7 @@ from vescale_planner._prices.collectives import Group, all_gather, exchange, sen
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import Cost, idle_passes, shape_efficiency, step_cost
 from vescale_planner._prices.memory import peak_memory
-from vescale_planner._ranking import TIE
+from vescale_planner._search.ranking import TIE
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 # Round numbers, nothing taken off and no latency.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
-from vescale_planner import Cluster, _search, generate_plan
+from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
-from vescale_planner._explanations.contexts import Contexts, priced_contexts, said
+from vescale_planner._contexts import Contexts, priced_contexts, said
 from vescale_planner._layouts import Layout
-from vescale_planner._search import Search
+from vescale_planner._search import sharding
+from vescale_planner._search.search import Search
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -74,7 +75,7 @@ def test_only_what_is_returned_is_proven(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(size)
         return find(model, policy, size, **options)  # pyright: ignore[reportArgumentType]: a policy
 
-    monkeypatch.setattr(_search, "propose_sharding", counted)
+    monkeypatch.setattr(sharding, "propose_sharding", counted)
     ids = torch.zeros(4, 5, dtype=torch.long)
     only = {"pipeline_parallel.size": 1}
     cluster = Cluster.preset("h200")
@@ -158,12 +159,12 @@ def test_slices_of_long_sequences_are_priced_and_said(caplog: pytest.LogCaptureF
     # Two rows for eight ranks: only slices have work for all.
     search = Search(model, workload_of(model, ids), h100, given, 2, "flops")
     contexts = priced_contexts(search, 8)
-    assert contexts.best is not None
-    layout = contexts.best.candidate.layout
-    assert (layout.dp, layout.cp, contexts.best.candidate.rows) == (2, 4, 1)
+    best = contexts.fits[0]
+    assert (best.candidate.layout.dp, best.candidate.layout.cp, best.candidate.rows) == (2, 4, 1)
     assert contexts.num_scored > 4
-    slow = replace(contexts.best, step_seconds=2 * contexts.best.step_seconds)
+    [whole] = search.run(2).fits[:1]
+    slow = replace(whole, step_seconds=2 * best.seconds_per_row * 2)
     assert "0.5 x the time" in said(contexts, slow)[0]
-    assert said(contexts, contexts.best) == []
+    assert said(contexts, replace(slow, step_seconds=slow.step_seconds / 2)) == []
     short = Search(model, workload_of(model, ids[:, :1024]), h100, given, 2, "flops")
-    assert priced_contexts(short, 8) == Contexts(None, 0)
+    assert priced_contexts(short, 8) == Contexts((), 0)

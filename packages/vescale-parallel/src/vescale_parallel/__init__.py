@@ -84,6 +84,7 @@ from ._plan.plan import (
     constraint_keys as constraint_keys,
 )
 from ._plan.supported import check_supported as check_supported
+from ._rng.planned_context import planned_context as planned_context
 from ._runtime.compiled_blocks import (
     CompiledBlock as CompiledBlock,
     compile_report as compile_report,

@@ -58,6 +58,7 @@ from ._plan.recomputation import recompute_by_block
 from ._plan.supported import check_supported
 from ._rng.call_forms import DrawForms
 from ._rng.known_draws import Place
+from ._rng.planned_context import planned_context
 from ._rng.sharded_rng import ShardedRng
 from ._rng.stage_draws import StageDraws
 from ._runtime.accumulation import let_count
@@ -195,7 +196,7 @@ def _change(
     experts = planned_experts(plan, model)
     whole = said_whole(plan.reasons)
     sharding, proofs, left_whole, chunked = shard_as_planned(plan, model, batch, whole)
-    sequence = _sequence(plan, model, batch)
+    sequence = planned_context(plan, model, batch)
     stages = stage_map(plan, model, places_seen(plan, model, batch))
     blocks = blocks_of(model)
     run_here, units = _blocks_here(plan, stages, blocks)
@@ -271,18 +272,6 @@ def _blocks_here(
         return blocks, blocks
     placement = plan.pipeline_parallel.placement
     return stages.distinct_blocks, stages.blocks_of_one_rank(placement)
-
-
-def _sequence(plan: ParallelPlan, model: nn.Module, batch: Any) -> ContextGuard | None:
-    context = plan.context_parallel
-    if context.size == 1:
-        return None
-
-    def draws_by(sliced: SlicedBlocks) -> ShardedRng:
-        return ShardedRng(Place.alone(), {}, None, sliced)
-
-    how = context.method, context.outputs
-    return ContextGuard(model, context.size, batch, draws_by, *how)
 
 
 def _slice_blocks(

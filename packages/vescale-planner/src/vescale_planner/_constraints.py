@@ -65,7 +65,6 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         ValueError: Naming the constraint, its value, and what to do.
     """
-    _check_context(constraints)
     _check_pipeline(constraints)
     others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}
     # Which have to divide the size that is still to be chosen.
@@ -78,15 +77,6 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
             others.pop("batch.global_size", None)
     with_constraints(ParallelPlan(), others)
     _check_sharding(constraints, model)
-
-
-def _check_context(constraints: Mapping[str, Any]) -> None:
-    size = constraints.get("context_parallel.size", 1)
-    if size != 1:
-        raise ValueError(
-            f"context parallelism is not planned yet: expected context_parallel.size 1, got "
-            f"{size!r}; write the plan, ParallelPlan(context_parallel=ContextParallel(size=..))"
-        )
 
 
 def _check_pipeline(constraints: Mapping[str, Any]) -> None:

@@ -17,15 +17,15 @@ from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signatur
 
 from ._candidates import RESHARD, SHARE_STATE
 from ._constraints import check, check_split_points, in_order
+from ._contexts import priced_contexts, said as said_of_contexts
 from ._explanations.conflicts import conflict_of, said
-from ._explanations.contexts import priced_contexts, said as said_of_contexts
 from ._explanations.explanation import Explanation, explanation
 from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
 from ._layouts import ACCUMULATION
 from ._prices.memory import Memory, optimizer_states
-from ._ranking import ScoredCandidate, SearchResult
 from ._runnable import runnable
-from ._search import Search
+from ._search.ranking import ScoredCandidate, SearchResult
+from ._search.search import Search
 from ._workload import computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 
@@ -187,12 +187,16 @@ def _search(
         # Only now: forward has to return its loss then, which was not seen.
         accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
         result = accumulating if accumulating.fits else result
+    contexts = priced_contexts(search, world_size)
     if not result.fits:
-        raise ValueError(_no_plan(result, search, world_size))
+        sliced = _runnable(contexts.instead_of(result), search, top - 1)
+        if not sliced.fits:
+            refused = [each for each in sliced.rejected if each not in result.rejected]
+            raise ValueError("; ".join([_no_plan(result, search, world_size), *refused[:1]]))
+        result = sliced
     plan = _fill_in(result.fits[0], search)
     proposal = search.proposals.get(plan.tensor_parallel.size)
     whole = left_whole(proposal.left_whole if proposal else {})
-    contexts = priced_contexts(search, world_size)
     told = reasons(result, search.workload, cluster, constraints, search.split_method)
     told = (*told, *said_of_contexts(contexts, result.fits[0]), *whole)
     _tell(result, cluster, time.perf_counter() - begin, contexts.num_scored)
@@ -241,8 +245,12 @@ def _tell(result: SearchResult, cluster: Cluster, taken: float, num_priced: int)
 
 
 def _found(search: Search, world_size: int, num_returned: int) -> SearchResult:
+    return _runnable(search.run(world_size), search, num_returned)
+
+
+def _runnable(result: SearchResult, search: Search, num_returned: int) -> SearchResult:
     return runnable(
-        search.run(world_size),
+        result,
         search,
         lambda each: _fill_in(each, search, search.likely_sharding(each.candidate.layout.tp)),
         num_returned=num_returned,
@@ -277,6 +285,7 @@ def _fill_in(
         "pipeline_parallel.virtual_stages": candidate.virtual_stages,
         "pipeline_parallel.microbatches": candidate.microbatches,
         "data_parallel.size": layout.dp,
+        "context_parallel.size": layout.cp,
         "expert_parallel.size": layout.ep,
         "data_parallel.replicate_size": candidate.replicate,
         "data_parallel.zero_stage": candidate.zero_stage,

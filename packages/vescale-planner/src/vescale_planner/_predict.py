@@ -13,7 +13,7 @@ from ._experts import EVEN_EXPERTS
 from ._explanations.predicted import prediction
 from ._layouts import Layout
 from ._prices.memory import UNTIMED_OFFLOAD, optimizer_states
-from ._search import Search
+from ._search.search import Search
 from ._workload import Workload, computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 from .prediction import Prediction

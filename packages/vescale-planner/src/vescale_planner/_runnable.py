@@ -12,20 +12,21 @@ from vescale_parallel import (
     ParallelPlan,
     check_pipeline,
     check_supported,
+    planned_context,
     planned_experts,
 )
 
 from ._candidates import Candidate
 from ._explanations.reasons import runners_up
 from ._layouts import is_pipeline_asked_for
-from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
-from ._search import Search
+from ._search.ranking import ScoredCandidate, SearchResult, distinct, ranked
+from ._search.search import Search
 from ._workload import few_tokens
 
 # Stages, whether micro-batches are run one after the other, whether the batch is cut at all,
-# whether there are several ranks, and whether experts are shared, by numbers that divide them:
-# what the runtime's checks depend on.
-_Kind = tuple[int, bool, bool, bool, bool]
+# whether there are several ranks, how many share a sequence, and whether experts are shared, by
+# numbers that divide them: what the runtime's checks depend on.
+_Kind = tuple[int, bool, bool, bool, int, bool]
 # Pipelines refused for one reason, after which no other is tried.
 _ENOUGH = 3
 
@@ -104,8 +105,9 @@ def _proven(
 def _kind(candidate: Candidate) -> _Kind:
     layout = candidate.layout
     is_cut = layout.dp * candidate.parts > 1
-    many = layout.dp * layout.tp * layout.pp > 1
-    return candidate.stages, candidate.accumulation > 1, is_cut, many, layout.ep > 1
+    many = layout.dp * layout.cp * layout.tp * layout.pp > 1
+    shares = layout.cp, layout.ep > 1
+    return candidate.stages, candidate.accumulation > 1, is_cut, many, *shares
 
 
 def _refusal(plan: ParallelPlan, search: Search) -> str:
@@ -113,6 +115,8 @@ def _refusal(plan: ParallelPlan, search: Search) -> str:
     try:
         check_supported(plan, search.model)
         planned_experts(plan, search.model)
+        if search.workload.observed:
+            planned_context(plan, search.model, search.example_batch)
     except ValueError as error:
         return str(error)
     if plan.pipeline_parallel.size == 1:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_planner._ranking import ScoredCandidate
-from vescale_planner._search import Search
+from vescale_planner._search.ranking import ScoredCandidate
+from vescale_planner._search.search import Search
 
 # Bounds that decide what a step is, not how it is run: they are never in a conflict.
 _KEPT = ("batch.global_size", "precision.param", "precision.reduce")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from vescale_planner._candidates import Candidate
 from vescale_planner._prices.memory import FRAGMENTATION, Memory
-from vescale_planner._search import Search
+from vescale_planner._search.search import Search
 from vescale_planner.cluster import Cluster
 from vescale_planner.prediction import Breakdown, Prediction, RankMemory
 

@@ -10,7 +10,7 @@ from vescale_planner._experts import EVEN_EXPERTS
 from vescale_planner._layouts import ACCUMULATION, Layout
 from vescale_planner._prices.cost import seconds
 from vescale_planner._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
-from vescale_planner._ranking import TIE, ScoredCandidate, SearchResult
+from vescale_planner._search.ranking import TIE, ScoredCandidate, SearchResult
 from vescale_planner._workload import Workload
 from vescale_planner.cluster import Cluster
 
@@ -64,6 +64,8 @@ def reasons(
     lines += [f"assumed: {note}" for note in workload.assumptions]
     if winner.candidate.layout.ep > 1:
         lines.append(f"assumed: {EVEN_EXPERTS}")
+    if winner.candidate.layout.cp > 1:
+        lines.append("assumed: attention can be sliced, which the runtime compares when it starts")
     lines += _about_rows(winner, workload, constraints)
     if winner.candidate.layout.pp > 1 and split in _ESTIMATED and not workload.observed:
         what = _ESTIMATED[split]

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ._candidates import Candidate
-from ._prices.cost import Cost
-from ._prices.memory import Memory
+from vescale_planner._candidates import Candidate
+from vescale_planner._prices.cost import Cost
+from vescale_planner._prices.memory import Memory
 
 # Candidates within this factor of the fastest count as equally fast: the simplest is chosen.
 TIE = 1.03

@@ -14,22 +14,34 @@ from vescale_parallel import (
     SplitMethod,
     StagePlacement,
     StageRule,
-    propose_sharding,
     rule_of,
     state_bytes,
 )
+from vescale_planner._candidates import REPLICATE, Candidate, Rows, candidates
+from vescale_planner._constraints import refuses_experts
+from vescale_planner._experts import even_sizes
+from vescale_planner._layouts import Layout, layouts, stated_batch
+from vescale_planner._partition import (
+    LocalPart,
+    PipelineRank,
+    local_parts,
+    pipeline_ranks,
+    stage_starts,
+)
+from vescale_planner._prices.columns import Numerics, columns_of, kind_of
+from vescale_planner._prices.cost import Cost, step_cost, step_costs
+from vescale_planner._prices.memory import (
+    Memory,
+    memory_of_ranks,
+    needed_of_all,
+    peak_memory,
+    peaks,
+)
+from vescale_planner._workload import Workload, itemsize_of
+from vescale_planner.cluster import Cluster
 
-from ._candidates import REPLICATE, Candidate, Rows, candidates
-from ._constraints import proposal_in_chunks, refuses_experts
-from ._experts import even_sizes
-from ._layouts import Layout, layouts, stated_batch
-from ._partition import LocalPart, PipelineRank, local_parts, pipeline_ranks, stage_starts
-from ._prices.columns import Numerics, columns_of, kind_of
-from ._prices.cost import Cost, step_cost, step_costs
-from ._prices.memory import Memory, memory_of_ranks, needed_of_all, peak_memory, peaks
-from ._ranking import ScoredCandidate, SearchResult, distinct, ranked
-from ._workload import Workload, itemsize_of
-from .cluster import Cluster
+from .ranking import ScoredCandidate, SearchResult, distinct, ranked
+from .sharding import found_sharding
 
 
 @dataclass
@@ -309,52 +321,11 @@ class Search:
         return sharding if isinstance(sharding, str) else ""
 
     def _make_sharding(self, tp: int) -> dict[str, str] | str:
-        given = self.constraints.get("tensor_parallel.sharding_plan")
-        if given is not None:
-            return self._given_sharding(dict(given), tp)
-        policy = self.constraints.get("tensor_parallel.sharding_policy", "auto")
-        if self.constraints.get("numerics") == "invariant":
-            return self._chunked_sharding(policy, tp)
-        if tp == 1:
-            return {}
-        try:
-            proposal = propose_sharding(
-                self.model,
-                policy,
-                tp,
-                sequence=self.sequence,
-                example_batch=self.example_batch,
-            )
-        except ValueError as error:
-            return str(error)
-        self.proposals[tp] = proposal
-        if not proposal.plan:
-            unseen = policy == "auto" and self.example_batch is None
-            return (
-                f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "
-                f"{type(self.model).__name__}, so its ranks would repeat each other's work"
-                + (
-                    "; give generate_plan an example_batch: few models show without one what can "
-                    "be sharded"
-                    if unseen
-                    else ""
-                )
-            )
-        return proposal.plan
-
-    def _chunked_sharding(self, policy: str, tp: int) -> dict[str, str] | str:
-        found = proposal_in_chunks(
-            self.model, policy, self.constraints, self.example_batch, sequence=self.sequence
-        )
-        if isinstance(found, str):
-            return found
-        self.proposals[tp] = found
-        return found.plan
-
-    def _given_sharding(self, given: dict[str, str], tp: int) -> dict[str, str] | str:
-        if tp == 1 and self.constraints.get("tensor_parallel.size") != 1:
-            return "tensor_parallel.sharding_plan needs tensor_parallel.size above 1"
-        return given
+        found = found_sharding(self.model, self.constraints, self.example_batch, tp)
+        if isinstance(found, ShardingProposal):
+            self.proposals[tp] = found
+            return found.plan
+        return found
 
     def _ranks_of(self, candidate: Candidate) -> tuple[PipelineRank, ...]:
         layout, key = candidate.layout, self._rank_key(candidate)
