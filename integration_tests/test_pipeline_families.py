@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from vescale_parallel import refused_microbatches
 from vescale_testing import World
 
 from .plans import Constraints
@@ -48,9 +49,17 @@ def test_two_ranks_have_the_bits_of_one_device(
     world2.run(_on_rank, name, constraints_of(schedule, 2, microbatches))
 
 
+# DualPipeV has no order of fewer micro-batches than stages.
+RUNNING = [
+    (schedule, m)
+    for schedule, virtual in SCHEDULES.items()
+    for m in (4, 8)
+    if not refused_microbatches(schedule, size=4, virtual_stages=virtual, microbatches=m)
+]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "microbatches"), RUNNING)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_four_ranks_have_them_too(
     world4: World, name: str, schedule: str, microbatches: int
