@@ -17,7 +17,7 @@ from vescale_testing import World
 from .experts import ROWS, AllInDouble, build, rows_of, tokens
 from .fake_ranks import rank_0_of
 from .families import InDouble, make
-from .plans import CP, DP, EP, PP, TP, ZERO
+from .plans import CP, DP, EP, PP, SEQUENCE, TP, ZERO
 
 CPU = Cluster.preset("cpu")
 FAMILIES = (
@@ -153,6 +153,44 @@ def test_plans_of_families_with_shared_sequences_are_one_device(
             check_sliced(world4, family, wish)
         return
     check_sliced(world4, family, wish)
+
+
+def with_a_sharded_sequence(family: str) -> ParallelPlan:
+    """Return the plan for two tensor-parallel ranks with too little memory for another."""
+    given = {TP: 2, "recompute": "none", "batch.gradient_accumulation": 1}
+    cluster = replace(CPU, reserved_bytes=0)
+    model, batch = make(family)
+    asked = {**given, SEQUENCE: False}
+    whole = generate_plan(model, asked, world_size=2, cluster=cluster, example_batch=batch)
+    assert whole.estimate is not None
+    small = replace(cluster, memory_bytes=whole.estimate.memory_bytes - 1)
+    return generate_plan(model, given, world_size=2, cluster=small, example_batch=batch)
+
+
+def check_sequence(world: World, family: str) -> None:
+    plan = with_a_sharded_sequence(family)
+    assert plan.tensor_parallel.sequence
+    assert any("no plan fits without" in each for each in plan.reasons)
+    with InDouble():
+        loss, gradients = loss_and_gradients(*make(family))
+    for found, grads in world.run(on_rank, family, plan.to_json()):
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        for name, expected in gradients.items():
+            scale = float(expected.abs().max()) + 1e-3
+            torch.testing.assert_close(grads[name], expected, rtol=0, atol=1e-12 * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_a_sequence_is_sharded_where_that_fits_alone(world2: World) -> None:
+    check_sequence(world2, "llama")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["nanogpt", "qwen3", "gemma2", "gpt2", "two_key_value_heads"])
+def test_a_sequence_of_families_is_sharded_where_that_fits_alone(
+    world2: World, family: str
+) -> None:
+    check_sequence(world2, family)
 
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")

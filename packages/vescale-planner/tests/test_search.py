@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from vescale_parallel import propose_sharding
 from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
-from vescale_planner._contexts import Contexts, priced_contexts, said
 from vescale_planner._layouts import Layout
 from vescale_planner._search import sharding
 from vescale_planner._search.search import Search
+from vescale_planner._sequences import Contexts, priced_contexts, said
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8

@@ -17,7 +17,6 @@ from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signatur
 
 from ._candidates import RESHARD, SHARE_STATE
 from ._constraints import check, check_split_points, in_order
-from ._contexts import priced_contexts, said as said_of_contexts
 from ._explanations.conflicts import conflict_of, said
 from ._explanations.explanation import Explanation, explanation
 from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
@@ -26,6 +25,13 @@ from ._prices.memory import Memory, optimizer_states
 from ._runnable import runnable
 from ._search.ranking import ScoredCandidate, SearchResult
 from ._search.search import Search
+from ._sequences import (
+    is_faster,
+    priced_contexts,
+    said as said_of_contexts,
+    said_of_sequence,
+    with_sequence,
+)
 from ._workload import computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 
@@ -187,7 +193,8 @@ def _search(
         # Only now: forward has to return its loss then, which was not seen.
         accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
         result = accumulating if accumulating.fits else result
-    contexts = priced_contexts(search, world_size)
+    contexts, without = priced_contexts(search, world_size), result
+    search, result = _with_sequence(search, result, top - 1)
     if not result.fits:
         sliced = _runnable(contexts.instead_of(result), search, top - 1)
         if not sliced.fits:
@@ -198,6 +205,8 @@ def _search(
     proposal = search.proposals.get(plan.tensor_parallel.size)
     whole = left_whole(proposal.left_whole if proposal else {})
     told = reasons(result, search.workload, cluster, constraints, search.split_method)
+    if result is not without and search.sequence:
+        told = (told[0], said_of_sequence(result.fits[0], without), *told[1:])
     told = (*told, *said_of_contexts(contexts, result.fits[0]), *whole)
     _tell(result, cluster, time.perf_counter() - begin, contexts.num_scored)
     return _Found(replace(plan, reasons=told), result, search, world_size)
@@ -246,6 +255,17 @@ def _tell(result: SearchResult, cluster: Cluster, taken: float, num_priced: int)
 
 def _found(search: Search, world_size: int, num_returned: int) -> SearchResult:
     return _runnable(search.run(world_size), search, num_returned)
+
+
+def _with_sequence(
+    search: Search, result: SearchResult, num_returned: int
+) -> tuple[Search, SearchResult]:
+    """Return a search and what it found, with the sequence sharded if that is faster."""
+    found = with_sequence(search, result)
+    if found is None:
+        return search, result
+    tried = _runnable(found[1], found[0], num_returned)
+    return (found[0], tried) if is_faster(tried, result) else (search, result)
 
 
 def _runnable(result: SearchResult, search: Search, num_returned: int) -> SearchResult:

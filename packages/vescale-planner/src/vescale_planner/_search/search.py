@@ -132,9 +132,9 @@ class Search:
                     rejected[each] = None
                 else:
                     found.append(each)
-        return self._divided(self.scored(found), distinct(rejected))
+        return self.divided(self.scored(found), distinct(rejected))
 
-    def _divided(self, scored: Iterable[ScoredCandidate], rejected: Iterable[str]) -> SearchResult:
+    def divided(self, scored: Iterable[ScoredCandidate], rejected: Iterable[str]) -> SearchResult:
         """Divide candidates into those that fit and those that do not."""
         fits, too_large = list[ScoredCandidate](), list[ScoredCandidate]()
         for each in scored:
@@ -158,7 +158,7 @@ class Search:
             again = (each.candidate for each in every if each.candidate.layout.tp == tp)
             scored += self.scored(again)
         reasons = [*result.rejected] if isinstance(found, dict) else [found, *result.rejected]
-        return self._divided(scored, reasons)
+        return self.divided(scored, reasons)
 
     def rows(self, world_size: int) -> Rows:
         """Return the batch of all candidates: as constrained, or one that is stated."""

@@ -1,7 +1,9 @@
-"""What slices of sequences would take: priced beside the search, said, and chosen if need be.
+"""Parts of sequences on ranks: between layers of tensor-parallel ones, or in whole blocks.
 
-Of what a model returns beside its loss each rank has a slice then, which a loop may not expect. So
-slices are chosen unasked where no other plan fits, and only there.
+Between layers (Korthikanti et al. 2022) tensor-parallel ranks have a part of what each would have
+whole otherwise: less memory for the same bytes sent, chosen where that is faster. In whole blocks
+ranks besides have slices (context parallelism). Of what a model returns beside its loss each has a
+slice then, too, which a loop may not expect: chosen where no other plan fits, else only said.
 """
 
 from __future__ import annotations
@@ -16,6 +18,57 @@ from ._search.search import Search
 # Ranks that share a sequence; fewer tokens a rank than these make products of matrices slow.
 _SIZES, _FEWEST_TOKENS = (2, 4, 8, 16), 1024
 _KEPT = 16
+# The fastest candidates are priced again with a sharded sequence, which changes their order by
+# little, and needs less memory, but not less than this part.
+_PRICED_AGAIN, _LEAST_PART = 8192, 0.25
+# What decides about the sequence, or how layers are cut, if it is constrained.
+_DECIDED = (
+    "context_parallel.size", "numerics", "tensor_parallel.sequence",
+    "tensor_parallel.sharding_plan", "tensor_parallel.sharding_policy",
+)  # fmt: skip
+
+
+def with_sequence(search: Search, result: SearchResult) -> tuple[Search, SearchResult] | None:
+    """Return a search with a sequence sharded between layers, where that is predicted faster.
+
+    What it found is of its own sharding plan, which is proven for the fastest: without an example
+    none can be. None if it is no faster by more than what counts as equal, or not possible.
+    """
+    given = search.constraints
+    if not search.workload.observed or any(given.get(key) is not None for key in _DECIDED):
+        return None
+    most = search.cluster.memory_bytes / _LEAST_PART
+    every = [
+        each
+        for each in (*result.fits, *result.too_large)
+        if each.candidate.layout.tp > 1 and each.needed_bytes <= most
+    ]
+    candidates = [each.candidate for each in sorted(every, key=_speed)[:_PRICED_AGAIN]]
+    likely = search.divided(search.with_sequence().scored(candidates), ())
+    if not is_faster(likely, result):
+        return None
+    found = search.under({**given, "tensor_parallel.sequence": True}, keeps_sharding=False)
+    if isinstance(found.sharding(likely.fits[0].candidate.layout.tp), str):
+        return None
+    own = found.divided(found.scored(candidates), result.rejected)
+    return (found, own) if is_faster(own, result) else None
+
+
+def is_faster(one: SearchResult, other: SearchResult) -> bool:
+    """Return whether the best of one result is faster by more than what counts as equal."""
+    if not one.fits or not other.fits:
+        return bool(one.fits)
+    return one.fits[0].seconds_per_row * TIE < other.fits[0].seconds_per_row
+
+
+def said_of_sequence(winner: ScoredCandidate, without: SearchResult) -> str:
+    """Return what a sharded sequence wins over the best plan without."""
+    what = "tensor_parallel.sequence True: ranks have a part of what is between layers"
+    if not without.fits:
+        return f"{what}; no plan fits without"
+    best = without.fits[0]
+    ratio = winner.seconds_per_row / best.seconds_per_row
+    return f"{what}: {ratio:.3g} x the time of the best plan without, {best.candidate}"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_planner import Cluster, generate_plan
-from vescale_planner._contexts import priced_contexts
 from vescale_planner._search.search import Search
+from vescale_planner._sequences import priced_contexts
 from vescale_planner._workload import workload_of
 
 WIDTH, TOKENS = 16, 2**13
