@@ -200,6 +200,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "asked for": {EP: 2},
     "zero 3": {EP: 2, ZERO: 3, DP: 4},
     "tensor": {EP: 2, TP: 2},
+    "sequence": {EP: 2, TP: 2, SEQUENCE: True},
     "pipeline": {EP: 2, PP: 2},
 }
 
