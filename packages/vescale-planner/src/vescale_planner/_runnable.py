@@ -59,7 +59,7 @@ def runnable(
         for each in (*returned, *named):
             kind = _kind(each.candidate)
             if kind not in tried:
-                tried[kind] = _refusal(fill_in(each), search)
+                tried[kind] = _refusal(fill_in(each), search, kind)
         none = _refuses_all(tried) and not is_pipeline_asked_for(search.constraints)
         kept = [
             each
@@ -110,8 +110,8 @@ def _kind(candidate: Candidate) -> _Kind:
     return candidate.stages, candidate.accumulation > 1, is_cut, many, *shares
 
 
-def _refusal(plan: ParallelPlan, search: Search) -> str:
-    """Return why the runtime would refuse a plan, or why that is not known."""
+def _refusal(plan: ParallelPlan, search: Search, kind: _Kind) -> str:
+    """Return why the runtime would refuse a plan of a kind, or why that is not known."""
     try:
         check_supported(plan, search.model)
         planned_experts(plan, search.model)
@@ -121,6 +121,12 @@ def _refusal(plan: ParallelPlan, search: Search) -> str:
         return str(error)
     if plan.pipeline_parallel.size == 1:
         return ""
+    if kind not in search.pipelines:
+        search.pipelines[kind] = _refusal_of_pipeline(plan, search)
+    return search.pipelines[kind]
+
+
+def _refusal_of_pipeline(plan: ParallelPlan, search: Search) -> str:
     is_asked_for = is_pipeline_asked_for(search.constraints)
     if not search.workload.observed:
         why = "needs an example_batch that can be observed, to see whether the blocks make one"

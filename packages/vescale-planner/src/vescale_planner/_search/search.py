@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,8 @@ class Search:
         accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
         copy_itemsize: As of :class:`Numerics`.
         proposals: For each tensor-parallel size that was checked, how layers are cut.
+        pipelines: For each kind of pipeline that was tried, why it would not run, or "". It does
+            not depend on what tensor-parallel ranks shard.
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
     numbers, which takes seconds a size. Candidates are priced by the plan of another size, which
@@ -76,6 +78,7 @@ class Search:
     accumulates: bool = False
     copy_itemsize: int | None = None
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
+    pipelines: dict[Hashable, str] = field(default_factory=dict["Hashable", "str"])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )
