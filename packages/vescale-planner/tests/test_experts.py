@@ -334,6 +334,9 @@ def test_attention_of_blocks_with_experts_is_told_from_their_products() -> None:
         assert part.expert_flops == 2 * 16 * 2 * 3 * 32 * 48
         assert part.attention_flops == 2 * 2 * 16 * 16 * 32
         assert part.rows_of_expert == 16 * 2 / 4
+        # Gates are 96 x 32, the others 32 x 48: tensor parallelism cuts 96 and 48.
+        assert part.expert_width(1) == 32
+        assert part.expert_width(2) == pytest.approx((2 * 32 + 24) / 3)
 
 
 @pytest.mark.parametrize(("zero", "size"), [(0, 4), (1, 2), (1, 8)])

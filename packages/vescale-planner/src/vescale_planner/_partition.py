@@ -90,6 +90,11 @@ class LocalPart:
         """Likewise of experts: a rank computes as many as without others to share them with."""
         return self.part.expert_flops * _cut(self.expert_share, self.tp)
 
+    @cached_property
+    def expert_width(self) -> float:
+        """How wide the matrices of experts here are: tensor parallelism cuts between the two."""
+        return self.part.expert_width(self.tp if self.expert_share > 0 else 1)
+
     @property
     def rows_of_expert(self) -> float:
         """Rows that one expert here is called with, for one row of every rank that shares it."""
@@ -126,7 +131,7 @@ class LocalPart:
         how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
-            how = (*how, self.ep, *sent, part.routed_rows, part.expert_width)
+            how = (*how, self.ep, *sent, part.routed_rows, self.expert_width)
         return (*sizes, *handed, *how)
 
     @property

@@ -18,7 +18,7 @@ ASSUMED_TOKENS = 2048
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its name, what it takes, and the shorter side of a matrix.
+    """One parameter: its name, what it takes, and the shorter and the longer side of a matrix.
 
     ``num_experts`` is among how many experts it is, or of how many it has a part; 0 of no expert.
     """
@@ -27,6 +27,7 @@ class ParameterSize:
     numel: int
     nbytes: int
     width: int = 0
+    length: int = 0
     num_experts: int = 0
 
     def elsewhere(self, ranks: int) -> float:
@@ -90,10 +91,27 @@ class Part:
         """
         return _mean_width([each for each in self.parameters if not each.num_experts])
 
+    def expert_width(self, tp: int) -> float:
+        """The shorter sides of its experts' matrices, the sides that are no hidden state cut."""
+        matrices = [each for each in self.experts if each.width]
+        numel = sum(each.numel for each in matrices)
+        if not numel:
+            return 0.0
+        shorter = (each.numel * min(self._sides_of_expert(each, tp)) for each in matrices)
+        return sum(shorter) / numel
+
+    def _sides_of_expert(self, matrix: ParameterSize, tp: int) -> tuple[float, float]:
+        is_wide = matrix.width == self.hidden
+        return (
+            (matrix.width, matrix.length / tp) if is_wide else (matrix.width / tp, matrix.length)
+        )
+
     @cached_property
-    def expert_width(self) -> float:
-        """The shorter sides of its experts' matrices."""
-        return _mean_width(self.experts)
+    def hidden(self) -> int:
+        """The side that most of its matrices outside of experts have."""
+        outside = [each for each in self.parameters if each.width and not each.num_experts]
+        sides = Counter(side for each in outside for side in {each.width, each.length})
+        return max(sides, key=lambda side: (sides[side], side), default=0)
 
     @cached_property
     def experts(self) -> tuple[ParameterSize, ...]:
@@ -137,8 +155,9 @@ def ownership(
         if home is None:
             home = len(parts) - 1 if fqn.rpartition(".")[0] in behind else 0
         nbytes = parameter.numel() * parameter.element_size()
-        width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
-        sized = ParameterSize(fqn, parameter.numel(), nbytes, width, experts.get(fqn, 0))
+        width, length = sorted(parameter.shape[-2:]) if parameter.dim() > 1 else (0, 0)
+        among = experts.get(fqn, 0)
+        sized = ParameterSize(fqn, parameter.numel(), nbytes, width, length, among)
         if id(parameter) not in homes:
             homes[id(parameter)] = home
             parts[home].append(sized)

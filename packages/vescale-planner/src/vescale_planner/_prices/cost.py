@@ -235,7 +235,7 @@ def _compute(
 
     matrix = products(rows * p.products, p.numel - p.experts_here, p.part.width)
     if p.expert_flops:
-        matrix = matrix + products(_expert_flops(p, rows), p.experts_here, p.part.expert_width)
+        matrix = matrix + products(_expert_flops(p, rows), p.experts_here, p.expert_width)
     again = passes - 3
     attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
