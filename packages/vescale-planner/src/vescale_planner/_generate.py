@@ -187,14 +187,14 @@ def _search(
     begin, states = time.perf_counter(), optimizer_states(optimizer)
     cluster = as_cluster(cluster, world_size)
     search = _prepared(model, constraints, cluster, states, example_batch)
-    result = _found(search, world_size, top - 1)
+    contexts = priced_contexts(search, world_size)
+    found, result, told_of = _found(search, world_size, top - 1)
     accumulates = ACCUMULATION not in constraints and not _has_batch_norm(model)
     if not result.fits and accumulates and not search.accumulates:
         # Only now: forward has to return its loss then, which was not seen.
         accumulating = _found(replace(search, accumulates=True), world_size, top - 1)
-        result = accumulating if accumulating.fits else result
-    contexts, without = priced_contexts(search, world_size), result
-    search, result = _with_sequence(search, result, top - 1)
+        found, result, told_of = accumulating if accumulating[1].fits else (found, result, told_of)
+    search = found
     if not result.fits:
         sliced = _runnable(contexts.instead_of(result), search, top - 1)
         if not sliced.fits:
@@ -205,9 +205,7 @@ def _search(
     proposal = search.proposals.get(plan.tensor_parallel.size)
     whole = left_whole(proposal.left_whole if proposal else {})
     told = reasons(result, search.workload, cluster, constraints, search.split_method)
-    if result is not without and search.sequence:
-        told = (told[0], said_of_sequence(result.fits[0], without), *told[1:])
-    told = (*told, *said_of_contexts(contexts, result.fits[0]), *whole)
+    told = (*told[:1], *told_of, *told[1:], *said_of_contexts(contexts, result.fits[0]), *whole)
     _tell(result, cluster, time.perf_counter() - begin, contexts.num_scored)
     return _Found(replace(plan, reasons=told), result, search, world_size)
 
@@ -253,19 +251,20 @@ def _tell(result: SearchResult, cluster: Cluster, taken: float, num_priced: int)
             _log.debug("%s: %s", each.candidate, each.cost)
 
 
-def _found(search: Search, world_size: int, num_returned: int) -> SearchResult:
-    return _runnable(search.run(world_size), search, num_returned)
+def _found(
+    search: Search, world_size: int, num_returned: int
+) -> tuple[Search, SearchResult, list[str]]:
+    """Return a search, what runs of what it found, and what to say of a sharded sequence.
 
-
-def _with_sequence(
-    search: Search, result: SearchResult, num_returned: int
-) -> tuple[Search, SearchResult]:
-    """Return a search and what it found, with the sequence sharded if that is faster."""
-    found = with_sequence(search, result)
-    if found is None:
-        return search, result
-    tried = _runnable(found[1], found[0], num_returned)
-    return (found[0], tried) if is_faster(tried, result) else (search, result)
+    The sequence is sharded where that is faster: of plans without, none has to be tried then.
+    """
+    without = search.run(world_size)
+    cut = with_sequence(search, without)
+    if cut is not None:
+        tried = _runnable(cut[1], cut[0], num_returned)
+        if is_faster(tried, without):
+            return cut[0], tried, [said_of_sequence(tried.fits[0], without)]
+    return search, _runnable(without, search, num_returned), []
 
 
 def _runnable(result: SearchResult, search: Search, num_returned: int) -> SearchResult:

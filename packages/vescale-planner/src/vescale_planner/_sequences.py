@@ -19,8 +19,9 @@ from ._search.search import Search
 _SIZES, _FEWEST_TOKENS = (2, 4, 8, 16), 1024
 _KEPT = 16
 # The fastest candidates are priced again with a sharded sequence, which changes their order by
-# little, and needs less memory, but not less than this part.
-_PRICED_AGAIN, _LEAST_PART = 8192, 0.25
+# little, and needs less memory, but not less than this part; of these the fastest once more, with
+# the sharding plan that was proven.
+_PRICED_AGAIN, _LEAST_PART, _PROVEN = 8192, 0.25, 1024
 # What decides about the sequence, or how layers are cut, if it is constrained.
 _DECIDED = (
     "context_parallel.size", "numerics", "tensor_parallel.sequence",
@@ -50,7 +51,8 @@ def with_sequence(search: Search, result: SearchResult) -> tuple[Search, SearchR
     found = search.under({**given, "tensor_parallel.sequence": True}, keeps_sharding=False)
     if isinstance(found.sharding(likely.fits[0].candidate.layout.tp), str):
         return None
-    own = found.divided(found.scored(candidates), result.rejected)
+    fastest = found.scored(each.candidate for each in likely.fits[:_PROVEN])
+    own = found.divided([*fastest, *likely.too_large], result.rejected)
     return (found, own) if is_faster(own, result) else None
 
 
