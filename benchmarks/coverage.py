@@ -372,6 +372,8 @@ def _planned(model: nn.Module, size: int, cluster: str, batch: Any) -> dict[str,
     assert estimate is not None
     return {
         "tp": plan.tensor_parallel.size,
+        "sequence": plan.tensor_parallel.sequence,
+        "cp": plan.context_parallel.size,
         "pp": plan.pipeline_parallel.size,
         "dp": plan.data_parallel.size,
         "ep": plan.expert_parallel.size,
@@ -419,7 +421,8 @@ of {examples:,} example batches: a text of up to {tokens:,} tokens, 8 texts of 5
 of 30 s or 32 images. The cluster is `{cluster}`; what planned was one thread of {machine}, with
 torch {torch} and transformers {transformers}.
 
-- *plan*: sizes of tensor (tp), pipeline (pp), data (dp) and expert parallelism (ep); the ZeRO
+- *plan*: sizes of tensor (tp), context (cp), pipeline (pp), data (dp) and expert parallelism (ep),
+  *+ sequence* if tensor-parallel ranks shard it between layers; the ZeRO
   stage, in how many copies; *recomputes* if activations are; *parts* is gradient accumulation.
   Then predicted seconds of a step, and GiB of the fullest rank.
 - *sharded*: the share of the bytes of parameters that tensor parallelism of so many ranks shards,
@@ -507,8 +510,10 @@ def _percent(share: float) -> str:
 def _plan(plan: Mapping[str, Any]) -> str:
     if "error" in plan:
         return "none"
-    axes = ("tp", "pp", "dp", "ep")
+    axes = ("tp", "cp", "pp", "dp", "ep")
     said = [f"{axis} {plan[axis]}" for axis in axes if plan.get(axis, 1) > 1]
+    if plan.get("sequence"):
+        said[0] += " + sequence"
     copies = f" in {plan['replicas']} copies" if plan["replicas"] > 1 else ""
     said += [f"ZeRO {plan['zero']}{copies}"] * (plan["zero"] > 0)
     said += ["recomputes"] * (plan["recompute"] != "none")
