@@ -136,7 +136,6 @@ def check_sliced(world: World, family: str, wish: str) -> None:
         make(family)[0], SLICED[wish], world_size=4, cluster=CPU, example_batch=batch
     )
     assert plan.context_parallel.size == SLICED[wish][CP]
-    assert any("attention can be sliced" in each for each in plan.reasons)
     for found, grads in world.run(on_rank, family, plan.to_json()):
         torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
         assert_equal_gradients(grads, gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout
 from vescale_planner._search import sharding
-from vescale_planner._search.search import Search
-from vescale_planner._sequences import Contexts, priced_contexts, said
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -131,40 +128,3 @@ def test_copies_share_state_and_blocks_stay_gathered_under_stage_3_alone() -> No
     assert offloaded == {(3, 1, True, False), (3, 2, True, False)}
     alone = _sharded(4, data_parallel__replicate_size=4, data_parallel__zero_stage=3)
     assert alone == {(3, 4, True, False)}
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, WIDTH // 2)).movedim(-3, 0).transpose(-2, -3)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(attended.transpose(-2, -3).flatten(-2))
-
-
-def test_slices_of_long_sequences_are_priced_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    model, h100 = Net(), Cluster.preset("h100")
-    model.layers = nn.ModuleList(Attention() for _ in range(4))
-    ids = torch.zeros(1, 2**13, dtype=torch.long)
-    given = {"batch.global_size": 2, "tensor_parallel.size": 1, "pipeline_parallel.size": 1}
-    with caplog.at_level("DEBUG", logger="vescale.planner"):
-        plan = generate_plan(model, given, world_size=2, cluster=h100, example_batch=ids)
-    # One row a rank is as fast, without sending anything.
-    assert plan.context_parallel.size == 1
-    assert not any(each.startswith("priced, not chosen") for each in plan.reasons)
-    assert "with context parallelism were priced" in caplog.text
-    # Two rows for eight ranks: only slices have work for all.
-    search = Search(model, workload_of(model, ids), h100, given, 2, "flops")
-    contexts = priced_contexts(search, 8)
-    best = contexts.fits[0]
-    assert (best.candidate.layout.dp, best.candidate.layout.cp, best.candidate.rows) == (2, 4, 1)
-    assert contexts.num_scored > 4
-    [whole] = search.run(2).fits[:1]
-    slow = replace(whole, step_seconds=2 * best.seconds_per_row * 2)
-    assert "0.5 x the time" in said(contexts, slow)[0]
-    assert said(contexts, replace(slow, step_seconds=slow.step_seconds / 2)) == []
-    short = Search(model, workload_of(model, ids[:, :1024]), h100, given, 2, "flops")
-    assert priced_contexts(short, 8) == Contexts((), 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vescale_planner import Cluster, generate_plan
 from vescale_planner._search.search import Search
-from vescale_planner._sequences import priced_contexts
+from vescale_planner._sequences import Contexts, priced_contexts, said
 from vescale_planner._workload import workload_of
 
 WIDTH, TOKENS = 16, 2**13
@@ -64,7 +64,7 @@ def test_a_size_that_is_asked_for_is_obeyed() -> None:
     plan = generate_plan(Language(), given, world_size=4, cluster=H100, example_batch=IDS)
     assert plan.context_parallel.size == 2
     assert plan.world_size == 4
-    assert any("attention can be sliced" in each for each in plan.reasons)
+    assert not any("attention can be sliced" in each for each in plan.reasons)
 
 
 def too_small() -> Cluster:
@@ -102,3 +102,26 @@ def test_without_an_example_it_is_assumed_and_said() -> None:
     plan = generate_plan(Language(), {CP: 2}, world_size=2, cluster=H100)
     assert plan.context_parallel.size == 2
     assert any("attention can be sliced" in each for each in plan.reasons)
+
+
+def test_slices_of_long_sequences_are_priced_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Language()
+    given = {"batch.global_size": 2, "tensor_parallel.size": 1, "pipeline_parallel.size": 1}
+    with caplog.at_level("DEBUG", logger="vescale.planner"):
+        plan = generate_plan(model, given, world_size=2, cluster=H100, example_batch=IDS)
+    # One row a rank is as fast, without sending anything.
+    assert plan.context_parallel.size == 1
+    assert not any(each.startswith("priced, not chosen") for each in plan.reasons)
+    assert "with context parallelism were priced" in caplog.text
+    # Two rows for eight ranks: only slices have work for all.
+    search = Search(model, workload_of(model, IDS), H100, given, 2, "flops")
+    contexts = priced_contexts(search, 8)
+    best = contexts.fits[0]
+    assert (best.candidate.layout.dp, best.candidate.layout.cp, best.candidate.rows) == (2, 4, 1)
+    assert contexts.num_scored > 4
+    [whole] = search.run(2).fits[:1]
+    slow = replace(whole, step_seconds=2 * best.seconds_per_row * 2)
+    assert "0.5 x the time" in said(contexts, slow)[0]
+    assert said(contexts, replace(slow, step_seconds=slow.step_seconds / 2)) == []
+    short = Search(model, workload_of(model, IDS[:, :1024]), H100, given, 2, "flops")
+    assert priced_contexts(short, 8) == Contexts((), 0)

@@ -64,7 +64,7 @@ def reasons(
     lines += [f"assumed: {note}" for note in workload.assumptions]
     if winner.candidate.layout.ep > 1:
         lines.append(f"assumed: {EVEN_EXPERTS}")
-    if winner.candidate.layout.cp > 1:
+    if winner.candidate.layout.cp > 1 and not workload.observed:
         lines.append("assumed: attention can be sliced, which the runtime compares when it starts")
     lines += _about_rows(winner, workload, constraints)
     if winner.candidate.layout.pp > 1 and split in _ESTIMATED and not workload.observed:

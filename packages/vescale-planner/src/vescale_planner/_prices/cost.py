@@ -233,9 +233,11 @@ def _compute(
         reached = peak * cluster.efficiency * shape_efficiency(width, cluster.half_width)
         return np.maximum(passes * flops / reached, passes * numel * itemsize / memory)
 
-    matrix = products(rows * p.products, p.numel - p.experts_here, p.part.width)
     if p.expert_flops:
+        matrix = products(rows * p.products, p.numel - p.experts_here, p.part.width)
         matrix = matrix + products(_expert_flops(p, rows), p.experts_here, p.expert_width)
+    else:  # none, or nobody saw which rows they are called with
+        matrix = products(rows * p.products, p.numel, p.part.width or p.expert_width)
     again = passes - 3
     attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
