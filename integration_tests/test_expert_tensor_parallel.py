@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vescale_dtensor import CommCounter
 from vescale_parallel import propose_sharding
 from vescale_testing import World
 
-from .experts import AllInDouble, adamw, build, rows_of, tokens
+from .experts import FAMILIES, AllInDouble, adamw, build, rows_of, tokens
 from .listed_experts import Model
 from .plans import DP, EP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as check_refusal
@@ -54,9 +55,9 @@ def test_experts_are_shared_and_cut_under_every_stage(world4: World, zero: int) 
 WIDE: dict[str, Any] = {"intermediate_size": 64, "hidden_size": 32}  # aligned rows of ranks
 
 
-def in_float32(constraints: Constraints | None, implementation: str) -> tuple[Any, set[str]]:
+def in_float32(constraints: Constraints | None, family: str) -> tuple[Any, set[str]]:
     """Return losses and the norms of gradients of two steps, and how experts are placed."""
-    model: Any = build("mixtral", implementation, **WIDE).float()
+    model: Any = build(family, "grouped_mm", **WIDE).float()
     optimizer = adamw(model)
     if constraints is not None:
         model, optimizer = vescale.parallelize(make_plan(constraints), model, adamw)
@@ -74,8 +75,8 @@ def in_float32(constraints: Constraints | None, implementation: str) -> tuple[An
 
 @pytest.mark.slow
 def test_experts_that_ranks_share_are_cut_as_well(world4: World) -> None:
-    expected, _ = in_float32(None, "grouped_mm")
-    for made, placements in world4.run(in_float32, BOTH, "grouped_mm"):
+    expected, _ = in_float32(None, "mixtral")
+    for made, placements in world4.run(in_float32, BOTH, "mixtral"):
         assert not any("Replicate" in each for each in placements)
         # Norms and losses: rounding of float32 over two steps of AdamW.
         assert made == pytest.approx(expected, rel=1e-4)
@@ -117,6 +118,28 @@ def list_under_both() -> None:
 def test_lists_of_experts_are_refused_under_tensor_parallelism(world4: World) -> None:
     message = r"expected tensor_parallel.size 1 with expert_parallel.size 2 .*'blocks.0.moe'"
     check_refusal(world4, ValueError, message, list_under_both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_every_family_are_cut_beside_a_cut_sequence(family: str) -> None:
+    model = build(family, "batched_mm")
+    plan = propose_sharding(model, "auto", 2, sequence=True, example_batch=tokens(0)).plan
+    stacks = {
+        re.sub(r"\.\d+\.", ".*.", name)
+        for name, each in model.named_parameters()
+        if ".experts." in name and each.dim() > 2
+    }
+    assert stacks
+    assert stacks <= plan.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)]
+)
+def test_routed_and_shared_experts_leave_together(world2: World, family: str) -> None:
+    check(world2, {DP: 1, TP: 2, SEQUENCE: True}, family, "batched_mm")
 
 
 @pytest.mark.slow

@@ -233,6 +233,31 @@ def test_the_experts_themselves_are_an_alternative() -> None:
     assert cut.length == 4
 
 
+class ChosenExperts(nn.Module):
+    """The weights of an expert for each row, chosen by an index, and a bias of each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, 8, 12)),
+            nn.Parameter(torch.randn(4, 12, 8)),
+        )
+        self.bias = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        chosen = self.router(rows).argmax(-1)
+        hidden = torch.relu(torch.bmm(rows[:, None], self.up[chosen]))
+        return (torch.bmm(hidden, self.down[chosen])[:, 0] + self.bias[chosen]).view_as(x)
+
+
+def test_weights_that_are_chosen_by_the_batch_are_cut_and_their_bias_is_added_once() -> None:
+    cut = only(found(ChosenExperts().double(), x()))
+    assert cut.parameters == {"up": Shard(2), "down": Shard(1)}
+    assert cut.biases == ("bias",)
+
+
 @pytest.mark.parametrize("model", [Mlp, GatedMlp, MixtureOfExperts])
 def test_blocks_are_certified(model: type[nn.Module]) -> None:
     block = model().double()
@@ -249,7 +274,14 @@ def test_attention_is_certified(make: type[nn.Module], width: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "width"),
-    [(Mlp, 8), (GatedMlp, 8), (MixtureOfExperts, 8), (Attention, 24), (GroupedQueries, 48)],
+    [
+        (Mlp, 8),
+        (GatedMlp, 8),
+        (MixtureOfExperts, 8),
+        (ChosenExperts, 8),
+        (Attention, 24),
+        (GroupedQueries, 48),
+    ],
 )
 def test_masked_ranks_have_the_outputs_and_gradients_of_one_device(
     make: type[nn.Module], width: int

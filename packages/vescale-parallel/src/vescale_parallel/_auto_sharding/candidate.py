@@ -81,7 +81,8 @@ class Group:
             ``num_shared`` parts of their output: key-value heads, fewer than ranks.
         num_shared: Number of those parts; 0 if there are no such layers.
         ratio: Query heads that share a key-value head.
-        moves: Marks that belong to the parameters: the logits of a head stay cut.
+        moves: Marks that belong to the parameters: the logits of a head stay cut, a bias that is
+            added to partial values is read as one.
     """
 
     parameters: Mapping[str, Placement]
@@ -97,3 +98,7 @@ class Group:
         """What a plan says of the parameters."""
         parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
         return {**texts_of(self.parameters), **parts, **texts_of(self.moves)}
+
+
+# Groups, each with its part of a plan.
+Kept = list[tuple[Group, dict[str, str]]]

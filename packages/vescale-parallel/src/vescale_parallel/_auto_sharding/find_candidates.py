@@ -63,9 +63,10 @@ def _axis_cuts(search: Search) -> Iterable[Candidate]:
             yield found
 
 
-def _worth(cut: Candidate) -> tuple[float, bool, int]:
+def _worth(cut: Candidate) -> tuple[bool, float, int]:
     per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
-    return per_byte, cut.kind != "experts", cut.sharded_numel
+    # Whole experts to each rank are for ranks of expert parallelism, which send tokens.
+    return cut.kind != "experts", per_byte, cut.sharded_numel
 
 
 def _conflict(one: Candidate, other: Candidate) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize_first, matching
@@ -77,26 +77,48 @@ def groups_of_cuts(model: nn.Module, cuts: Iterable[Candidate]) -> list[Group]:
     tables: list[Group] = []
     for cut in cuts:
         if cut.kind == "features":
-            key = (_patterns(cut.parameters), _general(cut.entries), _general(cut.exits))
+            group = _group_of(model, cut, generalize_first)
+            key = (tuple(group.placed.items()), group.entries, group.exits)
             groups.setdefault(key, []).append(cut)
         elif cut.kind == "vocabulary":
             heads = [fqn for fqn in cut.entries if isinstance(model.get_submodule(fqn), nn.Linear)]
             moves = {f"{fqn}.<out>": Shard(-1) for fqn in heads}
             tables.append(Group(parameters=cut.parameters, entries=(), exits=(), moves=moves))
-    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
-    found: list[Group] = []
-    for same in groups.values():
-        together = {fqn for cut in same for fqn in cut.parameters}
-        patterns = dict(_patterns(same[0].parameters))
-        if all(together.issuperset(matching(pattern, names)) for pattern in patterns):
-            entries, exits = _general(same[0].entries), _general(same[0].exits)
-            found.append(Group(parameters=patterns, entries=entries, exits=exits))
-        else:
-            found += [
-                Group(parameters=cut.parameters, entries=cut.entries, exits=cut.exits)
-                for cut in same
-            ]
-    return [*found, *tables]
+    return [group for alike in groups.values() for group in _of_alike(model, alike)] + tables
+
+
+def _of_alike(model: nn.Module, cuts: Sequence[Candidate]) -> list[Group]:
+    """Return one group, of patterns, if these match nothing else in the model; else one each."""
+    general = _group_of(model, cuts[0], generalize_first)
+    each = [_group_of(model, cut, str) for cut in cuts]
+    parameters = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
+    meant = {fqn for group in each for fqn in group.parameters}
+    called = {fqn for group in each for fqn in (*group.entries, *group.exits)}
+    fits = all(meant.issuperset(matching(p, parameters)) for p in general.parameters)
+    fits &= all(
+        called.issuperset(matching(p, modules)) for p in (*general.entries, *general.exits)
+    )
+    return [general] if fits else each
+
+
+def _group_of(model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]) -> Group:
+    return Group(
+        parameters={pattern_of(fqn): placement for fqn, placement in cut.parameters.items()},
+        entries=tuple(dict.fromkeys(map(pattern_of, cut.entries))),
+        exits=tuple(dict.fromkeys(map(pattern_of, cut.exits))),
+        moves={f"{pattern_of(bias)}.<read>": Partial() for bias in _added_by_hand(model, cut)},
+    )
+
+
+def _added_by_hand(model: nn.Module, cut: Candidate) -> tuple[str, ...]:
+    """Return a candidate's biases but those of row-wise linear layers, which add their own."""
+    return tuple(
+        fqn
+        for fqn in cut.biases
+        if f"{(owner := fqn.rpartition('.')[0])}.weight" not in cut.parameters
+        or linear_kind(model.get_submodule(owner)) is None
+    )
 
 
 def attention_groups(model: nn.Module, size: int) -> tuple[list[Group], dict[str, str]]:
@@ -157,11 +179,3 @@ def _cut_length(model: nn.Module, pattern: str, placement: Placement) -> int:
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     dim = getattr(placement, "dim", 0)
     return model.get_parameter(matching(pattern, names)[0]).shape[dim]
-
-
-def _patterns(parameters: Mapping[str, Placement]) -> tuple[tuple[str, Placement], ...]:
-    return tuple((generalize_first(fqn), placement) for fqn, placement in parameters.items())
-
-
-def _general(fqns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(generalize_first(fqn) for fqn in fqns))

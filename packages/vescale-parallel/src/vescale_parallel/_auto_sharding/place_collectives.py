@@ -9,7 +9,7 @@ finds right is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -25,8 +25,9 @@ from vescale_parallel._verify.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import CheckResult, Contradiction, check_plan
 
-from .candidate import Group
-from .region_options import attribute_options, border_options, entrances, holder_of, is_linear
+from .candidate import Group, Kept
+from .region_options import attribute_options, border_options
+from .sequence_options import around_whole_layers, by_holder, names_below, sequence_borders
 
 # Combinations of borders that are tried for sequence parallelism.
 _MAX_TRIES = 24
@@ -60,10 +61,6 @@ class ShardingProposal:
         """
         parameters = resolve(self.plan, model).parameters
         return frozenset(fqn for fqn, placement in parameters.items() if is_sharded(placement))
-
-
-# Groups, each with its part of a plan.
-Kept = list[tuple[Group, dict[str, str]]]
 
 
 def place_collectives(
@@ -286,7 +283,7 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     stacks = [
         stack
         for stack in block_stacks(model)
-        if any(matching(p, _names_below(model, stack[0])) for g, _ in kept for p in g.parameters)
+        if any(matching(p, names_below(model, stack[0])) for g, _ in kept for p in g.parameters)
     ]
     if not stacks:
         raise ValueError(
@@ -297,16 +294,16 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
     for stack in stacks:
         base[f"{stack[0]}.<in>"] = "Replicate() -> Shard(1)"
         base[f"{stack[-1]}.<out>"] = "Shard(1) -> Replicate()"
-    holders = {holder_of(group.entries) for group, _ in kept}
-    below = [name for stack in stacks for fqn in stack for name in _names_below(model, fqn)]
-    options = [
-        list(_sequence_borders(model, group, plan, holders))
-        if any(matching(pattern, below) for pattern in group.placed if "<" not in pattern)
-        else [plan]  # outside of blocks activations are whole
-        for group, plan in kept
-    ]
+    below = [name for stack in stacks for fqn in stack for name in names_below(model, fqn)]
+    inside: Kept = []
+    for group, plan in kept:
+        if any(matching(pattern, below) for pattern in group.placed if "<" not in pattern):
+            inside.append((group, plan))
+        else:
+            base |= plan  # outside of blocks activations are whole
+    options = [list(sequence_borders(model, together)) for together in by_holder(inside)]
     why = ""
-    for around in ({}, _around_whole_layers(model, stacks, kept)):
+    for around in ({}, around_whole_layers(model, stacks, kept)):
         for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):
             plan = base | around
             for part in chosen:
@@ -321,45 +318,3 @@ def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
         "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
         f"{type(model).__name__} along dim 1; leave it out ({why})"
     )
-
-
-def _around_whole_layers(
-    model: nn.Module, stacks: Sequence[Sequence[str]], kept: Kept
-) -> dict[str, str]:
-    """Return marks that gather the sequence for layers that are not sharded.
-
-    Attention that stays whole, for example: every rank computes it for all positions.
-    """
-    cut = {pattern for group, _ in kept for pattern in group.parameters}
-    marks: dict[str, str] = {}
-    for block in (fqn for stack in stacks for fqn in stack):
-        for name, child in model.get_submodule(block).named_children():
-            pattern = generalize_first(f"{block}.{name}")
-            is_cut = any(each.startswith(f"{pattern}.") for each in cut)
-            if not is_cut and any(p.dim() > 1 for p in child.parameters()):
-                marks[f"{pattern}.<in>"] = "Shard(1) -> Replicate()"
-                marks[f"{pattern}.<out>"] = "Replicate() -> Shard(1)"
-    return marks
-
-
-def _names_below(model: nn.Module, fqn: str) -> list[str]:
-    module = model.get_submodule(fqn)
-    return [f"{fqn}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def _sequence_borders(
-    model: nn.Module, group: Group, plan: Mapping[str, str], holders: Collection[str]
-) -> Iterator[dict[str, str]]:
-    """Yield a group's marks: what enters its region is gathered, what leaves it is sharded."""
-    inner = {p: t for p, t in plan.items() if not p.endswith((".<enter>", ".<leave>"))}
-    leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
-    holder = holder_of(group.entries)
-    if any(holder.startswith(f"{other}.") for other in holders if other):
-        # Shared experts, inside of the region of all experts: that one leaves for both.
-        yield inner | {f"{p}.<leave>": "Partial()" for p in group.exits}
-    for entrance in entrances(model, holder, "Shard(1)"):
-        yield inner | leaves | entrance
-        # Where tokens lie flat inside, as in a mixture of experts, the holder leaves as a whole.
-        if not any(is_linear(model, p) for p in group.exits):
-            yield inner | entrance | {f"{holder}.<leave>": "Shard(1)"}
-    yield inner | leaves | {f"{p}.<enter>": "Shard(1)" for p in group.entries}

@@ -7,10 +7,9 @@ user's own code runs on this rank's heads or features. See [Note: regions].
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
+from .replaced_parameters import add_on_first_rank, replaced
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocab_embedding import shard_embedding_rows
@@ -80,6 +80,7 @@ def install(
     _add_entrances(target)
     _add_linears(target, keep_cut)
     _add_shared_linears(target)
+    _add_biases(target)
     _add_exits(target)
 
 
@@ -142,6 +143,17 @@ def _add_shared_linears(target: _Target) -> None:
         _one_part(module, kind, parts, target.boundary)
         if not target.is_in_region(fqn):
             _enter(module, "", None, stack_of(fqn), target.boundary)
+
+
+def _add_biases(target: _Target) -> None:
+    """Have one rank add the parameters that belong to a sum over ranks."""
+    names: dict[str, list[str]] = {}
+    for fqn in target.spec.reads:
+        owner, _, name = fqn.rpartition(".")
+        names.setdefault(owner, []).append(name)
+    for owner, added in names.items():
+        if owner in target.modules:
+            add_on_first_rank(target.modules[owner], added, target.boundary.ranks.rank)
 
 
 def _add_exits(target: _Target) -> None:
@@ -241,7 +253,7 @@ def _one_part(module: nn.Module, kind: LinearKind, parts: int, boundary: Boundar
             (x,) = (*args, *kwargs.values())
             return product(kind, x, weight=chunk, bias=bias_chunk)
         chunks: dict[str, Tensor | None] = {"weight": chunk}
-        with _replaced(module, chunks if bias is None else {**chunks, "bias": bias_chunk}):
+        with replaced(module, chunks if bias is None else {**chunks, "bias": bias_chunk}):
             return own(*args, **kwargs)
 
     module.forward = one_part
@@ -267,7 +279,7 @@ def _row_wise(
             assert weight is not None
             (x,) = (*args, *kwargs.values())
             return product(kind, x, weight=weight, bias=zeros)
-        with _replaced(module, {} if bias is None else {"bias": zeros}):
+        with replaced(module, {} if bias is None else {"bias": zeros}):
             return own(*args, **kwargs)
 
     @functools.wraps(own)
@@ -286,18 +298,6 @@ def _row_wise(
     module.forward = summed
     if split:
         _on_argument(module, "", lambda x: boundary.split(x, -1, f"{fqn}.<in>"))
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Have a module's own forward, whatever it computes, find other values for a while."""
-    held: Any = {name: module._parameters.get(name) for name in values}
-    parameters: Any = module._parameters
-    parameters.update(values)
-    try:
-        yield
-    finally:
-        parameters.update(held)
 
 
 def _output(

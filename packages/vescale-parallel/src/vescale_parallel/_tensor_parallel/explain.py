@@ -214,6 +214,7 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             if owner == fqn
         ]
         shared = [f"part of {spec.shared[fqn]}"] if fqn in spec.shared else []
+        added = [f"{name} on rank 0" for name in own if f"{fqn}.{name}" in spec.reads]
         move = spec.outputs.get(fqn)
         outcome: Outcome = "whole"
         if move is not None and move.source == move.target == Shard(-1):
@@ -223,7 +224,7 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
         elif cut or shared:
             outcome = "erased"
         if own or integers:
-            why = ", ".join([*cut, *integers, *shared])
+            why = ", ".join([*cut, *integers, *shared, *added])
             why = why or _why_whole(fqn, own, applied.left_whole)
             key = (generalize(fqn), outcome, why)
             reports[key] = reports.get(key, 0) + 1

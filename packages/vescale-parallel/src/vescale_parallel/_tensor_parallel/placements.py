@@ -23,6 +23,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
     placements = dict(spec.parameters)
     _check_moves(spec, model)
     _check_shared(spec, model, size)
+    _check_reads(spec, model)
     check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
     for fqn, placement in spec.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
@@ -87,6 +88,18 @@ def _check_shared(spec: ShardingSpec, model: nn.Module, size: int) -> None:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: expected the parts of {fqn}.<part> to divide "
                 f"tensor_parallel.size ({size}) and its output features ({length}), got {parts}"
+            )
+
+
+def _check_reads(spec: ShardingSpec, model: nn.Module) -> None:
+    for fqn in spec.reads:
+        owner = fqn.rpartition(".")[0]
+        is_linear = linear_kind(model.get_submodule(owner)) is not None
+        if fqn in spec.parameters or (is_linear and f"{owner}.weight" in spec.parameters):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<read> is for a whole parameter that a "
+                "module adds to its partial sums; sharded ones are none, and of a sharded linear "
+                "layer the bias is added once as it is; leave out <read>"
             )
 
 

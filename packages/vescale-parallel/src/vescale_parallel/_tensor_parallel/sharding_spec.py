@@ -16,11 +16,11 @@ from vescale_parallel._model.fqns import matching, merged, renamed_owner
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
-# What a mark can say; its opposite is said by leaving it out.
-_ONLY = {"grad": "Partial()"}
+# What a mark of parameters can say; its opposite is said by leaving it out.
+_ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
-_MARKS = "<in>, <out>, <enter>, <leave>, <grad>, <part>, <attr:name> or <random:k>"
+_MARKS = "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <attr:name> or <random:k>"
 
 
 def parse_placement(text: str) -> Placement:
@@ -103,6 +103,8 @@ class ShardingSpec:
         entered: (module FQN, argument) of regions to how the argument arrives.
         left: Module FQN, whose outputs are partial values, to how their sum leaves.
         grads: Parameter FQN to placement of its gradient.
+        reads: Parameter FQN to placement of what forward reads of it: of partial values, its own
+            on the first rank and zeros on the others.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
             number of parts; neighbouring ranks compute the same one.
         attributes: (module FQN, attribute) of integers that count local things, to what they
@@ -117,6 +119,7 @@ class ShardingSpec:
     entered: Mapping[tuple[str, str], Placement]
     left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
+    reads: Mapping[str, Placement]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | None]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
@@ -146,6 +149,7 @@ class ShardingSpec:
             merged(self.entered, pair),
             merged(self.left, module),
             merged(self.grads, parameter),
+            merged(self.reads, parameter),
             merged(self.shared, module),
             merged(self.attributes, pair),
             merged(self.draws, pair),
@@ -164,6 +168,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     entered: dict[tuple[str, str], Placement] = {}
     left: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
+    reads: dict[str, Placement] = {}
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | None] = {}
     draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
@@ -181,7 +186,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
                 f"only placement that <{kind}> can have, got {text!r}"
             )
-        names = _matches(pattern, base, parameter_fqns if kind == "grad" else module_fqns)
+        names = _matches(pattern, base, parameter_fqns if kind in _ONLY else module_fqns)
         match kind:
             case "in":
                 inputs |= {(fqn, name): parse_change(text) for fqn in names}
@@ -193,6 +198,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 left |= dict.fromkeys(names, parse_placement(text))
             case "grad":
                 grads |= dict.fromkeys(names, Partial())
+            case "read":
+                reads |= dict.fromkeys(names, Partial())
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
@@ -206,7 +213,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                     f"got <{kind}>"
                 )
     return ShardingSpec(
-        parameters, inputs, outputs, entered, left, grads, shared, attributes, draws
+        parameters, inputs, outputs, entered, left, grads, reads, shared, attributes, draws
     )
 
 

@@ -1,6 +1,12 @@
 """Named axes: what every dimension of a model's tensors is, from one forward on fakes."""
 
 from .algebra import Axes as Axes, Dim as Dim
+from .flow import (
+    Flow as Flow,
+    Graph as Graph,
+    RefusedError as RefusedError,
+    is_within as is_within,
+)
 from .graph import (
     Obstacle as Obstacle,
     Step as Step,
@@ -9,11 +15,4 @@ from .graph import (
     Value as Value,
 )
 from .infer import infer_axes as infer_axes
-from .propagate import (
-    Flow as Flow,
-    Graph as Graph,
-    RefusedError as RefusedError,
-    check_partial as check_partial,
-    follow as follow,
-    is_within as is_within,
-)
+from .propagate import check_partial as check_partial, follow as follow

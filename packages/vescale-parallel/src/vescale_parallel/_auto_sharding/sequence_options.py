@@ -1,0 +1,95 @@
+"""The ways in which regions may begin and end where the sequence is sharded between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from vescale_parallel._model.fqns import generalize_first
+
+from .candidate import Group, Kept
+from .region_options import entrances, holder_of, is_linear
+
+
+def around_whole_layers(
+    model: nn.Module, stacks: Sequence[Sequence[str]], kept: Kept
+) -> dict[str, str]:
+    """Return marks that gather the sequence for layers that are not sharded.
+
+    Attention that stays whole, for example: every rank computes it for all positions.
+    """
+    cut = {pattern for group, _ in kept for pattern in group.parameters}
+    marks: dict[str, str] = {}
+    for block in (fqn for stack in stacks for fqn in stack):
+        for name, child in model.get_submodule(block).named_children():
+            pattern = generalize_first(f"{block}.{name}")
+            is_cut = any(each.startswith(f"{pattern}.") for each in cut)
+            if not is_cut and any(p.dim() > 1 for p in child.parameters()):
+                marks[f"{pattern}.<in>"] = "Shard(1) -> Replicate()"
+                marks[f"{pattern}.<out>"] = "Replicate() -> Shard(1)"
+    return marks
+
+
+def names_below(model: nn.Module, fqn: str) -> list[str]:
+    module = model.get_submodule(fqn)
+    return [f"{fqn}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def by_holder(kept: Kept) -> list[Kept]:
+    """Put together the groups whose layers the same module holds, itself or in one of its own."""
+    holders = {holder_of(group.entries) for group, _ in kept}
+    found: dict[str, Kept] = {}
+    for group, plan in kept:
+        holder = holder_of(group.entries)
+        around = [other for other in holders if other and f"{holder}.".startswith(f"{other}.")]
+        found.setdefault(min(around, key=len, default=holder), []).append((group, plan))
+    return list(found.values())
+
+
+def sequence_borders(model: nn.Module, together: Kept) -> Iterator[dict[str, str]]:
+    """Yield marks of groups that one module holds, likeliest first."""
+    holders = [holder_of(group.entries) for group, _ in together]
+    if len(together) > 1:
+        # Routed experts beside shared ones, and in the first blocks an MLP in their place: what
+        # holds them leaves for all.
+        inner = _inner([plan for _, plan in together])
+        exits = {p for group, _ in together for p in group.exits}
+        stay = {f"{p}.<leave>": "Partial()" for p in sorted(exits) if is_linear(model, p)}
+        holder = min(holders, key=len)
+        if len(stay) < len(exits):
+            for entrance in entrances(model, holder, "Shard(1)"):
+                yield inner | stay | entrance | {f"{holder}.<leave>": "Shard(1)"}
+    each = [list(_group_borders(model, group, plan, holders)) for group, plan in together]
+    for chosen in itertools.product(*each):
+        yield {pattern: text for part in chosen for pattern, text in part.items()}
+
+
+def _inner(plans: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return what plans say but for where regions begin and end."""
+    ends = ("<enter", "<leave")
+    return {
+        pattern: text
+        for plan in plans
+        for pattern, text in plan.items()
+        if not pattern.rpartition(".")[2].startswith(ends)
+    }
+
+
+def _group_borders(
+    model: nn.Module, group: Group, plan: Mapping[str, str], holders: Collection[str]
+) -> Iterator[dict[str, str]]:
+    """Yield a group's marks: what enters its region is gathered, what leaves it is sharded."""
+    inner = _inner([plan])
+    leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
+    holder = holder_of(group.entries)
+    if any(holder.startswith(f"{other}.") for other in holders if other):
+        # Shared experts, inside of the region of all experts: that one leaves for both.
+        yield inner | {f"{p}.<leave>": "Partial()" for p in group.exits}
+    for entrance in entrances(model, holder, "Shard(1)"):
+        yield inner | leaves | entrance
+        # Where tokens lie flat inside, as in a mixture of experts, the holder leaves as a whole.
+        if not any(is_linear(model, p) for p in group.exits):
+            yield inner | entrance | {f"{holder}.<leave>": "Shard(1)"}
+    yield inner | leaves | {f"{p}.<enter>": "Shard(1)" for p in group.entries}
