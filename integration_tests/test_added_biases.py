@@ -46,6 +46,17 @@ class TiedBias(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Products() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 def convolutions() -> nn.Module:
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -62,6 +73,7 @@ MODELS: dict[str, Made] = {
     "products_in_a_list": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Products()), (6,), ["2.down_bias"],
     ),
+    "blocks": (Blocks, (6,), ["blocks.*.down_bias"]),
     "convolutions": (convolutions, (3, 8, 8), ["2.bias"]),
     "transposed": (transposed, (6, 5), ["2.bias"]),
 }  # fmt: skip
@@ -115,6 +127,17 @@ def test_training_is_one_devices(world2: World, name: str) -> None:
         assert found_parameters.keys() == parameters.keys()
         for each, expected in parameters.items():
             torch.testing.assert_close(found_parameters[each], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_bits_of_eager_ones(world2: World) -> None:
+    written = world2.run(train, "blocks", {TP: 2})
+    compiled = world2.run(
+        train, "blocks", {TP: 2, "compile": "blocks", "compile_backend": "aot_eager"}
+    )
+    for (losses, parameters), (expected, others) in zip(compiled, written, strict=True):
+        assert losses == expected
+        assert all(torch.equal(parameters[name], other) for name, other in others.items())
 
 
 @pytest.mark.slow

@@ -76,12 +76,16 @@ class Search:
             dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
             if len(dims) > 1:
                 raise RefusedError(f"is in {len(dims)} dimensions of {value.parameter}")
-            parts = self._parts(atom, value.dims[dims[0]], value)
+            parts = self.num_parts(atom, value.dims[dims[0]], value)
             found |= dict.fromkeys(self.names[value.index], shard_of_parts(dims[0], parts))
         return found
 
-    def _parts(self, atom: int, dim: Dim, value: Value) -> int:
-        """Return of how many equal parts of a dimension an atom is the major axis."""
+    def num_parts(self, atom: int, dim: Dim, value: Value) -> int:
+        """Return of how many equal parts of a dimension an atom is the major axis.
+
+        Raises:
+            RefusedError: If it is not in parts of equal length, or twice in the dimension.
+        """
         axes = self.axes
         factors = axes.factors(dim)
         having = [k for k, axis in enumerate(factors) if atom in axes.atoms((axis,))]
@@ -98,7 +102,7 @@ class Search:
             )
         if not all(atom in axes.atoms(segment.dim) for segment in segments):
             raise RefusedError(f"is in some segments only of {value.parameter}")
-        parts = {self._parts(atom, segment.dim, value) for segment in segments}
+        parts = {self.num_parts(atom, segment.dim, value) for segment in segments}
         if len(parts) > 1:
             raise RefusedError(f"is packed differently in the segments of {value.parameter}")
         return outer * len(segments) * parts.pop()

@@ -29,8 +29,11 @@ class Candidate:
         exits: FQNs of modules that return partial values.
         replicated: FQNs of whole parameters whose gradients are partial values.
         biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
+        whole: Modules that are called with all of the axis, norms over it, and the dim that it is
+            in: it is gathered around them.
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
+        gathered_bytes: Of the activations that are gathered around modules of ``whole``.
         sharded_numel: Elements of the parameters, tied ones once.
         tensors: Indices of the forward's tensors that the axis changes.
     """
@@ -42,8 +45,10 @@ class Candidate:
     exits: tuple[str, ...]
     replicated: tuple[str, ...]
     biases: tuple[str, ...] = ()
+    whole: Mapping[str, int] = field(default_factory=dict[str, int])
     flops: int
     communicated_bytes: int
+    gathered_bytes: int = 0
     sharded_numel: int
     tensors: frozenset[int] = field(default=frozenset(), repr=False)
 
@@ -82,7 +87,7 @@ class Group:
         num_shared: Number of those parts; 0 if there are no such layers.
         ratio: Query heads that share a key-value head.
         moves: Marks that belong to the parameters: the logits of a head stay cut, a bias that is
-            added to partial values is read as one.
+            added to partial values is read as one, an axis is gathered around norms over it.
     """
 
     parameters: Mapping[str, Placement]

@@ -19,7 +19,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
     """Return the candidate along an axis that parameters begin and end."""
     for obstacle in search.obstacles.get(atom, ()):
         where = f" in {obstacle.module!r}" if obstacle.module else ""
-        raise RefusedError(f"{obstacle.why}{where}")
+        raise RefusedError(f"{obstacle.why}{where}", needed_in=obstacle.module)
     search.check_length(search.axes.sizes[atom])
     parameters = search.placements(atom, owners)
     flow = follow(search.graph, atom)

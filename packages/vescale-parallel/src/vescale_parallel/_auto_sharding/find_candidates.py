@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._trace.axes import Graph, RefusedError, Trace, infer_axes
 
 from .axis_search import Search
@@ -15,6 +17,7 @@ from .candidate import Candidate as Candidate, Candidates as Candidates
 from .experts import experts
 from .features import features, gathered
 from .vocabulary import vocabulary
+from .whole_modules import are_in_one, called_whole
 
 
 def find_candidates(
@@ -38,7 +41,8 @@ def find_candidates(
         (('1',), ('3',))
     """
     search = Search(Graph(infer_axes(model, batch) if trace is None else trace), size)
-    possible = [*_axis_cuts(search), *experts(search)]
+    blocks = [fqn for stack in block_stacks(model) for fqn in stack]
+    possible = [*_axis_cuts(search, blocks), *experts(search)]
     possible.sort(key=_worth, reverse=True)
     chosen: list[Candidate] = []
     others: list[Candidate] = []
@@ -53,17 +57,42 @@ def find_candidates(
     )
 
 
-def _axis_cuts(search: Search) -> Iterable[Candidate]:
+def _axis_cuts(search: Search, blocks: Collection[str]) -> Iterable[Candidate]:
     for atom, owners in search.owners().items():
+        try:
+            yield _axis_cut(search, atom, blocks)
+        except RefusedError as refused:
+            search.reject(atom, owners, str(refused))
+
+
+def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
+    """Return the candidate along an axis, gathered around norms over it in the same block.
+
+    Raises:
+        RefusedError: If it cannot be cut, with what was found first.
+    """
+    whole, nbytes, first = dict[str, int](), 0, None
+    while True:
+        owners = search.owners().get(atom, [])
         try:
             found = vocabulary(search, atom, owners) or features(search, atom, owners)
         except RefusedError as refused:
-            search.reject(atom, owners, str(refused))
+            first = first or refused
+            module = refused.needed_in
+            names = [fqn for value in owners for fqn in search.names[value.index]]
+            reduced = None
+            if module and are_in_one([module, *names], blocks):
+                reduced = called_whole(search, atom, module)
+            if module is None or reduced is None:
+                raise first from None
+            search, entering, whole[module] = reduced
+            nbytes += entering.nbytes
         else:
-            yield found
+            return replace(found, whole=whole, gathered_bytes=nbytes)
 
 
 def _worth(cut: Candidate) -> tuple[bool, float, int]:
+    # Not counting what is gathered around norms: without that more would stay whole.
     per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
     # Whole experts to each rank are for ranks of expert parallelism, which send tokens.
     return cut.kind != "experts", per_byte, cut.sharded_numel

@@ -81,6 +81,7 @@ def install(
     _add_linears(target, keep_cut)
     _add_shared_linears(target)
     _add_biases(target)
+    _add_whole_modules(target)
     _add_exits(target)
 
 
@@ -154,6 +155,16 @@ def _add_biases(target: _Target) -> None:
     for owner, added in names.items():
         if owner in target.modules:
             add_on_first_rank(target.modules[owner], added, target.boundary.ranks.rank)
+
+
+def _add_whole_modules(target: _Target) -> None:
+    """Gather what norms are called with, and shard what they return."""
+    boundary = target.boundary
+    for fqn, placement in target.spec.whole.items():
+        if fqn in target.modules:
+            module, dim, key = target.modules[fqn], placement.dim, f"{fqn}.<whole>"
+            _on_argument(module, "", lambda x, d=dim, key=key: boundary.gather(x, d, key))
+            _on_output(module, lambda x, d=dim, key=key: boundary.split(x, d, key))
 
 
 def _add_exits(target: _Target) -> None:

@@ -223,8 +223,9 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             outcome = "localised"
         elif cut or shared:
             outcome = "erased"
-        if own or integers:
-            why = ", ".join([*cut, *integers, *shared, *added])
+        whole = [f"dim {spec.whole[fqn].dim} is gathered around it"] if fqn in spec.whole else []
+        if own or integers or whole:
+            why = ", ".join([*cut, *integers, *shared, *added, *whole])
             why = why or _why_whole(fqn, own, applied.left_whole)
             key = (generalize(fqn), outcome, why)
             reports[key] = reports.get(key, 0) + 1

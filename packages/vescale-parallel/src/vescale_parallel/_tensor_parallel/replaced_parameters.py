@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -44,16 +43,5 @@ def add_on_first_rank(module: nn.Module, names: Sequence[str], rank: int) -> Non
 
 
 def _as_zeros(parameter: Tensor) -> Tensor:
-    return _Zeros.apply(parameter)  # pyright: ignore[reportReturnType]: apply is untyped
-
-
-class _Zeros(torch.autograd.Function):
-    """Zeros forward, backward as if they were the values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad
+    # Zeros, whose gradient is the parameter's. A torch.autograd.Function is no part of a graph.
+    return parameter - parameter.detach()

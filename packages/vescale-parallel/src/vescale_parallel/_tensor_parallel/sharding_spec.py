@@ -20,7 +20,9 @@ _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
 _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
-_MARKS = "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <attr:name> or <random:k>"
+_MARKS = (
+    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <whole>, <attr:name> or\n<random:k>"
+)
 
 
 def parse_placement(text: str) -> Placement:
@@ -105,6 +107,8 @@ class ShardingSpec:
         grads: Parameter FQN to placement of its gradient.
         reads: Parameter FQN to placement of what forward reads of it: of partial values, its own
             on the first rank and zeros on the others.
+        whole: Module FQN, of norms over a sharded dim, to how what they are called with is
+            sharded: it is gathered before them, and what they return is sharded again.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
             number of parts; neighbouring ranks compute the same one.
         attributes: (module FQN, attribute) of integers that count local things, to what they
@@ -120,6 +124,7 @@ class ShardingSpec:
     left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
     reads: Mapping[str, Placement]
+    whole: Mapping[str, Shard]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | None]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
@@ -150,6 +155,7 @@ class ShardingSpec:
             merged(self.left, module),
             merged(self.grads, parameter),
             merged(self.reads, parameter),
+            merged(self.whole, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
             merged(self.draws, pair),
@@ -169,6 +175,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     left: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
     reads: dict[str, Placement] = {}
+    whole: dict[str, Shard] = {}
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | None] = {}
     draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
@@ -200,6 +207,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 grads |= dict.fromkeys(names, Partial())
             case "read":
                 reads |= dict.fromkeys(names, Partial())
+            case "whole":
+                whole |= dict.fromkeys(names, _whole_dim(pattern, text))
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
@@ -213,7 +222,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                     f"got <{kind}>"
                 )
     return ShardingSpec(
-        parameters, inputs, outputs, entered, left, grads, reads, shared, attributes, draws
+        parameters, inputs, outputs, entered, left, grads, reads, whole, shared, attributes, draws
     )
 
 
@@ -227,6 +236,16 @@ def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard | Inte
             f"got {pattern!r}: {text!r}"
         )
     return int(number), placement
+
+
+def _whole_dim(pattern: str, text: str) -> Shard:
+    placement = parse_placement(text)
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            "tensor_parallel.sharding_plan: expected 'Shard(d)', how what a module is called with "
+            f"is sharded, for {pattern!r}, got {text!r}"
+        )
+    return placement
 
 
 def _parts(pattern: str, text: str) -> int | None:

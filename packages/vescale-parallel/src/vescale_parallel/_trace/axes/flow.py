@@ -24,7 +24,14 @@ class RefusedError(Exception):
 
     Plans print it behind the name of a parameter and its dimension: it says what there is about
     "this dimension", to someone who knows the model and not this package.
+
+    Attributes:
+        needed_in: The module with an operator that needs all of the axis, if that is why.
     """
+
+    def __init__(self, why: str, needed_in: str | None = None) -> None:
+        super().__init__(why)
+        self.needed_in = needed_in
 
 
 @dataclass(eq=False)

@@ -88,7 +88,8 @@ def _contract(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
     if summed or len(having) < 2 or not any(_is_weight(graph, value) for value in having):
         raise RefusedError(
             f"{step.operator} {where(step)} reduces over this dimension of an activation, so "
-            "every rank needs all of it"
+            "every rank needs all of it",
+            needed_in=step.module,
         )
     if not any(v.from_batch for v in having):
         raise RefusedError(
