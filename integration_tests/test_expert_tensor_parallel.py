@@ -143,6 +143,19 @@ def test_routed_and_shared_experts_leave_together(world2: World, family: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(f, marks=pytest.mark.nightly) for f in FAMILIES if f != "mixtral")],
+)
+def test_experts_that_ask_for_values_are_cut(world2: World, family: str) -> None:
+    model: Any = build(family, "eager")
+    plan = propose_sharding(model, "auto", 2, example_batch=tokens(0)).plan
+    assert model.config._experts_implementation == "eager"
+    assert "model.layers.*.mlp.experts.down_proj" in plan
+    check(world2, {DP: 1, TP: 2}, family, "eager")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_that_ask_for_values_are_refused_by_name_with_a_cut_sequence(family: str) -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts'.*='batched_mm'"):

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
 from vescale_parallel._model.linear_layout import linear_kind
@@ -177,7 +178,7 @@ def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> Shard
 
 def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     model, batch = runs.model, runs.batch
-    trace = infer_axes(model, batch)
+    trace = _axes(model, batch)
     proposed = find_candidates(model, batch, size, trace=trace)
     attention, whole = attention_groups(model, size)
     shared = _with_shared_heads(model, batch, size, trace)
@@ -187,6 +188,16 @@ def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     cut = arranged.plan
     rejected = {n: why for n, why in proposed.rejected if n.split(" ")[0] not in cut}
     return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
+
+
+def _axes(model: nn.Module, batch: Any) -> Trace:
+    try:
+        return infer_axes(model, batch)
+    except ObservationError:
+        with experts_without_values(model) as others:
+            if not others:
+                raise
+            return infer_axes(model, batch)
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:

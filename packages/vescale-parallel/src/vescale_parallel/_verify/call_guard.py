@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_values, plain
+from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
@@ -95,13 +96,12 @@ class CallGuard:
             smaller = None if scaled is None else self._sharding_of(scaled)
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
-        runs, doubt = DryRuns(subject, named), None
-        try:
-            runs.blocks()
-        except DryRunError as error:
-            # Values decide what is run: right for these ones may be wrong for others.
-            doubt = str(error)
-        result = check_plan(runs, sharding, needs_values=doubt is not None)
+        runs = DryRuns(subject, named)
+        needs_values = _needs_values(runs)
+        # Values decide what is run: right for these ones may be wrong for others, unless all that
+        # they decide is which experts run.
+        doubt = "" if needs_values and _choose_experts(subject, named) else needs_values
+        result = check_plan(runs, sharding, needs_values=bool(needs_values))
         marked = frozenset(sharding.spec.grads)
         for fqn in sorted((result.partial_grads - marked) | (result.whole_grads & marked)):
             raise Contradiction(
@@ -121,3 +121,18 @@ class CallGuard:
             return shard(plan, scaled, self._sharding.size)
         except ValueError:
             return None
+
+
+def _needs_values(runs: DryRuns) -> str:
+    """Return where a forward asks for values, empty if it runs on shapes alone."""
+    try:
+        runs.blocks()
+    except DryRunError as error:
+        return str(error)
+    return ""
+
+
+def _choose_experts(model: nn.Module, named: Mapping[str, Any]) -> bool:
+    """Whether a forward asks for values only to loop over the experts that have tokens."""
+    with experts_without_values(model) as has_experts:
+        return has_experts and not _needs_values(DryRuns(model, named))
