@@ -217,9 +217,7 @@ def _outputs(
     return np.where(is_last, 2 * (output_bytes / parts), 0.0) * columns.rows_of_part
 
 
-def _activations(
-    columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int]
-) -> Values:
+def _activations(columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int]) -> Values:
     """Return the bytes kept for backward, by all micro-batches in flight."""
     rows, full, first = columns.rows_of_part, columns.recomputes, columns.first
     saved = of_each(owned, lambda own: own.saved_bytes)
