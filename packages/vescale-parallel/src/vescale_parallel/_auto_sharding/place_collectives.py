@@ -94,7 +94,7 @@ def place_collectives(
     except DryRunError:
         raise  # no other borders would help
     except ValueError:
-        kept, refused, result = _other_borders(subject, groups, sequence=sequence)
+        kept, refused, result = _other_borders(subject, groups, kept, sequence=sequence)
     if sequence:
         plan = _in_sequence(subject, kept)
     else:
@@ -128,13 +128,17 @@ def _as_it_is(subject: Subject, groups: Sequence[Group]) -> Kept:
 
 
 def _other_borders(
-    subject: Subject, groups: Sequence[Group], *, sequence: bool
+    subject: Subject, groups: Sequence[Group], likeliest: Kept, *, sequence: bool
 ) -> tuple[Kept, dict[str, str], CheckResult | None]:
-    """Return the groups that can be sharded, why others cannot, and what running them showed."""
-    kept, refused = _as_shapes_fit(subject, groups)
-    if kept and subject.is_right(_together(kept)):
-        return kept, refused, subject.result_of(_together(kept))
-    # One of them is wrong, and which is found by proving one after the other.
+    """Return the groups that can be sharded, why others cannot, and what running them showed.
+
+    With the ``likeliest`` borders they are wrong.
+    """
+    # Where the shapes of all of them fit they say nothing of which is wrong.
+    if subject.misfit(_together(likeliest)):
+        kept, refused = _as_shapes_fit(subject, groups)
+        if kept and subject.is_right(_together(kept)):
+            return kept, refused, subject.result_of(_together(kept))
     kept, refused = _one_by_one(subject, groups)
     result = subject.result_of(_together(kept)) if kept and not sequence else None
     return kept, refused, result
