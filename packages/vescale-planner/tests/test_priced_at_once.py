@@ -59,10 +59,11 @@ def random_candidate(draw: random.Random) -> Candidate:
     schedule, stages = draw.choice(PIPELINED if pipelined else PIPELINED[:1])
     microbatches = layout.pp * draw.choice((1, 2, 4)) if pipelined else 1
     accumulation = draw.choice((1, 2, 4))
+    replicate = draw.choice((1, 2)) if zero and layout.dp > 2 else 1
     return Candidate(
         layout=layout,
         zero_stage=zero,
-        replicate=draw.choice((1, 2)) if zero and layout.dp > 2 else 1,
+        replicate=replicate,
         schedule=schedule,
         virtual_stages=stages,
         microbatches=microbatches,
@@ -71,6 +72,8 @@ def random_candidate(draw: random.Random) -> Candidate:
         accumulation=accumulation,
         prefetch=draw.choice((0, 1)),
         reduction=draw.choice(("ordered", "library")),
+        reshards=zero < 3 or draw.choice((True, False)),
+        shares_state=replicate > 1 and zero == 3 and draw.choice((True, False)),
     )
 
 

@@ -18,7 +18,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace import dry_run
 from vescale_parallel._verify import compared_runs, dry_runs, equivalence, rank_dry_run
 from vescale_parallel._verify.dry_runs import DryRuns
-from vescale_parallel._verify.equivalence import Contradiction, check_plan
+from vescale_parallel._verify.equivalence import Compared, Contradiction, check_plan
 
 from .one_device import proposed
 
@@ -93,6 +93,12 @@ FEATURES = Group(
     entries=("blocks.*.up",),
     exits=("blocks.*.down",),
 )
+# Of one module, its names left out.
+OWN_ATTENTION = {
+    "qkv.weight": "InterleavedShard(0, 3)",
+    "out.weight": "Shard(1)",
+    "<attr:num_heads>": "Shard(0)",
+}
 BATCH = (torch.randn(2, 6, 8),)
 
 
@@ -214,6 +220,32 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
     run({**FEATURES.placed, "blocks.*.scale.<enter>": "Replicate()"})
     assert compared == ["blocks.0", ""]
     assert made == ["whole", "part"]
+
+
+def test_what_a_plan_does_not_change_of_blocks_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_again: list[str] = []
+    held = compared_runs.compare
+
+    def compare(make: Any, *args: Any, **kwargs: Any) -> None:
+        run_again.append(make().fqn)
+        held(make, *args, **kwargs)
+
+    monkeypatch.setattr(equivalence, "compare", compare)
+    model, compared = Model(), Compared()
+    runs, features = (
+        DryRuns(model, BATCH),
+        {**FEATURES.placed, "blocks.*.scale.<enter>": "Replicate()"},
+    )
+    own = {f"blocks.0.attention.{key}": value for key, value in OWN_ATTENTION.items()}
+    expected = [run(plan) for plan in (features, {**features, **own})]
+    run_again.clear()
+    first = check_plan(runs, shard(features, model, 2), compared=compared)
+    second = check_plan(runs, shard({**features, **own}, model, 2), compared=compared)
+    assert [first.partial_grads, second.partial_grads] == expected
+    # The second plan says something else of one block, and the model is run under both.
+    assert run_again == ["blocks.0", "", "blocks.0", ""]
 
 
 X = torch.linspace(-1, 1, 2 * 4 * 8).sin().view(2, 4, 8)

@@ -157,7 +157,7 @@ class PipelineRank:
     @cached_property
     def distinct(self) -> tuple[LocalPart, ...]:
         """Those parts, of calls of one block the first: the rank has its parameters once."""
-        first = {part.part.parameters: part for part in reversed(self.parts) if part.part.numel}
+        first = {part.part.names: part for part in reversed(self.parts) if part.part.numel}
         kept = {id(part) for part in first.values()}
         return tuple(p for p in self.parts if not p.part.numel or id(p) in kept)
 

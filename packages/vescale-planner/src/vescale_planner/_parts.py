@@ -73,12 +73,17 @@ class Part:
     num_exchanges: int = 0
     routed_rows: float = 0.0
 
-    @property
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters: calls of one block share them."""
+        return tuple(parameter.fqn for parameter in self.parameters)
+
+    @cached_property
     def numel(self) -> int:
         """Parameter elements."""
         return sum(parameter.numel for parameter in self.parameters)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Parameter bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)

@@ -9,8 +9,8 @@ finds right is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,18 +19,21 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import bind
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
-from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._verify.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
-from vescale_parallel._verify.equivalence import CheckResult, Contradiction, check_plan
+from vescale_parallel._verify.equivalence import CheckResult
 
 from .candidate import Group, Kept
 from .region_options import attribute_options, border_options
 from .sequence_options import around_whole_layers, by_holder, names_below, sequence_borders
+from .subject import Subject
 
 # Combinations of borders that are tried for sequence parallelism.
 _MAX_TRIES = 24
+
+# Proves a plan: raises ValueError if it is wrong.
+_Prove = Callable[[Mapping[str, str]], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +86,14 @@ def place_collectives(
         if sequence:
             raise ValueError(_refused_sequence(error)) from error
         needs_values = True  # the model as one region is left
-    subject = _Subject(runs, size, needs_values)
+    subject = Subject(runs, size, needs_values)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
     try:
         result = subject.result_of(_together(kept))
     except DryRunError:
         raise  # no other borders would help
     except ValueError:
-        kept, refused, result = _other_borders(subject, groups, sequence=sequence)
+        kept, refused, result = _other_borders(subject, groups, kept, sequence=sequence)
     if sequence:
         plan = _in_sequence(subject, kept)
     else:
@@ -112,7 +115,7 @@ def _together(kept: Kept) -> dict[str, str]:
     return {pattern: text for _, plan in kept for pattern, text in plan.items()}
 
 
-def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
+def _as_it_is(subject: Subject, groups: Sequence[Group]) -> Kept:
     """Return all groups with the likeliest places of collectives."""
     kept: Kept = []
     for group in groups:
@@ -124,21 +127,23 @@ def _as_it_is(subject: _Subject, groups: Sequence[Group]) -> Kept:
 
 
 def _other_borders(
-    subject: _Subject, groups: Sequence[Group], *, sequence: bool
+    subject: Subject, groups: Sequence[Group], likeliest: Kept, *, sequence: bool
 ) -> tuple[Kept, dict[str, str], CheckResult | None]:
-    """Return the groups that can be sharded, why others cannot, and what running them showed."""
-    kept, refused = _as_shapes_fit(subject, groups)
-    if kept:
-        try:
+    """Return the groups that can be sharded, why others cannot, and what running them showed.
+
+    With the ``likeliest`` borders they are wrong.
+    """
+    # Where the shapes of all of them fit they say nothing of which is wrong.
+    if subject.misfit(_together(likeliest)):
+        kept, refused = _as_shapes_fit(subject, groups)
+        if kept and subject.is_right(_together(kept)):
             return kept, refused, subject.result_of(_together(kept))
-        except ValueError:
-            pass  # one of them is wrong, and which is found by proving one after the other
     kept, refused = _one_by_one(subject, groups)
     result = subject.result_of(_together(kept)) if kept and not sequence else None
     return kept, refused, result
 
 
-def _as_shapes_fit(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
+def _as_shapes_fit(subject: Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
     """Return groups with the first places of collectives whose shapes fit, and why others do not.
 
     Shapes are seen without numbers, which takes a small part of the time of a proof.
@@ -160,22 +165,36 @@ def _as_shapes_fit(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, di
     return kept, refused
 
 
-def _ways(subject: _Subject, group: Group) -> Iterator[dict[str, str]]:
+def _ways(subject: Subject, group: Group) -> Iterator[dict[str, str]]:
     """Yield the ways to shard one group, likeliest first."""
     for attributes in attribute_options(subject.model, group, subject.size):
         for borders in border_options(subject.model, group):
             yield {**group.placed, **attributes, **borders}
 
 
-def _one_by_one(subject: _Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
-    """Return the groups that can be sharded beside those before them, and why others cannot."""
+def _one_by_one(subject: Subject, groups: Sequence[Group]) -> tuple[Kept, dict[str, str]]:
+    """Return the groups that can be sharded beside those before them, and why others cannot.
+
+    A group is compared in blocks, and what is around them with all groups at once, which takes
+    longer than its blocks: with every group only if that is wrong.
+    """
+    if not subject.needs_values:
+        kept, refused = _each_beside(subject, groups, subject.prove_blocks)
+        if not kept or subject.is_right(_together(kept)):
+            return kept, refused
+    return _each_beside(subject, groups, subject.result_of)
+
+
+def _each_beside(
+    subject: Subject, groups: Sequence[Group], prove: _Prove
+) -> tuple[Kept, dict[str, str]]:
     kept: Kept = []
     refused: dict[str, str] = {}
     together: dict[str, str] = {}
     for group in groups:
         if _overlaps(group, kept):
             continue  # cut in a better way already
-        plan, why = _beside(subject, group, together)
+        plan, why = _beside(subject, group, together, prove)
         if plan is None:
             refused[_shown(group)] = why
         else:
@@ -192,67 +211,14 @@ def _shown(group: Group) -> str:
     return ", ".join(group.parameters)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """The model on which plans are compared with one device."""
-
-    runs: DryRuns
-    size: int
-    needs_values: bool
-    _results: dict[tuple[tuple[str, str], ...], CheckResult | str] = field(
-        default_factory=dict["tuple[tuple[str, str], ...]", "CheckResult | str"]
-    )
-
-    @property
-    def model(self) -> nn.Module:
-        return self.runs.model
-
-    def result_of(self, plan: Mapping[str, str]) -> CheckResult:
-        """Prove a plan, once; raise ValueError if it is wrong or was not compared in full."""
-        key = tuple(plan.items())
-        found = self._results.get(key)
-        if isinstance(found, str):
-            raise ValueError(found)
-        if found is None:
-            try:
-                found = self._results[key] = self._check(plan)
-            except ValueError as error:
-                if not isinstance(error, DryRunError):
-                    self._results[key] = str(error)  # the error would keep what was compared
-                raise
-        return found
-
-    def misfit(self, plan: Mapping[str, str]) -> str:
-        """Return why one rank's part does not run on shapes alone, empty if it may."""
-        try:
-            if not self.needs_values:
-                self.runs.part(shard(plan, self.model, self.size))
-        except DryRunError as error:
-            return str(Contradiction(error.fqn, f"one rank's part does not run: {error}"))
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def _check(self, plan: Mapping[str, str]) -> CheckResult:
-        sharding = shard(plan, self.model, self.size)
-        result = check_plan(self.runs, sharding, needs_values=self.needs_values)
-        if result.too_large:
-            raise ValueError(
-                f"{result.too_large[0]} is too large to be run and compared with one device"
-            )
-        for fqn, why in result.unchecked.items():
-            raise ValueError(f"{fqn} was not compared with one device: {why}")
-        return result
-
-
 def _beside(
-    subject: _Subject, group: Group, together: Mapping[str, str]
+    subject: Subject, group: Group, together: Mapping[str, str], prove: _Prove
 ) -> tuple[dict[str, str] | None, str]:
     """Return the first right way to shard one group beside others, or why there is none."""
     why = ""
     for plan in _ways(subject, group):
         try:
-            subject.result_of({**together, **plan})
+            prove({**together, **plan})
         except ValueError as error:
             why = why or str(error)
             continue
@@ -271,7 +237,7 @@ def _grad_marks(model: nn.Module, result: CheckResult) -> dict[str, str]:
     return marks
 
 
-def _in_sequence(subject: _Subject, kept: Kept) -> dict[str, str]:
+def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
     """Return a sequence-parallel plan: blocks pass each other activations sharded along dim 1.
 
     Of each group of layers there are a few places where its collectives can go, and which are

@@ -16,6 +16,7 @@ from vescale_parallel._torch_private import pytree
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_FLAGS = (bool, int, float, str, type(None))
 
 
 def copied_without_hooks(
@@ -32,10 +33,10 @@ def copied_without_hooks(
     weights stay, as those of torch.nn.utils.weight_norm.
     """
     memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
-    for tensor in _kept_tensors(module):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = make_buffer(tensor)
     for each in module.modules():
+        for tensor in tensors_of(each):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = make_buffer(tensor)
         for name in _HOOKS:
             if name in vars(each):
                 memo[id(vars(each)[name])] = _without_users(vars(each)[name])
@@ -112,11 +113,13 @@ def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]
                 yield from ((fqn, name, leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _kept_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield buffers, and tensors that are plain attributes."""
-    for each in module.modules():
-        for value in vars(each).values():
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of one module, and tensors that are plain attributes."""
+    for value in vars(module).values():
+        # Most attributes are flags, and dicts of hooks that nobody has added.
+        if isinstance(value, _FLAGS) or (isinstance(value, dict) and not value):
+            continue
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

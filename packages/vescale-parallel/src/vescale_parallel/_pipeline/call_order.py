@@ -100,9 +100,13 @@ def staged(
 ) -> tuple[ParallelPlan, Mapping[str, tuple[int, ...]]]:
     """Return the plan of :func:`with_stages` of a pipeline, and what :func:`places_seen` does."""
     pipeline = plan.pipeline_parallel
-    if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
-        plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
-    seen = places_seen(plan, model, batch)
+    in_order = None if pipeline.block_calls else _in_order(model, batch)
+    if in_order is not None:
+        seen = in_order.behind
+    else:
+        if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
+            plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
+        seen = places_seen(plan, model, batch)
     outside = places_outside(plan, model, seen)
     return with_split_points(plan, model, batch, outside, global_size=global_size), seen
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -104,6 +104,7 @@ def _run_all(
 ) -> None:
     """Run every stage on what the one before it sends."""
     cuts = _observed(model, stages, staging, args, kwargs)
+    users = _users_of_parameters(model, stages)
     num_blocks, sent = len(stages.blocks), list[Tensor]()
     ends = [*stages.starts[1:], num_blocks]
     for stage, (start, end) in enumerate(zip(stages.starts, ends, strict=True)):
@@ -117,7 +118,7 @@ def _run_all(
         try:
             with (
                 torch.enable_grad(),
-                _without_others(model, stages, stage),
+                _without_others(model, users, stage),
                 staging.run.running(),
             ):
                 output = model(*args, **kwargs)
@@ -147,22 +148,29 @@ def _observed(
     return values.cuts(output, losses_only=True)
 
 
-@contextlib.contextmanager
-def _without_others(model: nn.Module, stages: StageMap, stage: int) -> Iterator[None]:
-    """Have placeholders for the parameters of other stages within this, as ranks have."""
+def _users_of_parameters(
+    model: nn.Module, stages: StageMap
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Return the stages that use each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(fqn)
-    others = {p: fqns for p, fqns in names.items() if stage not in stages.stages_of(fqns)}
+    return {p: stages.stages_of(fqns) for p, fqns in names.items()}
+
+
+@contextlib.contextmanager
+def _without_others(
+    model: nn.Module, users: Mapping[nn.Parameter, tuple[int, ...]], stage: int
+) -> Iterator[None]:
+    """Have placeholders for the parameters of other stages within this, as ranks have."""
     held = {
         (module, name): p
         for module in model.modules()
         for name, p in module._parameters.items()
-        if p in others
+        if p is not None and stage not in users[p]
     }
     try:
         for (module, name), p in held.items():
-            assert p is not None
             hidden = placeholder(p.shape, p.dtype, p.device)
             module._parameters[name] = cast("nn.Parameter", hidden)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,13 +93,13 @@ def dry_run(
 
 
 def equal_blocks(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield runs of equal blocks: the second one of a stack, and those behind but the last."""
+    """Yield runs of equal blocks, the first and the others; the ends of a stack are in none."""
     for stack in block_stacks(model):
-        kinds = [_kind(model.get_submodule(fqn)) for fqn in stack]
-        middle = [_switches(model.get_submodule(fqn)) for fqn in stack[1:-1]]
-        is_alike = all(kind == kinds[1] for kind in kinds)
-        if len(stack) > 3 and is_alike and all(each == middle[0] for each in middle):
-            yield stack[1], list(stack[2:-1])
+        inner = [(fqn, model.get_submodule(fqn)) for fqn in stack[1:-1]]
+        for _, run in itertools.groupby(inner, lambda each: (_kind(each[1]), _switches(each[1]))):
+            first, *others = (fqn for fqn, _ in run)
+            if others:
+                yield first, others
 
 
 def _kind(module: nn.Module) -> object:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_parallel._model.copies import deep_copied
+from vescale_parallel._model.copies import deep_copied, tensors_of
 from vescale_parallel._torch_private import FakeTensor, FakeTensorMode, fake_like, pytree
 
 from .known_values import KnownValues
@@ -26,11 +26,10 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode, values: KnownValues) -
     memo: dict[int, Any] = {}
     originals: list[Any] = []
     for module in model.modules():
-        for attribute in vars(module).values():
-            for leaf in pytree.tree_leaves(attribute):
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
-                    memo[id(leaf)] = _fake(leaf, fake_mode, values)
-                    originals.append(leaf)
+        for tensor in tensors_of(module):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _fake(tensor, fake_mode, values)
+                originals.append(tensor)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
         return deep_copied(model, memo)

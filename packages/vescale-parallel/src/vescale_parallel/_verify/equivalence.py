@@ -66,8 +66,8 @@ class _Blocks:
 
     Attributes:
         kinds: Of every block, what makes it equal to another under the plan.
-        proven: Blocks that were run.
-        compared: Blocks that were run, or are equal to one that was.
+        proven: Blocks that were run, for this plan or another.
+        compared: Those, and blocks that are equal to one of them.
     """
 
     kinds: dict[str, object] = field(default_factory=dict[str, object])
@@ -76,33 +76,36 @@ class _Blocks:
     too_large: list[str] = field(default_factory=list[str])
 
 
+# Blocks that were right, by what makes them equal under plans: the name of one, what was found.
+Compared = dict[object, tuple[str, Findings]]
+
+
 def check_plan(
     runs: DryRuns,
     sharding: TensorSharding,
     *,
     needs_values: bool = False,
+    compared: Compared | None = None,
 ) -> CheckResult:
     """Run a plan without a second rank.
 
-    A forward that ``needs_values`` is run as one region, more than once.
+    Args:
+        runs: The model and its batch.
+        sharding: The plan.
+        needs_values: Whether forward does: it is run as one region then, more than once.
+        compared: Blocks that were right under other plans of these runs and this number of ranks,
+            and are not run again if this plan says the same of them; those that are run are added.
 
     Raises:
         Contradiction: If the results or gradients of a block or the model differ, or shapes do
             not fit.
         DryRunError: If the model cannot be run, with values or without.
     """
-    model = runs.model
     whole: Mapping[str, ModuleCall] = {} if needs_values else runs.blocks()
-    part: Mapping[str, ModuleCall] = {}
-    if whole:
-        try:
-            part = runs.part(sharding)
-        except DryRunError as error:
-            raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     found = Findings()
-    blocks = _prove_blocks(model, whole, part, sharding, found)
+    blocks = _prove_blocks(runs, whole, sharding, found, {} if compared is None else compared)
     unchecked = _check_rest(runs, whole, blocks, sharding, found)
-    hooked = read_by_hooks(model)
+    hooked = read_by_hooks(runs.model)
     unchecked |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
     return CheckResult(
         partial_grads=frozenset(found.partial),
@@ -113,14 +116,27 @@ def check_plan(
     )
 
 
+def check_blocks(runs: DryRuns, sharding: TensorSharding, compared: Compared) -> tuple[str, ...]:
+    """Run a plan in the blocks alone, as :func:`check_plan` does first, and raise what it raises.
+
+    Returns:
+        Blocks that are too large to be run.
+    """
+    return tuple(_prove_blocks(runs, runs.blocks(), sharding, Findings(), compared).too_large)
+
+
 def _prove_blocks(
-    model: nn.Module,
+    runs: DryRuns,
     whole: Mapping[str, ModuleCall],
-    part: Mapping[str, ModuleCall],
     sharding: TensorSharding,
     found: Findings,
+    compared: Compared,
 ) -> _Blocks:
-    blocks = _Blocks()
+    model, blocks = runs.model, _Blocks()
+    try:
+        part = runs.part(sharding) if whole else {}
+    except DryRunError as error:
+        raise Contradiction(error.fqn, f"one rank's part does not run: {error}") from error
     firsts: dict[object, str] = {}
     for fqn in whole:
         if fqn not in part:
@@ -140,14 +156,14 @@ def _prove_blocks(
                 blocks.too_large.append(fqn)
             continue
         blocks.compared.append(fqn)
-        if first != fqn:
-            found.partial |= _renamed(found.partial, first, fqn)
-            found.whole |= _renamed(found.whole, first, fqn)
-            found.reached |= _renamed(found.reached, first, fqn)
-            continue
-        make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
-        compare(make, sharding, found)
-        blocks.proven.append(fqn)
+        if kind not in compared:
+            of_block = Findings()
+            make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
+            compare(make, sharding, of_block)
+            compared[kind] = fqn, of_block
+        found.add(*compared[kind], fqn)
+        if first == fqn:
+            blocks.proven.append(fqn)
     return blocks
 
 
@@ -203,10 +219,6 @@ def _cut(sharding: TensorSharding) -> list[str]:
     shared = [f"{fqn}.weight" for fqn in sharding.spec.shared]
     cut = [fqn for fqn, each in sharding.placements.items() if each != Replicate()]
     return [*cut, *shared]
-
-
-def _renamed(names: set[str], old: str, new: str) -> set[str]:
-    return {new + name.removeprefix(old) for name in names if name.startswith(f"{old}.")}
 
 
 def _said(sharding: TensorSharding, fqn: str) -> tuple[object, ...]:

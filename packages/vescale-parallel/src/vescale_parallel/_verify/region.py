@@ -53,6 +53,15 @@ class Findings:
     whole: set[str] = field(default_factory=set[str])
     reached: set[str] = field(default_factory=set[str])
 
+    def add(self, block: str, other: Findings, equal: str) -> None:
+        """Add what was found of a ``block``, as that of an ``equal`` one."""
+        for mine, theirs in (
+            (self.partial, other.partial),
+            (self.whole, other.whole),
+            (self.reached, other.reached),
+        ):
+            mine |= {equal + name.removeprefix(block) for name in theirs}
+
 
 @dataclass(frozen=True)
 class Region:

@@ -27,6 +27,7 @@ _STEP_INSIDE, _STEP_ACROSS = 2 / 5, 4 / 15
 # One number, or one for each of many candidates.
 _Bytes = float | Values
 _Ranks = int | Counts
+_Messages = float | Values
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Group:
         return -(-self.ranks // self.per_node(cluster))
 
 
-def all_gather(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
+def all_gather(
+    nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: _Messages = 1
+) -> Values:
     """Return the seconds of an all-gather, or a reduce-scatter in the backend's order.
 
     Args:
@@ -57,7 +60,9 @@ def all_gather(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int 
     return _transfer(nbytes, group, cluster) + messages * _latency_of_ring(group, cluster)
 
 
-def all_reduce(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
+def all_reduce(
+    nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: _Messages = 1
+) -> Values:
     """Return the seconds of a sum that all ranks get: of twice the bytes, up and down a tree."""
     return 2 * (_transfer(nbytes, group, cluster) + messages * _latency_of_tree(group, cluster))
 
@@ -70,7 +75,7 @@ def _transfer(nbytes: _Bytes, group: Group, cluster: Cluster) -> Values:
     return np.maximum(np.where(per_node > 1, inside, 0.0), across)
 
 
-def exchange(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: int = 1) -> Values:
+def exchange(nbytes: _Bytes, group: Group, cluster: Cluster, *, messages: _Messages = 1) -> Values:
     """Return the seconds of an all-to-all: what sums in rank order are made of.
 
     Every rank sends each other one its row, so ``(n - k) / n`` of the bytes leave the node over

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vescale_planner._candidates import Candidate
 from vescale_planner._layouts import Layout
+from vescale_planner._partition import PipelineRank
 
 Values = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -46,6 +47,8 @@ class Columns:
         accumulation: Times that those run.
         rows: Of a replica in a step.
         recomputes: Whether all blocks run again in backward.
+        reshards: Whether ZeRO 3 frees blocks between forward and backward.
+        shares_state: Whether copies share out the optimizer state.
     """
 
     first: Candidate
@@ -55,6 +58,8 @@ class Columns:
     accumulation: Counts
     rows: Counts
     recomputes: NDArray[np.bool_]
+    reshards: NDArray[np.bool_]
+    shares_state: NDArray[np.bool_]
 
     @property
     def layout(self) -> Layout:
@@ -93,9 +98,7 @@ class Columns:
     @cached_property
     def state_shard(self) -> Counts:
         """Ranks that share one copy of the optimizer state."""
-        if self.first.shares_state:
-            return np.full_like(self.shard, self.layout.dp * self.layout.cp)
-        return self.shard
+        return np.where(self.shares_state, self.layout.dp * self.layout.cp, self.shard)
 
     @cached_property
     def passes_of_block(self) -> Counts:
@@ -107,8 +110,7 @@ def kind_of(candidate: Candidate) -> Hashable:
     """Return what candidates share that are priced together."""
     return (
         candidate.layout, candidate.schedule, candidate.virtual_stages, candidate.prefetch,
-        candidate.reduction, candidate.reshards, candidate.offload, candidate.shares_state,
-        candidate.attends,
+        candidate.reduction, candidate.offload, candidate.attends,
     )  # fmt: skip
 
 
@@ -122,4 +124,11 @@ def columns_of(candidates: Sequence[Candidate]) -> Columns:
         np.array([each.accumulation for each in candidates]),
         np.array([each.rows for each in candidates]),
         np.array([each.recompute == "full" for each in candidates]),
+        np.array([each.reshards for each in candidates]),
+        np.array([each.shares_state for each in candidates]),
     )
+
+
+def of_each(ranks: Sequence[PipelineRank], number_of: Callable[[PipelineRank], float]) -> Values:
+    """Return a number of each pipeline rank, to be combined with one of each candidate."""
+    return np.array([[number_of(rank)] for rank in ranks], dtype=np.float64)  # (ranks, 1)

@@ -11,6 +11,7 @@ out: how the speed of a product depends on its shape, slow links shared with oth
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
@@ -100,25 +101,10 @@ class Cost(Costs[float]):
         return ", ".join(f"{name} {seconds(value)}" for name, value in shown.items())
 
 
-@dataclass
-class _Spent:
-    """Of one micro-batch."""
-
-    matrix: Values
-    attention: Values
-    memory_bound: Values
-    tensor_parallel: Values
-    context_parallel: Values
-    expert_parallel: Values
-
-    @property
-    def compute(self) -> Values:
-        return self.matrix + self.attention + self.memory_bound
-
-    @property
-    def total(self) -> Values:
-        sent = self.tensor_parallel + self.context_parallel + self.expert_parallel
-        return self.compute + sent
+# What the time of one micro-batch is spent on, of the fields of :class:`Costs`.
+_TERMS = (
+    "matrix", "attention", "memory_bound", "tensor_parallel", "context_parallel", "expert_parallel"
+)  # fmt: skip
 
 
 def seconds(value: float) -> str:
@@ -156,42 +142,58 @@ def step_costs(
         cluster: The machines.
         numerics: Dtypes, and what is overlapped.
     """
-    parts = columns.parts
     # Most ranks of a pipeline have as much as others.
     alike: dict[object, tuple[PipelineRank, int]] = {}
     for rank in ranks:
         first, count = alike.get(rank.numbers, (rank, 0))
         alike[rank.numbers] = first, count + 1
     kinds = [rank for rank, _ in alike.values()]
-    spent = [_of_rank(rank, columns, cluster, numerics) for rank in kinds]
-    busy = np.stack([each.total for each in spent])  # (kinds, candidates)
-    slowest = busy.argmax(axis=0)
+    spent = _of_micro_batch(kinds, columns, cluster, numerics)
+    compute = spent[0] + spent[1] + spent[2]
+    busy = compute + (spent[3] + spent[4] + spent[5])  # (kinds, candidates)
     whole: Values = np.zeros_like(busy[0])
     for seconds_of_rank, (_, count) in zip(busy, alike.values(), strict=True):
         whole += seconds_of_rank * count
-
-    def of_slowest(name: str) -> Values:
-        stacked = np.stack([getattr(each, name) for each in spent])
-        picked: Values = stacked[slowest, np.arange(len(slowest))]
-        return picked * parts
-
-    data_parallel = [
-        exposed_data_parallel(columns, rank, cluster, numerics, each.compute)
-        for rank, each in zip(kinds, spent, strict=True)
-    ]
+    slowest = busy.argmax(axis=0)
+    of_slowest: Values = spent[:, slowest, np.arange(len(slowest))] * columns.parts
+    data_parallel = exposed_data_parallel(columns, kinds, cluster, numerics, compute)
     return Costs(
-        matrix=of_slowest("matrix"),
-        attention=of_slowest("attention"),
-        memory_bound=of_slowest("memory_bound"),
-        tensor_parallel=of_slowest("tensor_parallel"),
-        context_parallel=of_slowest("context_parallel"),
-        expert_parallel=of_slowest("expert_parallel"),
+        **dict(zip(_TERMS, of_slowest, strict=True)),
         bubble=_bubble(columns, whole, busy.max(axis=0)),
-        hand_over=_hand_over(columns, ranks, cluster) * parts,
-        data_parallel=np.stack(data_parallel).max(axis=0),
+        hand_over=_hand_over(columns, ranks, cluster) * columns.parts,
+        data_parallel=data_parallel.max(axis=0),
         optimizer=max(rank.nbytes for rank in kinds) / columns.state_shard
         * (3 + 2 * numerics.states) / cluster.reached_memory_bytes_per_second,
     )  # fmt: skip
+
+
+def _of_micro_batch(
+    ranks: Sequence[PipelineRank], columns: Columns, cluster: Cluster, numerics: Numerics
+) -> Values:
+    """Return forward and backward of one micro-batch: (terms, ranks, candidates).
+
+    Ranks have few kinds of parts between them, of which each is priced once.
+    """
+    priced: dict[object, Values] = {}
+    spent = np.zeros((len(_TERMS), len(ranks), len(columns.rows)))
+    for place, rank in enumerate(ranks):
+        for part, count in rank.kinds:
+            if part.numbers not in priced:
+                priced[part.numbers] = _of_part(part, columns, cluster, numerics)
+            spent[:, place] += priced[part.numbers] * count
+    return spent
+
+
+def _of_part(part: LocalPart, columns: Columns, cluster: Cluster, numerics: Numerics) -> Values:
+    """Return forward and backward of one micro-batch: (terms, candidates)."""
+    return np.stack(
+        [
+            *_compute(part, columns, cluster, numerics.compute_itemsize),
+            _tensor_parallel(part, columns, cluster),
+            _context_parallel(part, columns, cluster),
+            dispatches(part, columns, cluster, _passes(columns, part)),
+        ]
+    )
 
 
 def _passes(columns: Columns, p: LocalPart) -> Values:
@@ -199,21 +201,6 @@ def _passes(columns: Columns, p: LocalPart) -> Values:
     if p.is_block:
         return columns.passes_of_block.astype(np.float64)
     return np.full(len(columns.rows), 3.0)
-
-
-def _of_rank(rank: PipelineRank, columns: Columns, cluster: Cluster, numerics: Numerics) -> _Spent:
-    """Return forward and backward of one micro-batch on a pipeline rank."""
-    found = _Spent(*(np.zeros(len(columns.rows)) for _ in range(6)))
-    for part, count in rank.kinds:
-        matrix, attention, memory = _compute(part, columns, cluster, numerics.compute_itemsize)
-        found.matrix += matrix * count
-        found.attention += attention * count
-        found.memory_bound += memory * count
-        found.tensor_parallel += _tensor_parallel(part, columns, cluster) * count
-        found.context_parallel += _context_parallel(part, columns, cluster) * count
-        passes = _passes(columns, part)
-        found.expert_parallel += dispatches(part, columns, cluster, passes) * count
-    return found
 
 
 def _compute(

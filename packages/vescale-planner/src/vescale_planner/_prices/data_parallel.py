@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vescale_planner._partition import PipelineRank
 from vescale_planner.cluster import Cluster
 
 from .collectives import Group, all_gather, exchange
-from .columns import Columns, Counts, Numerics, Values
+from .columns import Columns, Counts, Numerics, Values, of_each
 
 
 def exposed_data_parallel(
     columns: Columns,
-    owned: PipelineRank,
+    ranks: Sequence[PipelineRank],
     cluster: Cluster,
     numerics: Numerics,
     compute_seconds: Values,
 ) -> Values:
-    """Return the communication over the data-parallel ranks that nothing hides.
+    """Return the communication over the data-parallel ranks that nothing hides, by pipeline rank.
 
     What the engine does (docs/decisions/0010-overlap.md):
 
@@ -30,12 +32,19 @@ def exposed_data_parallel(
     - Otherwise they are summed over micro-batches first, and reduced after all: not hidden. So
       are those of models whose experts ranks share, without ZeRO and under stage 1.
     - Copies that share out the optimizer state gather once a step what they updated: not hidden.
+
+    Args:
+        columns: The candidates.
+        ranks: Of the pipeline; those that are to be priced.
+        cluster: The machines.
+        numerics: Dtypes.
+        compute_seconds: Of one micro-batch, a row for each of these ranks.
     """
-    layout, parts, first = columns.layout, columns.parts, columns.first
+    layout, parts = columns.layout, columns.parts
     if layout.dp * layout.cp == 1:
         return np.zeros_like(compute_seconds)
-    units = _units(owned)
-    gather, reduce = _gather_and_reduce(columns, owned, cluster, numerics, units)
+    units = of_each(ranks, _units)
+    gather, reduce = _gather_and_reduce(columns, ranks, cluster, numerics, units)
     passes = columns.passes_of_block
     behind = cluster.overlap * (units - 1) / units * compute_seconds
     forward, backward = behind / passes, behind * (passes - 1) / passes
@@ -48,12 +57,12 @@ def exposed_data_parallel(
     # Ranks whose experts got no token have no gradients to start a reduction by (decision 17).
     early = ((parts == 1) & (layout.ep == 1) | scatters) & (layout.pp == 1)
     reduced = np.where(early, np.where(scatters, parts, 1) * exposed(reduce, backward), reduce)
-    again = gather if first.reshards else np.zeros_like(gather)
-    if first.prefetch:
+    again = np.where(columns.reshards, gather, 0.0)
+    if columns.first.prefetch:
         gathers, hidden = parts * exposed(gather, forward), again
     else:
         gathers, hidden = parts * (gather + again), np.zeros_like(gather)
-    gathers = gathers + _gather_of_copies(columns, owned, cluster, numerics, units)
+    gathers = gathers + _gather_of_copies(columns, ranks, cluster, numerics, units)
     both = parts * exposed(hidden + reduce, backward)
     apart = reduce + np.where(hidden > 0, parts * exposed(hidden, backward), 0.0)
     of_stage_3 = gathers + np.where(early, both, apart)
@@ -68,7 +77,11 @@ def _units(owned: PipelineRank) -> int:
 
 
 def _gather_and_reduce(
-    columns: Columns, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+    columns: Columns,
+    ranks: Sequence[PipelineRank],
+    cluster: Cluster,
+    numerics: Numerics,
+    units: Values,
 ) -> tuple[Values, Values]:
     """Return the seconds to gather all parameters once, and to reduce all gradients once.
 
@@ -78,21 +91,23 @@ def _gather_and_reduce(
     without ZeRO alone. Experts are in collectives of their own.
     """
     layout, shard, first = columns.layout, columns.shard, columns.first
-    numel, experts = owned.numel, owned.expert_numel
+    numel = of_each(ranks, lambda owned: owned.numel)
+    experts = of_each(ranks, lambda owned: owned.expert_numel)
     sent = numel * numerics.compute_itemsize
     itemsize = numerics.reduce_itemsize or numerics.compute_itemsize
     scatter = exchange if first.reduction == "ordered" else all_gather
-    none, group = np.zeros(len(shard)), Group(shard, columns.stride_of_shards)
-    both = units + sum(part.expert_numel > 0 for part in owned.distinct)
-    gather = np.where(shard > 1, all_gather(none + sent, group, cluster, messages=both), 0.0)
-    summed = none + numel * itemsize
+    group = Group(shard, columns.stride_of_shards)
+    both = units + of_each(ranks, lambda owned: sum(p.expert_numel > 0 for p in owned.distinct))
+    gather = np.where(shard > 1, all_gather(sent, group, cluster, messages=both), 0.0)
+    summed = numel * itemsize
     reduce = np.where(shard > 1, scatter(summed, group, cluster, messages=both), 0.0)
 
-    def of_copies(nbytes: Values, copies: Counts, stride: Counts, messages: int) -> Values:
+    def of_copies(nbytes: Values, copies: Counts, stride: Counts, messages: Values) -> Values:
         replicas = Group(copies, stride)
         once = scatter(nbytes / shard, replicas, cluster, messages=messages)
-        if not first.shares_state:
-            once = once + all_gather(nbytes / shard, replicas, cluster, messages=messages)
+        if not columns.shares_state.all():
+            gathered = all_gather(nbytes / shard, replicas, cluster, messages=messages)
+            once = once + np.where(columns.shares_state, 0.0, gathered)
         return np.where(copies > 1, once, 0.0)
 
     copies = layout.dp * layout.cp // (shard * layout.ep)
@@ -104,12 +119,17 @@ def _gather_and_reduce(
 
 
 def _gather_of_copies(
-    columns: Columns, owned: PipelineRank, cluster: Cluster, numerics: Numerics, units: int
+    columns: Columns,
+    ranks: Sequence[PipelineRank],
+    cluster: Cluster,
+    numerics: Numerics,
+    units: Values,
 ) -> Values:
     """Return the seconds in which copies that share out state get what others updated."""
-    layout, shard = columns.layout, columns.shard
-    if not columns.first.shares_state:
+    shard = columns.shard
+    if not columns.shares_state.any():
         return np.zeros(len(shard))
-    sent = owned.numel * numerics.compute_itemsize / shard
-    replicas = Group(columns.replicate, layout.tp * shard)
-    return all_gather(sent, replicas, cluster, messages=units)
+    sent = of_each(ranks, lambda owned: owned.numel) * numerics.compute_itemsize / shard
+    replicas = Group(columns.replicate, columns.layout.tp * shard)
+    gathered = all_gather(sent, replicas, cluster, messages=units)
+    return np.where(columns.shares_state, gathered, 0.0)

@@ -14,7 +14,7 @@ from vescale_planner._candidates import Candidate
 from vescale_planner._partition import PipelineRank
 from vescale_planner.cluster import Cluster
 
-from .columns import Columns, Counts, Numerics, Values, columns_of
+from .columns import Columns, Counts, Numerics, Values, columns_of, of_each
 
 # Reserved over allocated memory of real runs: median 1.04 to 1.11, depending on the stack.
 FRAGMENTATION = 1.08
@@ -117,12 +117,11 @@ def memory_of_ranks(
 ) -> tuple[Memory, ...]:
     """Return the memory of every pipeline rank; arguments as of :func:`peak_memory`."""
     columns = columns_of([candidate])
-    found = (
-        _of_rank(columns, owned, rank, numerics, output_bytes) for rank, owned in enumerate(ranks)
-    )
+    found = _of_ranks(columns, ranks, range(len(ranks)), numerics, output_bytes)
     names = [each.name for each in fields(Memory)]
     return tuple(
-        Memory(**{name: float(getattr(each, name)[0]) for name in names}) for each in found
+        Memory(**{name: float(getattr(found, name)[rank, 0]) for name in names})
+        for rank in range(len(ranks))
     )
 
 
@@ -134,12 +133,8 @@ def peaks(
     output_bytes: float,
 ) -> Values:
     """Return the bytes of each candidate's fullest pipeline rank; arguments likewise."""
-    return np.stack(
-        [
-            _of_rank(columns, ranks[rank], rank, numerics, output_bytes).total
-            for rank in _fullest(columns.first, ranks)
-        ]
-    ).max(axis=0)
+    some = _fullest(columns.first, ranks)
+    return _of_ranks(columns, ranks, some, numerics, output_bytes).total.max(axis=0)
 
 
 def _fullest(first: Candidate, ranks: Sequence[PipelineRank]) -> list[int]:
@@ -164,34 +159,32 @@ def needed_of_all(totals: Values, cluster: Cluster) -> Counts:
     return np.rint(totals * FRAGMENTATION).astype(np.int64) + cluster.reserved_bytes
 
 
-def _of_rank(
+def _of_ranks(
     columns: Columns,
-    owned: PipelineRank,
-    rank: int,
+    ranks: Sequence[PipelineRank],
+    some: Sequence[int],
     numerics: Numerics,
     output_bytes: float,
 ) -> Memories[Values]:
-    nbytes, numel, units, first = owned.nbytes, owned.numel, owned.unit_bytes, columns.first
+    """Return the bytes of ``some`` pipeline ranks: (ranks, candidates)."""
+    owned, first = [ranks[rank] for rank in some], columns.first
+    nbytes, numel = of_each(owned, lambda own: own.nbytes), of_each(owned, lambda own: own.numel)
+    largest = of_each(owned, lambda own: max(own.unit_bytes, default=0.0))
     shard, zero_stage, state_shard = columns.shard, columns.zero_stage, columns.state_shard
     compute = numel * numerics.compute_itemsize
-    copied = compute if abs(compute - nbytes) > 1 else 0.0
-    scale = compute / nbytes if nbytes else 0.0
+    copied = np.where(np.abs(compute - nbytes) > 1, compute, 0.0)
     # Stage 3 holds whole the parameters of the unit that runs, and of those gathered ahead.
-    num_whole = first.prefetch + 1 if first.reshards else len(units)
-    whole = sum(units[:num_whole]) * scale
+    ahead = of_each(owned, lambda own: sum(own.unit_bytes[: first.prefetch + 1]))
+    scale = np.divide(compute, nbytes, out=np.zeros_like(nbytes), where=nbytes > 0)
+    whole = np.where(columns.reshards, ahead, nbytes) * scale
     gathered = np.where(shard > 1, whole, 0.0)
     # Copies that share out optimizer state keep what they gather, besides their part of what is
     # updated, which is in its place there if it computes in its own dtype.
-    own = nbytes / shard
-    if first.shares_state:
-        own = compute / shard + (nbytes / state_shard if copied else 0.0)
-    # Of cut logits a rank has its part.
-    output_bytes /= next((p.tp for p, _ in owned.kinds if p.keeps_cut), 1)
-    is_last = rank == columns.layout.pp - 1
-    largest = units[0] if units else 0.0
+    updated = np.where(copied > 0, nbytes / state_shard, 0.0)
+    own = np.where(columns.shares_state, compute / shard + updated, nbytes / shard)
     # Gradients are whole for one unit until they are summed and scattered.
     scattered = nbytes / state_shard + np.where(shard > 1, largest, 0.0)
-    replicated = np.full(len(shard), nbytes + copied)
+    replicated = nbytes + copied
     if numerics.copy_itemsize is not None:
         sharded = compute + numel * numerics.copy_itemsize / shard
         replicated = np.where(zero_stage > 0, sharded, replicated)
@@ -203,34 +196,55 @@ def _of_rank(
         # are there until they are reduced.
         stay = 0.0 if first.offload == "parameters" else compute / shard
         parameters = np.where(zero_stage == 3, stay + whole, compute)
-        gradients = np.where((zero_stage >= 2) & bool(units), largest, nbytes)
+        gradients = np.where((zero_stage >= 2) & (nbytes > 0), largest, nbytes)
         optimizer = np.zeros_like(parameters)
     return Memories(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(columns, owned, rank),
-        # The output and its gradient, on the rank of the last stage.
-        output=(2 * output_bytes if is_last else 0.0) * columns.rows_of_part,
+        activations=_activations(columns, owned, some),
+        output=_outputs(columns, owned, some, output_bytes),
     )
 
 
-def _activations(columns: Columns, owned: PipelineRank, rank: int) -> Values:
+def _outputs(
+    columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int], output_bytes: float
+) -> Values:
+    """Return the bytes of the output and its gradient, on the rank of the last stage."""
+    # Of cut logits a rank has its part.
+    parts = of_each(owned, lambda own: next((p.tp for p, _ in own.kinds if p.keeps_cut), 1))
+    is_last = np.array([[rank == columns.layout.pp - 1] for rank in places])
+    return np.where(is_last, 2 * (output_bytes / parts), 0.0) * columns.rows_of_part
+
+
+def _activations(columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int]) -> Values:
     """Return the bytes kept for backward, by all micro-batches in flight."""
     rows, full, first = columns.rows_of_part, columns.recomputes, columns.first
-    kept = np.where(full, owned.recomputed_bytes, owned.saved_bytes) * rows
+    saved = of_each(owned, lambda own: own.saved_bytes)
+    kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), saved) * rows
+
     # Recomputation brings back one block at a time.
-    again = max((p.saved_bytes for p, _ in owned.kinds if p.is_block), default=0.0) * rows
+    def largest_block(own: PipelineRank) -> float:
+        return max((p.saved_bytes for p, _ in own.kinds if p.is_block), default=0.0)
+
+    again = np.where(full, of_each(owned, largest_block) * rows, 0.0)
+
     # Of the part that runs, what came from other ranks for experts, and what they made of it.
-    sent = 0.0
-    if columns.layout.ep > 1:
-        sent = max((p.part.sent_bytes for p, _ in owned.kinds), default=0.0)
+    def sent_to_experts(own: PipelineRank) -> float:
+        return max((p.part.sent_bytes for p, _ in own.kinds), default=0.0)
+
+    sent = of_each(owned, sent_to_experts) if columns.layout.ep > 1 else 0.0
     counts, place = np.unique(columns.parts, return_inverse=True)
     p, v = columns.layout.pp, first.virtual_stages
-    found = [passes_in_flight(first.schedule, rank, p, v, int(count)) for count in counts]
-    in_flight = np.array(found)[place]
+    in_flight = np.array(
+        [
+            [passes_in_flight(first.schedule, rank, p, v, int(count)) for count in counts]
+            for rank in places
+        ]
+    )[:, place]
     # Passes are spread over the virtual stages.
-    return kept / len(owned.stages) * in_flight + np.where(full, again, 0.0) + 2 * sent * rows
+    stages = of_each(owned, lambda own: len(own.stages))
+    return kept / stages * in_flight + again + 2 * sent * rows
 
 
 def passes_in_flight(schedule: str, rank: int, p: int, v: int, m: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -87,6 +88,10 @@ class Search:
     )
     _parts: dict[tuple[int, int], tuple[LocalPart, ...]] = field(
         default_factory=dict["tuple[int, int]", "tuple[LocalPart, ...]"]
+    )
+    # By sharding plan: most tensor-parallel sizes share one, and to resolve it walks the model.
+    _sharded: dict[tuple[tuple[str, str], ...], frozenset[str]] = field(
+        default_factory=dict["tuple[tuple[str, str], ...]", "frozenset[str]"]
     )
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
@@ -312,10 +317,14 @@ class Search:
         """
         experts, copies = self.workload.experts, self.constraints.get(REPLICATE)
         is_cut = layout.tp > 1 and any(layer.is_listed for layer in experts)
-        if not experts or is_cut or refuses_experts(self.constraints):
+        if not experts or is_cut or self._refuses_experts:
             return [1]
         found = even_sizes(experts, layout.dp * layout.cp)
         return [size for size in found if size == 1 or copies in (None, size)]
+
+    @cached_property
+    def _refuses_experts(self) -> bool:
+        return refuses_experts(self.constraints)
 
     def _impossible(self, layout: Layout) -> str:
         if layout.pp > 1 and self.workload.no_pipeline:
@@ -351,7 +360,6 @@ class Search:
         if (tp, ep) not in self._parts:
             sharding = self.likely_sharding(tp)
             assert not isinstance(sharding, str)
-            plan = ShardingProposal(plan=sharding, left_whole={})
             # Of a module by its own name, not of one in every block.
             cut_logits = any(
                 key.endswith("<out>") and "*" not in key and placement == "Shard(-1)"
@@ -359,10 +367,17 @@ class Search:
             )
             self._parts[tp, ep] = local_parts(
                 self.workload,
-                plan.sharded_parameters(self.model),
+                self._sharded_by(sharding),
                 tp,
                 sequence=self.sequence,
                 cut_logits=cut_logits,
                 ep=ep,
             )
         return self._parts[tp, ep]
+
+    def _sharded_by(self, sharding: Mapping[str, str]) -> frozenset[str]:
+        key = tuple(sharding.items())
+        if key not in self._sharded:
+            plan = ShardingProposal(plan=dict(sharding), left_whole={})
+            self._sharded[key] = plan.sharded_parameters(self.model)
+        return self._sharded[key]

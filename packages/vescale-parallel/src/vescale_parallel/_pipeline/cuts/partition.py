@@ -42,7 +42,7 @@ def lightest_split(weights: Sequence[Sequence[float]], extra: Sequence[float]) -
     weights is least, then that of their numbers of blocks, as far as the first stages tell.
 
     Args:
-        weights: For every stage, what each block weighs if it is there.
+        weights: For every stage, what each block weighs if it is there; none is negative.
         extra: For every stage, what it weighs without any block.
 
     Returns:
@@ -51,11 +51,10 @@ def lightest_split(weights: Sequence[Sequence[float]], extra: Sequence[float]) -
     Raises:
         ValueError: If there are fewer blocks than stages.
     """
-    num_blocks = len(weights[0])
-    if len(weights) > num_blocks:
+    num_blocks, num_stages = len(weights[0]), len(weights)
+    if num_stages > num_blocks:
         raise ValueError(
-            f"expected at most as many pipeline stages as blocks ({num_blocks}), "
-            f"got {len(weights)}"
+            f"expected at most as many pipeline stages as blocks ({num_blocks}), got {num_stages}"
         )
     nowhere: _Split = (math.inf, math.inf, math.inf, 0)
     # best[k][i]: the best split of the first i blocks into k stages, and where the last begins.
@@ -63,17 +62,18 @@ def lightest_split(weights: Sequence[Sequence[float]], extra: Sequence[float]) -
     for stage, (row, more) in enumerate(zip(weights, extra, strict=True)):
         totals = [*itertools.accumulate(row, initial=0.0)]
         found: list[_Split] = [nowhere] * (num_blocks + 1)
-        for end in range(stage + 1, num_blocks + 1):
-            choices: list[_Split] = []
-            for cut in range(stage, end):
-                heaviest, squares, counts, _ = best[stage][cut]
+        # Every stage behind has a block, too.
+        for end in range(stage + 1, num_blocks - num_stages + stage + 2):
+            for cut in range(end - 1, stage - 1, -1):
                 weight, count = totals[end] - totals[cut] + more, end - cut
+                if weight > found[end][0]:
+                    break  # the earlier it is cut, the heavier it is
+                heaviest, squares, counts, _ = best[stage][cut]
                 choice = max(heaviest, weight), squares + weight**2, counts + count**2, cut
-                choices.append(choice)
-            found[end] = min(choices)
+                found[end] = min(found[end], choice)
         best.append(found)
     starts, end = list[int](), num_blocks
-    for k in range(len(weights), 0, -1):
+    for k in range(num_stages, 0, -1):
         end = best[k][end][3]
         starts.insert(0, end)
     return starts
