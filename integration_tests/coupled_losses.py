@@ -136,6 +136,14 @@ def _ignored_elsewhere(net: Net, z: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(z.flatten(0, 1), target.flatten())
 
 
+def _head_of_some(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    """Gives a module the rows that a mask picks: 4 of 8 at first, then 5."""
+    picked = batch["score"] > 0
+    z = z.clone()
+    z[picked] = net.head(net.stem(batch["x"][picked]))
+    return _mean(net, z, batch)
+
+
 def _unreduced(net: Net, z: Tensor, batch: Batch) -> Tensor:
     losses = F.cross_entropy(z.flatten(0, 1), batch["target"].flatten(), reduction="none")
     return losses[batch["mask"].flatten()].mean()
@@ -381,6 +389,7 @@ LOSSES: dict[str, Loss] = {
     "masked_elsewhere": _masked_elsewhere,
     "masked_elsewhere_by_index": _masked_elsewhere_by_index,
     "ignored_elsewhere": _ignored_elsewhere,
+    "head_of_some": _head_of_some,
     "unreduced": _unreduced,
     "unreduced_over_nonzero": _unreduced_over_nonzero,
     "nanmean": _nanmean,
@@ -436,7 +445,8 @@ def batches(rows: int, steps: int = 3, time: int = 4) -> list[Batch]:
     """Return batches whose masks count otherwise in every row; ``late`` only in the last rows."""
     generator = torch.Generator().manual_seed(5)
     found: list[Batch] = []
-    for _ in range(steps):
+    number = torch.arange(rows, dtype=torch.float64)
+    for step in range(steps):
         mask = (
             torch.rand(rows, time, generator=generator) < torch.linspace(0.3, 0.9, rows)[:, None]
         )
@@ -451,6 +461,7 @@ def batches(rows: int, steps: int = 3, time: int = 4) -> list[Batch]:
             "late": late,
             "weight": torch.rand(rows, generator=generator, dtype=torch.float64) + 0.1,
             "advantage": torch.randn(rows, generator=generator, dtype=torch.float64),
+            "score": number - 2.5 if step else number % 2,
             "group": torch.randint(0, 2, (rows,), generator=generator),
         })  # fmt: skip
     return found

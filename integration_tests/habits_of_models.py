@@ -209,6 +209,17 @@ class Recurrent(nn.Module):
         return F.mse_loss(self.head(y.squeeze(1)), batch["y"])
 
 
+def normed_by_hooks(run: Run) -> None:
+    """Weights that a hook computes of parameters, and keeps with their graph until it does so."""
+    plain = Plain().double()
+    weight_norm: Any = getattr(nn.utils, "weight_norm", None)  # deprecated, and in many vocoders
+    spectral_norm: Any = getattr(nn.utils, "spectral_norm", None)
+    weight_norm(plain.blocks[1].up)
+    spectral_norm(plain.blocks[2].down)
+    model, optimizer = run.start(plain)
+    loop(run, model, optimizer)
+
+
 def recurrent(run: Run) -> None:
     model, optimizer = run.start(Recurrent())
     loop(run, model, optimizer)

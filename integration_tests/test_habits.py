@@ -38,7 +38,9 @@ RIGHT: list[Program] = [
     optimizers.unfrozen_in_steps, optimizers.scheduled_by_two, optimizers.averaged_by_torch,
     models.copied, optimizers.averaged_model,
 ]  # fmt: skip
-RIGHT_WITHOUT_PIPELINE: list[Program] = [loops.twice, models.recurrent, models.paired]
+RIGHT_WITHOUT_PIPELINE: list[Program] = [
+    loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
+]  # fmt: skip
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
     optimizers.statistics_of_an_average,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +18,10 @@ from vescale_dtensor import DTensor
 from vescale_testing import World
 
 from .models import build
-from .plans import DP, TWO, make_plan
+from .plans import DP, PARTS, PP, TWO, Constraints, make_plan
+from .short_group import in_short_group
+from .test_bad_input import attempt
+from .training import whole
 
 STAGES = ["dp", "zero1", "zero2", "zero3"]
 PROMPTS = torch.tensor([[1, 2, 3], [1, 2, 3], [6, 5, 4], [6, 5, 4]])  # two rows a rank
@@ -104,3 +110,67 @@ def test_blocks_that_a_program_checkpoints_have_one_devices_gradients(
     for found in world2.run(_gradients, plan, use_reentrant):
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-14)
+
+
+class InARow(Checkpointed):
+    """Calls every block within a checkpoint, or two within one."""
+
+    def __init__(self, *, use_reentrant: bool, of_two: bool = False) -> None:
+        super().__init__(use_reentrant=use_reentrant)
+        self.of_two = of_two
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        first, second, third = self.blocks
+        calls = [lambda x: second(first(x)), third] if self.of_two else self.blocks
+        for call in calls:
+            given: Any = checkpoint(call, x, use_reentrant=self.use_reentrant)
+            x = given
+        return x.square().mean()
+
+
+def trained(*, is_parallel: bool, **options: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = InARow(**options).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    if is_parallel:
+        split: Constraints = {
+            "pipeline_parallel.split_method": "manual",
+            "pipeline_parallel.split_points": ("blocks.1",),
+        }
+        model = vescale.parallelize(make_plan({PP: 2, PARTS: 2, **split}), model)
+    for _ in range(2):
+        model(x).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _stage(use_reentrant: bool, of_two: bool) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        # Of placeholders, which have no gradient.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
+        return trained(is_parallel=True, use_reentrant=use_reentrant, of_two=of_two)
+
+
+@pytest.mark.slow
+def test_blocks_of_a_pipeline_run_again_on_what_was_sent(world2: World) -> None:
+    expected = trained(is_parallel=False, use_reentrant=False)
+    for found in world2.run(_stage, False, False):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("use_reentrant", "of_two", "message"),
+    [
+        (True, False, "'blocks.1', the first block of .* with use_reentrant=True"),
+        (False, True, "'blocks.0', which is on another stage .* around several blocks"),
+    ],
+)
+def test_checkpoints_that_would_lose_gradients_of_stages_are_refused(
+    world2: World, use_reentrant: bool, of_two: bool, message: str
+) -> None:
+    with TemporaryDirectory() as directory:
+        answers = world2.run(in_short_group, directory, attempt, _stage, use_reentrant, of_two)
+        world2.close()
+    told = [answer[1] for answer in answers if answer is not None and answer[0] is ValueError]
+    assert any(re.search(message, each) for each in told), answers

@@ -60,6 +60,7 @@ READS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
     "embedding of one id": (lambda i, w: nn.functional.embedding(i, w), (below(6), x)),
     "index_select": (lambda x, i: x.index_select(0, i), (x, below(6, 5))),
+    "index_select of one": (lambda x, i: x.index_select(0, i), (x, torch.tensor(4))),
     "index_select inside": (lambda x, i: x.index_select(1, i), (wide, below(4, 3))),
     "gather": (lambda x, i: x.gather(0, i), (x, each)),
     "gather of fewer": (lambda x, i: x.gather(1, i), (x, below(4, 5, 2))),
@@ -83,6 +84,11 @@ def test_reads_have_the_values_and_gradients_of_one_device(name: str) -> None:
 WRITES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "index_add": (lambda x, i, v: x.index_add(0, i, v, alpha=2), (x, below(6, 5), normal(5, 4))),
     "index_copy": (lambda x, i, v: x.index_copy(0, i, v), (x, rows, normal(3, 4))),
+    "index_copy of one": (
+        lambda x, i, v: x.index_copy(0, i, v),
+        (x, torch.tensor(4), normal(1, 4)),
+    ),
+    "index_add of one": (lambda x, i, v: x.index_add(0, i, v), (x, torch.tensor(1), normal(1, 4))),
     "index_fill": (lambda x, i: x.index_fill(0, i, 2.0), (x, signed)),
     "index_put": (lambda x, i, v: x.index_put((i,), v), (wide, rows, normal(3, 1, 3))),
     "index_put added": (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vescale_parallel._loss.loss_fn import check_loss_fn, give_loss
-from vescale_parallel._loss.output import loss_of, only_scalars
+from vescale_parallel._loss.output import loss_of, only_scalars, refuse_closed
 
 
 def scalar(value: float, *, grad: bool = True) -> Tensor:
@@ -62,6 +62,25 @@ def test_of_several_scalars_none_is_guessed() -> None:
 def test_a_loss_that_is_named_and_not_there_is_refused(output: Any, name: str | int) -> None:
     with pytest.raises(ValueError, match=f"a scalar {name!r}, which pipeline_parallel.loss names"):
         loss_of(output, name)
+
+
+@dataclass
+class Closed:
+    loss: Tensor
+
+
+def test_an_object_that_torch_does_not_open_is_refused_with_how_to_open_it() -> None:
+    closed = Closed(scalar(1.0))
+    for output in (closed, (closed, 3), {"out": closed, "kept": scalar(1.0, grad=False)}):
+        with pytest.raises(TypeError, match=r"got a Closed, .*register_dataclass\(Closed\)"):
+            refuse_closed(output)
+    with pytest.raises(TypeError, match="got a Closed"):
+        loss_of(closed)
+    with pytest.raises(TypeError, match="got a Closed"):
+        refuse_closed(Closed(scalar(1.0, grad=False)), has_graph=False)
+    # A loss beside it; nothing to differentiate.
+    for output in ((scalar(1.0), closed), Closed(scalar(1.0, grad=False)), None):
+        refuse_closed(output)
 
 
 def test_a_tensor_that_is_not_returned_says_so_when_it_is_used() -> None:

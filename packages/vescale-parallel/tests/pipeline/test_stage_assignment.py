@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from vescale_parallel import ParallelPlan, observed_calls, parallelize, with_constraints
+from vescale_parallel import (
+    ParallelPlan,
+    check_pipeline,
+    observed_calls,
+    parallelize,
+    with_constraints,
+)
 from vescale_parallel._pipeline.call_order import places_seen
 from vescale_parallel._pipeline.cuts.partition import split_blocks, stage_starts
 from vescale_parallel._pipeline.stage_assignment import StageMap, modules_outside_blocks, stage_map
@@ -233,3 +239,37 @@ def test_parameters_are_on_the_stages_whose_code_uses_them() -> None:
     assert stages is not None
     del found["norm.weight"]  # defined before, called behind: a plan says that in its tail_modules
     assert {name: stages.stages_of([name]) for name in found} == found
+
+
+class Counting(nn.Module):
+    """Writes to its buffers in forward, and to a tensor that it keeps."""
+
+    calls: Tensor
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(2))
+        self.kept = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.average.lerp_(x.mean(0), 0.5)
+        self.kept.add_(1)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.batch_norm(
+            x, self.norm.running_mean, self.norm.running_var, training=True
+        ).mean()
+
+
+def test_a_model_that_is_seen_to_run_keeps_its_buffers() -> None:
+    model, batch = Counting(), torch.ones(3, 2)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    observed_calls(model, batch)
+    check_pipeline(plan_of(microbatches=2), model, batch)
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    assert not model.kept.any()

@@ -1,6 +1,7 @@
 """Indexing along one dim or with index tensors: index_select, index_add, x[i], x[i] = y.
 
-Dims that are not indexed have letters; so have the dims of the index tensors. A dim that is
+Dims that are not indexed have letters; so have the dims of the index tensors, which need not have
+any: an index without dims is one row. A dim that is
 indexed may be cut if it is the only one: see [Note: masked lookup] for reading. For writing, a
 rank takes what is written to its part.
 """
@@ -27,18 +28,20 @@ _OWN, _EACH = "own", "each"
 
 
 def _index_select(call: OpCall) -> Signature | None:
-    if not call.layouts[0].shape or len(call.layouts[1].shape) != 1:
+    if not call.layouts[0].shape:
         return None
-    dim, base, result = _along(call)
+    dim, base, rows = _along(call)
+    is_one = not call.layouts[1].shape
+    result: Dims = tuple(None if is_one and letter == _EACH else letter for letter in rows)
 
     def of_part(part: Part) -> Function:
         def select(base: Tensor, _: int, index: Tensor) -> Tensor:
-            return _selected(part, base, dim, index)
+            return _selected(part, base, dim, index.reshape(-1))
 
         return select
 
     return Signature(
-        (base, (_EACH,)),
+        (base, () if is_one else (_EACH,)),
         (result,),
         reduce={_OWN: "sum"},
         linear=(frozenset({0}),),
@@ -51,21 +54,22 @@ def _index_write(call: OpCall, *, added: bool, linear: bool) -> Signature | None
     if not call.layouts[0].shape or not call.layouts[2].shape:
         return None
     dim, base, rows = _along(call)
-    each = _EACH if added else None
+    is_one = not call.layouts[1].shape
+    each = _EACH if added and not is_one else None
     source = tuple(each if letter == _EACH else letter for letter in rows)
 
     def of_part(part: Part) -> Function:
         def write(base: Tensor, dim: int, index: Tensor, source: Tensor, *rest: Any, **named: Any):
-            positions, taken = _taken(part, index)
+            positions, taken = _taken(part, index.reshape(-1))
             rows = source.index_select(dim, taken.nonzero().squeeze(-1))
             return call.func(base, dim, positions[taken], rows, *rest, **named)
 
         return write
 
     return Signature(
-        (base, (each,), source),
+        (base, () if is_one else (each,), source),
         (base,),
-        reduce={_EACH: "sum"} if added else {},
+        reduce={_EACH: "sum"} if each else {},
         linear=(frozenset({0, 2}),) if linear else (),
         added=frozenset({0}) if added else frozenset(),
         function=when_cut(call.func, dim, of_part),

@@ -142,6 +142,8 @@ class RowRegions:
         rows = self.coupling.rows_of_module(fqn, (args, kwargs)) if is_called_so else None
         if rows is None or self.coupling.is_region(fqn):
             return None
+        if not self._converter.divides((args, kwargs), rows.inputs):
+            return None  # what a mask has picked: on the whole batch, as the region's own code
         given = self._converter.to_parts((args, kwargs), rows.inputs)
         if self._is_inside:
             self._mode.pause()
@@ -257,6 +259,14 @@ class _RowConverter:
     def is_any_whole(self, tree: Any) -> bool:
         """Whether any tensor of a tree is."""
         return any(map(self._is_whole, pytree.tree_leaves(tree)))
+
+    def divides(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> bool:
+        """Whether every rank has equally many rows of tensors of the whole batch."""
+        return all(
+            leaf.shape[where.dim] % self._num_ranks == 0
+            for leaf, where in zip(pytree.tree_leaves(tree), rows, strict=False)
+            if isinstance(where, Rows) and self._is_whole(leaf)
+        )
 
     def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
         """Return this rank's parts as tensors of the whole batch."""

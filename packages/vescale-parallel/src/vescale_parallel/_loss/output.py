@@ -45,8 +45,34 @@ def is_loss(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
 
 
+def refuse_closed(output: Any, *, has_graph: bool = True) -> None:
+    """Refuse an object whose tensors are not found, if a loss can only be one of them.
+
+    With ``has_graph`` False tensors were computed without a graph, since no loss was found.
+
+    Raises:
+        TypeError: If forward returned an object of a class that pytree does not open, such as a
+            dataclass of one's own, and no other tensor that has a graph.
+    """
+    leaves = pytree.tree_leaves(output)
+    if any(isinstance(leaf, Tensor) and (leaf.requires_grad or not has_graph) for leaf in leaves):
+        return
+    for leaf in leaves:
+        held = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        tensors = [each for each in held if isinstance(each, Tensor)]
+        if any(each.requires_grad or (not has_graph and is_loss(each)) for each in tensors):
+            name = type(leaf).__name__
+            raise TypeError(
+                f"expected forward to return tensors, alone or in tuples, lists and dicts, got a "
+                f"{name}, in which torch does not look for any: return a dict or a NamedTuple, or "
+                f"say once what it holds, torch.utils._pytree.register_dataclass({name}) of a "
+                "dataclass"
+            )
+
+
 def scalars_of(output: Any) -> list[Tensor]:
     """Return the scalars among a module's outputs."""
+    refuse_closed(output)
     scalars = [leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)]
     if not scalars:
         raise ValueError(

@@ -126,9 +126,14 @@ def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     """Copy a module as copy.deepcopy does, its functions included.
 
     copy.deepcopy shares functions. One that is kept on a module and reads it from its closure, as
-    ``self.head = lambda x: x @ self.embed.weight.T`` does, would go on reading the original.
+    ``self.head = lambda x: x @ self.embed.weight.T`` does, would go on reading the original. And
+    it refuses tensors with a graph, such as weights that torch.nn.utils.weight_norm computes of
+    parameters before each call: of these, copies have the values alone.
     """
     memo = {} if memo is None else memo
+    for _, _, tensor in tensors_in_attributes(module):
+        if type(tensor) is Tensor and tensor.grad_fn is not None and id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
     copied: nn.Module = copy.deepcopy(module, memo)
     for each in copied.modules():
         for name, value in list(vars(each).items()):

@@ -286,8 +286,10 @@ def no_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def no_buffer(buffer: Tensor) -> Tensor:
-    """Return a buffer as it is, or zeros for one that has no values yet."""
-    return buffer if type(buffer) is Tensor and not buffer.is_meta else _zeros(buffer).contiguous()
+    """Return a copy of a buffer, which forward may write to, or zeros if it has no values yet."""
+    if type(buffer) is Tensor and not buffer.is_meta:
+        return buffer.detach().clone()
+    return _zeros(buffer).contiguous()
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .cuts.forms import form_of
 from .cuts.outline import Argument, Outline, outline_of
-from .cuts.placeholders import Placeholder, placeholder, rename, taint
+from .cuts.placeholders import Placeholder, as_sent, placeholder, rename, taint
 from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
 from .stage_assignment import StageMap
 
@@ -72,7 +72,7 @@ class Staging:
 class _Role:
     """What a staged module is: a block, with the numbers of its calls among those of all blocks.
 
-    None for a module outside the blocks.
+    None for a module outside the blocks. ``has_run`` says that it is on a stage of this rank.
     """
 
     staging: Staging
@@ -80,6 +80,7 @@ class _Role:
     calls: tuple[int, ...] | None
     stages: frozenset[int]
     skeleton: nn.Module
+    has_run: bool = False
 
 
 class StagedModule(nn.Module):
@@ -91,6 +92,8 @@ class StagedModule(nn.Module):
         role = self._vescale_role
         run = role.staging.run
         if run is None:
+            if role.calls is not None and is_in_backward():
+                args, kwargs = _run_again(role, args, kwargs)
             return super().__call__(*args, **kwargs)
         if role.calls is None:
             return self._call_outside(role, run, args, kwargs)
@@ -115,7 +118,7 @@ class StagedModule(nn.Module):
                 args, kwargs = pytree.tree_unflatten(run.take(role.fqn, leaves), spec)
             # No placeholder is needed any more; using one would be a mistake.
             Placeholder.usable = False
-        run.blocks_called = index + 1
+        run.blocks_called, role.has_run = index + 1, True
         _refuse_placeholders(role, args, kwargs)
         call = super().__call__
         return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
@@ -294,6 +297,17 @@ def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str
             "before the first call of this form, or depends only on parameters that no module "
             "with a forward of its own holds"
         )
+
+
+def _run_again(role: _Role, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return what a checkpoint of the program calls a block with in backward, as it was sent."""
+    if not role.has_run:
+        raise ValueError(
+            f"{role.fqn!r}, which is on another stage of the pipeline, is called in backward "
+            "by torch.utils.checkpoint around several blocks; checkpoint each block by itself, or "
+            "have the plan say recompute='full'"
+        )
+    return as_sent((args, kwargs))
 
 
 def _advice(fqn: str, run: StageRun) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._data_parallel.zero_state import ZeroState
-from vescale_parallel._loss.output import is_loss
+from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
@@ -106,10 +106,13 @@ class Engine:
                     "all of it does; checkpoint its blocks instead (recompute='full')"
                 )
             try:
-                return self._call(forward, model, args, kwargs)
+                output = self._call(forward, model, args, kwargs)
             except (TypeError, AttributeError, RuntimeError) as error:
                 self.arguments.explain(args, kwargs, error)
                 raise
+            is_step = self.pipeline is not None and torch.is_grad_enabled()
+            refuse_closed(output, has_graph=not is_step)
+            return output
 
     def _call(
         self,

@@ -31,11 +31,14 @@ class Placeholder(Tensor):
             one model runs at a time.
         of_run: The values of the run of forward that it is of; None of a parameter.
         known_as: See [Note: names of values]; None if it depends on parameters alone.
+        stands_for: What the stage before sent, if it could not become that: a checkpoint keeps it,
+            and runs a block on it again.
     """
 
     usable: bool = True
     of_run: Values | None = None
     known_as: Name | None = None
+    stands_for: Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -129,6 +132,16 @@ def become(held: Tensor, given: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def as_sent(tree: Any) -> Any:
+    """Return what a block is called with again in backward, as it was sent in forward."""
+
+    def sent(leaf: Any) -> Any:
+        is_kept = isinstance(leaf, Placeholder) and leaf.stands_for is not None
+        return leaf.stands_for if is_kept else leaf
+
+    return pytree.tree_map(sent, tree)
 
 
 def name_results(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_parallel._torch_private import pytree
@@ -15,6 +17,8 @@ from vescale_parallel._torch_private import pytree
 from .derived import NamesDerived
 from .placeholders import Placeholder, become
 from .values import Crossing, Name, Values
+
+_CHECKPOINT = "torch.utils.checkpoint"
 
 # Returns what the stage before sent, given tensors of its shapes.
 Receive = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -169,6 +173,8 @@ class StageRun:
                 # other use of the placeholder is refused.
                 if not isinstance(each, int):
                     raise ValueError(_refusal(fqn, each, "replace"))
+                _refuse_reentrant_checkpoint(fqn, tensor)
+                placeholder_.stands_for = tensor
                 changed = [tensor if leaf is placeholder_ else leaf for leaf in changed]
                 result = tensor
             if name is not None:
@@ -194,6 +200,20 @@ class StageRun:
                 "blocks before it have computed has no floating-point tensor"
             )
         return found
+
+
+def _refuse_reentrant_checkpoint(fqn: str, sent: Tensor) -> None:
+    """Refuse a checkpoint around a block that would not give the stage before its gradient."""
+    frame = None if torch.is_grad_enabled() or not sent.requires_grad else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            raise ValueError(
+                f"{fqn!r}, the first block of a pipeline's stage, is called by "
+                "torch.utils.checkpoint with use_reentrant=True, which differentiates what it was "
+                "given before the stage before has sent it, and would lose its gradient; pass "
+                "use_reentrant=False, or have the plan say recompute='full'"
+            )
+        frame = frame.f_back
 
 
 def _refusal(fqn: str, each: int | Name, what: str) -> str:
