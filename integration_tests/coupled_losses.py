@@ -373,7 +373,42 @@ def _ctc(net: Net, z: Tensor, batch: Batch) -> Tensor:
     )  # fmt: skip
 
 
+# Of the rows that are tried these take all, or by chance as many of each half
+
+
+def _of_row(z: Tensor, batch: Batch) -> Tensor:
+    return _nll(z, batch).mean(-1)
+
+
+def _largest_few(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    return _of_row(z, batch).sort(descending=True).values[:6].mean()
+
+
+def _largest_at_most(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    each = _of_row(z, batch)
+    return each.topk(min(6, len(each))).values.mean()
+
+
+def _largest_half(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    each = _of_row(z, batch)
+    return each.sort(descending=True).values[: len(each) // 2].mean()
+
+
+def _chosen_without_gradient(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    each = _of_row(z, batch)
+    return each[each.detach().argsort()[-6:]].mean()
+
+
+def _first_few(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    return _of_row(z, batch)[:6].mean()
+
+
 LOSSES: dict[str, Loss] = {
+    "largest_few": _largest_few,
+    "largest_at_most": _largest_at_most,
+    "largest_half": _largest_half,
+    "chosen_without_gradient": _chosen_without_gradient,
+    "first_few": _first_few,
     "info_nce": _info_nce,
     "pairs_of_sigmoids": _pairs_of_sigmoids,
     "triplet": _triplet,

@@ -220,6 +220,25 @@ def normed_by_hooks(run: Run) -> None:
     loop(run, model, optimizer)
 
 
+class WithoutElements(nn.Module):
+    """A model with parameters that have no elements: slots for what a configuration leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Plain()
+        self.slots = nn.Parameter(torch.zeros(0, 4))
+        self.more = nn.ParameterList([nn.Parameter(torch.zeros(4, 0))])
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = self.body(batch)
+        return loss + self.slots.sum() + self.more[0].sum()
+
+
+def without_elements(run: Run) -> None:
+    model, optimizer = run.start(WithoutElements().double())
+    loop(run, model, optimizer)
+
+
 def recurrent(run: Run) -> None:
     model, optimizer = run.start(Recurrent())
     loop(run, model, optimizer)

@@ -40,6 +40,7 @@ RIGHT: list[Program] = [
 ]  # fmt: skip
 RIGHT_WITHOUT_PIPELINE: list[Program] = [
     loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
+    models.without_elements,
 ]  # fmt: skip
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,

@@ -465,3 +465,19 @@ def test_a_count_of_micro_batches_that_does_not_divide_the_batch_is_refused() ->
     constraints = {"batch.global_size": 6, "batch.gradient_accumulation": 4}
     with pytest.raises(ValueError, match=r"batch\.gradient_accumulation"):
         generate_plan(_llama(), constraints, world_size=2, cluster=CPU)
+
+
+class _WithoutElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.zeros(0, 4))
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(torch.cat([x, self.slots])).relu()).square().mean()
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 4)], ids=["no example", "example"])
+def test_parameters_without_elements_are_planned(example: torch.Tensor | None) -> None:
+    plan = generate_plan(_WithoutElements(), world_size=2, cluster="cpu", example_batch=example)
+    assert plan.world_size == 2

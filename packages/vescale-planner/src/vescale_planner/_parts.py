@@ -253,7 +253,7 @@ def estimated_parts(
     }
 
     def part(parameters: tuple[ParameterSize, ...], *, vectors: int) -> Part:
-        used = [p for p in parameters if p.fqn in matrices and p.fqn not in lookups]
+        used = [p for p in parameters if p.fqn in matrices and p.fqn not in lookups and p.numel]
         numel = sum(p.numel * _share_of_tokens(p, chosen) for p in used)
         itemsize = used[0].nbytes / used[0].numel if used else 4.0
         width = (numel / 12) ** 0.5 * itemsize

@@ -50,6 +50,8 @@ class Search:
         """Return the atoms of matrices, and every parameter that has them."""
         atoms: dict[int, list[Value]] = defaultdict(list)
         for value in dict.fromkeys(self.trace.parameters.values()):
+            if 0 in value.shape:
+                continue
             for atom in self.axes.atoms(axis for dim in value.dims for axis in dim):
                 atoms[atom].append(value)
         return {atom: owners for atom, owners in atoms.items() if any(map(_is_matrix, owners))}

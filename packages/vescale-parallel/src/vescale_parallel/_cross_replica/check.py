@@ -31,6 +31,7 @@ from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, part_of_rows, structure
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
+from .ranked_rows import picks_rows
 from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
 
 
@@ -230,7 +231,7 @@ def _examine_inside(
     return (
         noticed[0]
         if noticed
-        else _difference(whole, forced, losses_only=found.losses_only, own_buffers=True)
+        else _difference(whole, forced, losses_only=found.losses_only, own=True)
     )
 
 
@@ -266,7 +267,7 @@ def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], 
 
 
 def _difference(
-    whole: Run, parts: Sequence[Run], *, losses_only: bool, own_buffers: bool = False
+    whole: Run, parts: Sequence[Run], *, losses_only: bool, own: bool = False
 ) -> str | None:
     """Return what a module returns, or keeps in a buffer, that parts of the rows do not give."""
     outputs = whole.call.outputs
@@ -290,16 +291,16 @@ def _difference(
         ):
             return _description(expected)
     for name, buffer in whole.buffers.items():
-        if own_buffers and "." in name:
+        if own and "." in name:
             continue
         if not all(equal(run.buffers[name], buffer) for run in parts):
             return f"its buffer {name!r} depends on all rows"
     for name, parameter in whole.written.items():
-        if own_buffers and "." in name:
+        if own and "." in name:
             continue
         if not all(equal(run.written[name], parameter) for run in parts):
             return f"its parameter {name!r}, which it writes to, depends on all rows"
-    return None
+    return picks_rows(whole.picked, parts[0].picked, own=own)
 
 
 def _is_number(output: Any) -> bool:

@@ -22,6 +22,7 @@ from vescale_parallel._verify.without_chance import WithoutChance
 from .borders import part_of_rows
 from .means import MeanTracker
 from .parts import NUM_PARTS, NUM_ROWS, is_part, rows_in, same_value
+from .ranked_rows import Picked, PickedRows
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Run:
         buffers: As they were afterwards.
         written: Likewise parameters that the model is known to write to.
         kept: Other tensors that modules then held, by module and attribute.
+        depth: How many modules that the module calls are running, one inside of the other.
+        picked: Operators that picked elements along a dim.
     """
 
     call: Call
@@ -74,6 +77,8 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     kept: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    depth: int = 0
+    picked: list[Picked] = field(default_factory=list[Picked])
 
 
 class OtherCallsError(Exception):
@@ -167,7 +172,8 @@ def run_module(
     _record_calls(subject, fqn, run, script)
     try:
         with ExitStack() as stack:
-            modes = (token_means, InDouble(), run.means, WithoutChance())
+            picked = PickedRows(lambda: run.depth == 0, run.picked)
+            modes = (token_means, InDouble(), run.means, picked, WithoutChance())
             for each in (seeded(), torch.enable_grad(), *modes):
                 stack.enter_context(each)
             run.call.output = subject(*run.call.args, **run.call.kwargs)
@@ -204,15 +210,13 @@ def _settle_parameters(
 
 def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None) -> None:
     """Note the calls that a module's own code makes, and have them follow a script."""
-    depth = 0
 
     def watch(name: str, child: nn.Module) -> None:
         at = f"{fqn}.{name}".lstrip(".")
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            if depth > 1:
+            run.depth += 1
+            if run.depth > 1:
                 return None
             given = Call(args, kwargs)
             if script is not None:
@@ -221,9 +225,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             return given.args, given.kwargs
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
-            nonlocal depth
-            depth -= 1
-            if depth:
+            run.depth -= 1
+            if run.depth:
                 return None
             if script is not None:
                 output = script.output(len(run.calls) - 1, output, run.means)
