@@ -403,7 +403,19 @@ def _first_few(net: Net, z: Tensor, batch: Batch) -> Tensor:
     return _of_row(z, batch)[:6].mean()
 
 
+def _decided_by_first(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    scale = 2.0 if int(batch["group"][0]) else 1.0
+    return scale * F.cross_entropy(z.flatten(0, 1), batch["target"].flatten())
+
+
+def _decided_by_each(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    scales = [2.0 if int(batch["group"][row]) else 1.0 for row in range(len(z))]
+    return (z.square().mean((1, 2)) * torch.tensor(scales)).mean()
+
+
 LOSSES: dict[str, Loss] = {
+    "decided_by_first": _decided_by_first,
+    "decided_by_each": _decided_by_each,
     "largest_few": _largest_few,
     "largest_at_most": _largest_at_most,
     "largest_half": _largest_half,
@@ -472,7 +484,7 @@ LOSSES: dict[str, Loss] = {
 # refused.
 ALONE = {
     "ignored_elsewhere", "mean_of_row_means", "smoothed", "class_weights", "grpo", "mean", "tasks",
-    "weighted_tasks", "with_decay", "ctc",
+    "weighted_tasks", "with_decay", "ctc", "decided_by_each",
 }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""Operators that rank rows, or take the first few of them: what values may not show.
+"""Code that ranks rows, takes the first few, or looks at one of them: what values may not show.
 
 The mean of the 64 largest losses is, of the few rows that are tried, the mean of all: of halves it
 is that of halves. And of the upper half of the losses, halves may have one each by chance. So rows
 that are sorted, and rows that are cut off behind a number that no part reaches, are said to meet.
+So are rows for all of which code decides by the value of one, ``if int(ids[0, 0]) % 2``: the first
+rows of the parts that are tried may decide alike.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from .parts import NUM_PARTS
 # The position of the dim among the arguments of operators that rank elements.
 _RANKING = {"sort": 1, "argsort": 1, "topk": 2, "kthvalue": 2}
 _RANKING_ALONG_FIRST = {"msort"}
+_LOOKING = {"item", "tolist", "__int__", "__float__", "__bool__", "__index__"}
+_VALUE = "the value of one row"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Picked:
     Attributes:
         operator: Its name.
         length: Of the dim.
-        most: How many elements it takes at most, None if it ranks all.
+        most: How many elements it takes at most, or, of a value that is looked at, which one it
+            is; None if it ranks all.
         is_own: Whether the module's own code called it, not that of a module that it calls.
     """
 
@@ -49,24 +54,42 @@ class PickedRows(TorchFunctionMode):
 
     is_own: Callable[[], bool]
     found: list[Picked] = field(default_factory=list[Picked])
+    # Elements of one row and what was made of them, with the length of the dim and the row.
+    _of_rows: dict[int, tuple[Tensor, int, int]] = field(
+        default_factory=dict[int, tuple[Tensor, int, int]]
+    )
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor) and x.dim():
-            if name == "__getitem__":
-                self._note_slices(x, args[1])
-            elif x.is_floating_point() and name in _RANKING:
-                place = _RANKING[name]
-                dim = args[place] if len(args) > place else kwargs.get("dim", -1)
-                self._note(name, x, dim if isinstance(dim, int) else -1, None)
-            elif x.is_floating_point() and name in _RANKING_ALONG_FIRST:
-                self._note(name, x, 0, None)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(x, Tensor):
+            self._see(getattr(func, "__name__", ""), x, args, kwargs, result)
+        return result
+
+    def _see(self, name: str, x: Tensor, args: Any, kwargs: Any, result: Any) -> None:
+        if name == "__getitem__" and x.dim():
+            self._note_slices(x, args[1])
+            first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            if type(first) is int:
+                self._of_rows[id(result)] = result, x.shape[0], first
+                return
+        elif name in _RANKING and x.is_floating_point() and x.dim():
+            place = _RANKING[name]
+            dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+            self._note(name, x, dim if isinstance(dim, int) else -1, None)
+        elif name in _RANKING_ALONG_FIRST and x.is_floating_point() and x.dim():
+            self._note(name, x, 0, None)
+        if id(x) not in self._of_rows:
+            return
+        _, length, row = self._of_rows[id(x)]
+        if name in _LOOKING:
+            self.found.append(Picked(_VALUE, length, row, self.is_own()))
+        elif isinstance(result, Tensor):
+            self._of_rows[id(result)] = result, length, row
 
     def _note_slices(self, x: Tensor, index: Any) -> None:
         for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
@@ -96,6 +119,18 @@ def picks_rows(whole: Sequence[Picked], part: Sequence[Picked], *, own: bool) ->
             continue
         if of_all.most is None:
             return f"{of_all.operator} ranks rows"
-        if of_all.most >= of_all.length:
+        if of_all.operator != _VALUE and of_all.most >= of_all.length:
             return f"{of_all.operator} takes {of_all.most} rows at most"
+        if of_all.operator == _VALUE and not _looks_at_all(whole, of_all.length):
+            return f"it looks at a value of row {of_all.most}"
     return None
+
+
+def _looks_at_all(picked: Sequence[Picked], length: int) -> bool:
+    """Whether values of every row are looked at, one after the other: each may be that row's."""
+    seen = {
+        each.most % length
+        for each in picked
+        if each.operator == _VALUE and each.length == length and each.most is not None
+    }
+    return len(seen) == length

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale._emulate import emulate
 from vescale._torch_private import pytree
-from vescale_parallel import ParallelPlan, check_signature
+from vescale_parallel import ParallelPlan, check_signature, observed_calls
 
 from .bits import same_again, same_draws, same_initial, same_micro_batches
 from .compare import same_first_gradients, within_rounding
@@ -326,10 +326,11 @@ def _tied(program: Program, plan: ParallelPlan) -> tuple[str, ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     # By a module and by code around modules, behind several blocks, or in a block called twice.
-    again = [fqn for fqn, count in Counter(pipeline.block_calls).items() if count > 1]
+    block_calls, behind = observed_calls(model, program.batches[0], pipeline.block_calls)
+    again = [fqn for fqn, count in Counter(block_calls).items() if count > 1]
     again += [
         fqn
-        for fqn, at in pipeline.called_behind.items()
+        for fqn, at in {**behind, **pipeline.called_behind}.items()
         if len(at) > 1 or any(fqn in found for found in names.values())
     ]
     return tuple(
