@@ -31,7 +31,7 @@ from vescale_parallel._model.fqns import generalize
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
 from .masked_ranks import worst_error
-from .permutation import change, matrices, randomize
+from .permutation import change, matrices, of_norms, randomize
 
 # What makes a configuration tiny, by the names that configurations use. Heads are 4 to a width
 # of 64, so that head features (16) are no other length.
@@ -308,7 +308,7 @@ def certify(model: nn.Module, batch: Mapping[str, Any], found: Candidates) -> di
             record["ranks_wrong"].append([wrong, cut.kind, *cut.parameters])
         if cut.kind != "features":
             continue
-        names = list(cut.parameters)
+        names = [*cut.parameters, *of_norms(model, cut)]
         error = change(model, run, cut, names, before)
         if error < 1e-6:
             record["certified"] += 1

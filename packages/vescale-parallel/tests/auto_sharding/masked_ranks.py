@@ -5,7 +5,9 @@ that end the axis are zero. What such a module returns is then that rank's parti
 gradients are that rank's. A cut is right if the partial values sum to the output, if the gradients
 that reach the entries sum to those of one device, and if, given these sums, every rank has the
 gradients of one device for its own elements and for every parameter that is whole, but for the
-replicated ones, which sum to them. Biases that are added to partial sums count on the first rank.
+replicated ones, which sum to them. Biases that are added to partial sums are the first one's.
+Modules that are called with all of the axis are so here, too: gradients of what they return are
+put together, and of those of what they were given a rank keeps its own.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def worst_error(
     """
     whole, expected = _run(model, run, cut, {}, None)
     ranks = [
-        _run(model, run, cut, _rank_weights(model, cut, rank, size), whole) for rank in range(size)
+        _run(model, run, cut, _rank_weights(model, cut, rank, size), whole, (rank, size))
+        for rank in range(size)
     ]
     errors = [0.0]
     # A gradient that is zero but for rounding, of a bias of all keys: compare with the largest.
@@ -111,8 +114,12 @@ def _run(
     cut: Candidate,
     weights: Mapping[str, torch.Tensor],
     whole: _Record | None,
+    rank: tuple[int, int] | None = None,
 ) -> tuple[_Record, dict[str, torch.Tensor]]:
-    """Run forward and backward; with ``whole`` given, summing is standing in its values."""
+    """Run forward and backward; with ``whole`` given, summing is standing in its values.
+
+    ``rank`` is which of how many it is.
+    """
     record = _Record()
     ends = {*cut.exits, *(cut.entries if cut.kind == "vocabulary" else ())}
     handles = [
@@ -124,6 +131,11 @@ def _run(
     handles += [
         model.get_submodule(fqn).register_forward_hook(_exit(record, whole)) for fqn in ends
     ]
+    for fqn, dim in cut.whole.items():
+        module = model.get_submodule(fqn)
+        handles.append(module.register_forward_hook(_gathered(record, whole)))
+        if rank is not None:
+            handles.append(module.register_forward_pre_hook(_kept(dim, *rank)))
     try:
         wrapped = _Call(model, weights)
         output = run(wrapped)
@@ -152,7 +164,9 @@ class _Call(nn.Module):
         return self._functional(*args, **kwargs)
 
 
-def _entry(record: _Record, whole: _Record | None) -> Callable[..., Any]:
+def _watch(record: _Record, whole: _Record | None) -> Callable[[Any], Any]:
+    """Return what has a tensor's gradient noted, and replaced by that of ``whole``, if given."""
+
     def watch(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return leaf
@@ -166,6 +180,33 @@ def _entry(record: _Record, whole: _Record | None) -> Callable[..., Any]:
 
         watched.register_hook(hook)
         return watched
+
+    return watch
+
+
+def _gathered(record: _Record, whole: _Record | None) -> Callable[..., Any]:
+    watch = _watch(record, whole)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(watch, output)
+
+    return hook
+
+
+def _kept(dim: int, rank: int, size: int) -> Callable[..., Any]:
+    def keep(leaf: torch.Tensor) -> torch.Tensor:
+        watched = leaf.view_as(leaf)
+        watched.register_hook(lambda gradient: gradient * mask(gradient, Shard(dim), rank, size))
+        return watched
+
+    def pre_hook(module: nn.Module, args: Any) -> Any:
+        return tree_map(keep, args)
+
+    return pre_hook
+
+
+def _entry(record: _Record, whole: _Record | None) -> Callable[..., Any]:
+    watch = _watch(record, whole)
 
     def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(watch, (args, kwargs))

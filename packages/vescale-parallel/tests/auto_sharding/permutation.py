@@ -59,8 +59,8 @@ def change(
 
     Relative to the output's standard deviation; parameters are as before afterwards.
     """
-    order = permutation(cut.length)
-    distinct = {id(p): (p, cut.parameters[n]) for n in names for p in [model.get_parameter(n)]}
+    order, placements = permutation(cut.length), {**cut.parameters, **of_norms(model, cut)}
+    distinct = {id(p): (p, placements[n]) for n in names for p in [model.get_parameter(n)]}
     saved = [(parameter, parameter.detach().clone()) for parameter, _ in distinct.values()]
     for parameter, placement in distinct.values():
         permute(parameter, placement, cut.length, order)
@@ -69,6 +69,16 @@ def change(
         for parameter, old in saved:
             parameter.copy_(old)
     return ((after - before).abs().max() / before.std()).item()
+
+
+def of_norms(model: nn.Module, cut: Candidate) -> dict[str, Placement]:
+    """Return where the axis is in parameters of modules that are called with all of it."""
+    return {
+        f"{fqn}.{name}": Shard(0)
+        for fqn in cut.whole
+        for name, parameter in model.get_submodule(fqn).named_parameters()
+        if parameter.dim() == 1
+    }
 
 
 def matrices(model: nn.Module, cut: Candidate) -> list[str]:
