@@ -103,13 +103,19 @@ def train(name: str, constraints: Constraints | None) -> tuple[list[float], dict
     return losses, {name: whole(each.detach()).clone() for name, each in model.named_parameters()}
 
 
+def assert_one_devices(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        # Sums are in another order, and AdamW divides by the roots of small squares.
+        torch.testing.assert_close(found[name], parameter, rtol=1e-9, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_to_add_them(name: str) -> None:
     make, shape, biases = MODELS[name]
     found = propose_sharding(make(), "auto", 2, example_batch=torch.randn(8, *shape))
     reads = {f"{bias}.<read>" for bias in biases}
     assert reads <= found.plan.keys()
-    assert not reads & found.left_whole.keys()
 
 
 def test_one_that_two_sums_have_leaves_them_whole() -> None:
@@ -124,9 +130,7 @@ def test_training_is_one_devices(world2: World, name: str) -> None:
     losses, parameters = train(name, None)
     for found, found_parameters in world2.run(train, name, {TP: 2}):
         assert found == pytest.approx(losses, rel=1e-12)
-        assert found_parameters.keys() == parameters.keys()
-        for each, expected in parameters.items():
-            torch.testing.assert_close(found_parameters[each], expected, rtol=1e-9, atol=1e-12)
+        assert_one_devices(found_parameters, parameters)
 
 
 @pytest.mark.slow
@@ -149,8 +153,7 @@ def test_training_beside_data_parallelism_is_one_devices(world4: World, zero: in
         pytest.approx(losses, rel=1e-12)
     )
     for _, found in runs:
-        for each, expected in parameters.items():
-            torch.testing.assert_close(found[each], expected, rtol=1e-9, atol=1e-12)
+        assert_one_devices(found, parameters)
 
 
 EXPERTS = "model.layers.*.mlp.experts"

@@ -127,6 +127,7 @@ def on_one_device(family: str) -> tuple[list[float], dict[str, Tensor]]:
 def check(world: World, family: str, constraints: Constraints) -> None:
     losses, grads = on_one_device(family)
     runs = world.run(train, family, constraints)
+    # Sums over ranks, and over stages' micro-batches, are in another order than on one device.
     mean = [sum(each) / len(runs) for each in zip(*(found for found, _ in runs), strict=True)]
     assert mean == pytest.approx(losses, rel=1e-12)
     for _, found in runs:

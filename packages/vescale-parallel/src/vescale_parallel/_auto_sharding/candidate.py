@@ -33,7 +33,6 @@ class Candidate:
             in: it is gathered around them.
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
-        gathered_bytes: Of the activations that are gathered around modules of ``whole``.
         sharded_numel: Elements of the parameters, tied ones once.
         tensors: Indices of the forward's tensors that the axis changes.
     """
@@ -48,7 +47,6 @@ class Candidate:
     whole: Mapping[str, int] = field(default_factory=dict[str, int])
     flops: int
     communicated_bytes: int
-    gathered_bytes: int = 0
     sharded_numel: int
     tensors: frozenset[int] = field(default=frozenset(), repr=False)
 

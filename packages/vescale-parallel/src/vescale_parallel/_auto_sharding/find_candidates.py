@@ -71,7 +71,7 @@ def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
     Raises:
         RefusedError: If it cannot be cut, with what was found first.
     """
-    whole, nbytes, first = dict[str, int](), 0, None
+    whole, first = dict[str, int](), None
     while True:
         owners = search.owners().get(atom, [])
         try:
@@ -85,10 +85,9 @@ def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
                 reduced = called_whole(search, atom, module)
             if module is None or reduced is None:
                 raise first from None
-            search, entering, whole[module] = reduced
-            nbytes += entering.nbytes
+            search, whole[module] = reduced
         else:
-            return replace(found, whole=whole, gathered_bytes=nbytes)
+            return replace(found, whole=whole)
 
 
 def _worth(cut: Candidate) -> tuple[bool, float, int]:

@@ -10,7 +10,7 @@ from vescale_parallel._trace.axes import Graph, Step, Trace, Value, is_within
 from .axis_search import Search
 
 
-def called_whole(search: Search, atom: int, module: str) -> tuple[Search, Value, int] | None:
+def called_whole(search: Search, atom: int, module: str) -> tuple[Search, int] | None:
     """Return a search in which a module hands on an axis that it needs all of.
 
     The module gets one tensor with the axis and returns one of the same shape, and multiplies no
@@ -18,7 +18,7 @@ def called_whole(search: Search, atom: int, module: str) -> tuple[Search, Value,
 
     Returns:
         The search, of a forward in which the module is one operator and its parameters are none
-        to be sharded; what it is called with; the dim that the axis is in. None for other modules.
+        to be sharded, and the dim that the axis is in. None for other modules.
     """
     trace = search.trace
     steps = [step for step in trace.steps if is_within(step.module, module)]
@@ -32,7 +32,7 @@ def called_whole(search: Search, atom: int, module: str) -> tuple[Search, Value,
         return None
     if search.num_parts(atom, entering.dims[dims[0]], entering) != 1:
         return None
-    return Search(Graph(_as_one(trace, module, entering, leaving)), search.size), entering, dims[0]
+    return Search(Graph(_as_one(trace, module, entering, leaving)), search.size), dims[0]
 
 
 def are_in_one(names: Collection[str], blocks: Collection[str]) -> bool:
