@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ import vescale
 from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
-from .families import LENGTH, ROWS, VOCABULARY, InDouble, hugging_face, tokens
+from .families import LENGTH, ROWS, VOCABULARY, hugging_face, tokens
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
+from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
-from .training import whole
 
 
 class Block(nn.Module):
@@ -53,11 +51,6 @@ class Blocks(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY,
-    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32,
-}  # fmt: skip
 BACKEND = "compile_backend"
 # Modules around which features are gathered, of a block.
 NORMS = {
@@ -86,59 +79,6 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def train(family: str, constraints: Constraints | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Return losses of two steps, and gradients of the first one."""
-    model: Any = build(family)
-    batch = tokens() | {"labels": tokens()["input_ids"]}  # as many count in every row
-    part, parts = 0, 1
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if constraints is not None:
-        world_size = torch.distributed.get_world_size()
-        plan = vescale.generate_plan(
-            model, constraints, world_size=world_size, example_batch=batch
-        )
-        model, optimizer = vescale.parallelize(
-            plan, model, lambda each: torch.optim.SGD(each.parameters(), lr=0.1)
-        )
-        part, parts = vescale.data_parallel_rank(model), plan.data_parallel.size
-    rows = {name: each.chunk(parts)[part] for name, each in batch.items()}
-    losses, grads = list[float](), dict[str, Tensor]()
-    for _ in range(2):
-        with InDouble() if family != "by_hand" else nullcontext():
-            output = model(**rows)
-            loss = output if isinstance(output, Tensor) else output.loss
-            loss.backward()
-        grads = grads or {
-            name: whole(each.grad).clone()
-            for name, each in model.named_parameters()
-            if each.grad is not None
-        }
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, grads
-
-
-@cache
-def on_one_device(family: str) -> tuple[list[float], dict[str, Tensor]]:
-    return train(family, None)
-
-
-def check(world: World, family: str, constraints: Constraints) -> None:
-    losses, grads = on_one_device(family)
-    runs = world.run(train, family, constraints)
-    # Sums over ranks, and over stages' micro-batches, are in another order than on one device.
-    mean = [sum(each) / len(runs) for each in zip(*(found for found, _ in runs), strict=True)]
-    assert mean == pytest.approx(losses, rel=1e-12)
-    for _, found in runs:
-        for name, grad in found.items():  # of a pipeline's rank those of its stage
-            scale = float(grads[name].abs().max())
-            torch.testing.assert_close(
-                grad, grads[name], rtol=0, atol=1e-12 * (scale + 1e-3), msg=name
-            )
-    assert {name for _, found in runs for name in found} == grads.keys()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("sequence", [False, True])
@@ -159,7 +99,7 @@ def test_layers_around_norms_are_cut(family: str, sequence: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NORMS)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: str) -> None:
-    check(world2, family, {TP: 2})
+    compare(world2, build, family, {TP: 2})
 
 
 @pytest.mark.slow
@@ -181,7 +121,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: s
 def test_four_ranks_have_the_losses_and_gradients_of_one(
     world4: World, family: str, constraints: Constraints
 ) -> None:
-    check(world4, family, constraints)
+    compare(world4, build, family, constraints)
 
 
 def explained() -> tuple[dict[str, tuple[int, int]], str]:

@@ -205,6 +205,21 @@ def test_interleaved_boxes_tile_the_tensor(parts: int, ranks: int, chunk: int) -
     assert sorted(held) == list(range(size))
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4))
+def test_parts_of_any_length_are_chunked_each_on_its_own(lengths: list[int], ranks: int) -> None:
+    whole = torch.arange(sum(lengths))
+    chunks = [part.chunk(ranks) for part in whole.split(lengths)]
+    for rank in range(ranks):
+        expected = [part[rank] for part in chunks if rank < len(part)]
+        placement = InterleavedShard(0, lengths)
+        boxes = local_boxes((len(whole),), (ranks,), (rank,), (placement,))
+        assert [b.box.slices[0] for b in boxes] == [
+            slice(int(part[0]), int(part[-1]) + 1) for part in expected
+        ]
+        held = local_shape((len(whole),), (ranks,), (rank,), (placement,))
+        assert held == (sum(map(len, expected)),)
+
+
 def test_intersection_is_what_both_boxes_hold() -> None:
     box = Box((2, 0), (4, 5))
     assert box.intersect(Box((0, 3), (3, 9))) == Box((2, 3), (1, 2))
@@ -225,6 +240,7 @@ def test_intersection_is_what_both_boxes_hold() -> None:
         ),
         ((4,), (3,), (RaggedShard((0,), 4, (1, 0)),), "units for 2 ranks"),
         ((5,), (2,), (InterleavedShard(0, 2),), "multiple of 2, got 5"),
+        ((9,), (2,), (InterleavedShard(0, (4, 2, 2)),), "needs a tensor dim of 8, got 9"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(

@@ -18,6 +18,8 @@ from vescale_dtensor import InterleavedShard, RaggedShard, is_sharded
         (lambda: RaggedShard((0,), 0, (1,)), "granularity of at least 1"),
         (lambda: RaggedShard((0,), 1, (0, 0)), "some positive"),
         (lambda: InterleavedShard(0, 0), "parts >= 1"),
+        (lambda: InterleavedShard(0, ()), "the length of each part"),
+        (lambda: InterleavedShard(0, (4, 0)), "the length of each part"),
     ],
 )
 def test_a_placement_without_meaning_is_refused(make: object, message: str) -> None:
@@ -30,6 +32,13 @@ def test_equal_placements_are_equal_and_hash_alike() -> None:
     assert RaggedShard((0,), 2, (1, 0)) == RaggedShard((0,), 2, (1, 0))
     assert RaggedShard((0,), 2, (1, 0)) != RaggedShard((0,), 2, (0, 1))
     assert len({InterleavedShard(0, 3), InterleavedShard(0, 3), InterleavedShard(1, 3)}) == 2
+    assert InterleavedShard(0, (4, 2, 2)) != InterleavedShard(0, (2, 4, 2))
+
+
+def test_parts_of_equal_length_are_a_number_of_parts() -> None:
+    assert InterleavedShard(0, (4, 4, 4)) == InterleavedShard(0, 3)
+    assert InterleavedShard(0, (4, 2, 2)).lengths(8) == (4, 2, 2)
+    assert InterleavedShard(0, 2).lengths(8) == (4, 4)
 
 
 def test_placements_survive_pickle() -> None:
@@ -37,6 +46,7 @@ def test_placements_survive_pickle() -> None:
         RaggedShard((0,), 2, (1, 0)),
         RaggedShard((1, 2), 2, (3,)),
         InterleavedShard(1, 3),
+        InterleavedShard(0, (4, 2, 2)),
     ):
         assert pickle.loads(pickle.dumps(placement)) == placement
 

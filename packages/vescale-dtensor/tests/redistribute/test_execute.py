@@ -37,6 +37,7 @@ def placements_for(shape: tuple[int, ...], num_ranks: int) -> list[Placement]:
     found += [Shard(dim) for dim in range(len(shape))]
     found += [StridedShard(dim, split_factor=2) for dim in range(len(shape))]
     found += [InterleavedShard(dim, 2) for dim, n in enumerate(shape) if n % 2 == 0]
+    found += [InterleavedShard(dim, (n - 2, 2)) for dim, n in enumerate(shape) if n > 2]
     first = tuple(3 * (rank == num_ranks - 1) + (rank == 0) for rank in range(num_ranks))
     found.append(RaggedShard((0,), max(1, -(-math.prod(shape[:1]) // 4)), first))
     if len(shape) > 1:

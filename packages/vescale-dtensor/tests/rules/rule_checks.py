@@ -54,6 +54,8 @@ def placements_of(shape: Sequence[int], mesh_shape: Sequence[int]) -> Iterator[P
         yield (RaggedShard((dim,), 1, units), *whole[1:])
         if size % 2 == 0:
             yield (InterleavedShard(dim, 2), *whole[1:])
+        if size >= 3:
+            yield (InterleavedShard(dim, (size - 1, 1)), *whole[1:])
     if len(mesh_shape) == 2:
         for first in (*single, Replicate(), Partial()):
             for second in single:

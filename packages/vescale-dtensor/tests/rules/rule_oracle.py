@@ -46,6 +46,8 @@ def placements_of_axis(tensor: Tensor, num_ranks: int) -> list[Placement]:
             found.append(RaggedShard((dim,), 1, tuple(units)))
         if size and size % 2 == 0:
             found.append(InterleavedShard(dim, 2))
+        if size >= 3:
+            found.append(InterleavedShard(dim, (1, size - 1)))
     return found
 
 

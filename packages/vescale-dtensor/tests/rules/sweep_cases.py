@@ -188,6 +188,8 @@ def _any_placements(sample: Sample, mesh: DeviceMesh, rng: random.Random) -> Ass
             if not any(is_sharded(each) for each in placements):
                 options += _ragged(tensor, mesh.size(axis))
                 options += [InterleavedShard(d, 2) for d in dims if tensor.shape[d] % 2 == 0]
+                lengths = ((d, tensor.shape[d]) for d in dims if tensor.shape[d] > 2)
+                options += [InterleavedShard(d, (n - 1, 1)) for d, n in lengths]
             flattened = {d for p in placements if isinstance(p, RaggedShard) for d in p.dims[1:]}
             if flattened:
                 taken = flattened | {0}

@@ -20,6 +20,7 @@ PLACEMENTS: list[tuple[Placement, ...]] = [
     (Partial(), Shard(0)),
     (RaggedShard((0, 1), 1, (7, 23)), Replicate()),
     (InterleavedShard(1, 3), Shard(0)),
+    (Shard(0), InterleavedShard(1, (2, 4))),
 ]
 
 

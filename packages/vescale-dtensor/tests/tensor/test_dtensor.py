@@ -34,6 +34,8 @@ LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((), (RaggedShard((0,), 1, (0, 1)), Replicate())),
     ((4, 12), (RaggedShard((0,), 1, (1, 3)), InterleavedShard(1, 3))),
     ((3, 2), (Shard(0), Shard(0))),
+    ((8, 4), (Shard(1), InterleavedShard(0, (4, 2, 2)))),
+    ((8, 4), (RaggedShard((0,), 8, (0, 1)), InterleavedShard(0, (4, 2, 2)))),
 ]
 
 

@@ -25,19 +25,25 @@ from torch.utils._pytree import tree_map
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate
 from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 
 
 def mask(parameter: torch.Tensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
     """Return ones where a rank has a parameter's elements, and zeros elsewhere."""
     assert isinstance(placement, Shard | InterleavedShard)
-    dim, parts = placement.dim, num_parts_of(placement)
     made = torch.zeros_like(parameter)
-    # Rows of a vocabulary need not divide evenly.
-    sizes = part_sizes(parameter.shape[dim] // parts, size)
-    apart = made.unflatten(dim, (parts, -1))
-    apart.narrow(dim + 1, sum(sizes[:rank]), sizes[rank]).fill_(1)
+    for part in packed(made, placement):
+        # Rows of a vocabulary need not divide evenly.
+        sizes = part_sizes(part.shape[placement.dim], size)
+        part.narrow(placement.dim, sum(sizes[:rank]), sizes[rank]).fill_(1)
     return made
+
+
+def packed(parameter: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a parameter that are sharded each on its own, as views of it."""
+    assert isinstance(placement, Shard | InterleavedShard)
+    length = parameter.shape[placement.dim]
+    lengths = placement.lengths(length) if isinstance(placement, InterleavedShard) else (length,)
+    return parameter.split(lengths, placement.dim)
 
 
 @dataclass

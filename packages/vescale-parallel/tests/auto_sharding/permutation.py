@@ -15,7 +15,8 @@ from torch.distributed.tensor import Placement, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+
+from .masked_ranks import packed
 
 
 def randomize(model: nn.Module) -> None:
@@ -42,10 +43,11 @@ def permute(
 ) -> None:
     """Reorder, in place, the axis of ``length`` elements that a placement would cut."""
     assert isinstance(placement, Shard | InterleavedShard)
-    dim, parts = placement.dim, num_parts_of(placement)
+    dim = placement.dim
     with torch.no_grad():
-        apart = parameter.unflatten(dim, (parts, length, -1))
-        parameter.copy_(apart.index_select(dim + 1, order).flatten(dim, dim + 2))
+        for part in packed(parameter, placement):
+            apart = part.unflatten(dim, (length, -1))
+            part.copy_(apart.index_select(dim, order).flatten(dim, dim + 1))
 
 
 def change(

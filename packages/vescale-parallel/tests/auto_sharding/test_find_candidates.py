@@ -189,10 +189,14 @@ def test_fused_attention_is_cut_by_heads_in_three_parts() -> None:
     }
 
 
-def test_attention_packed_in_unequal_segments_is_rejected_with_their_lengths() -> None:
-    result = found(Attention(heads=4, key_heads=2).double(), x(24))
-    assert not features(result)
-    assert any("segments of unequal length (24, 12, 12)" in r for _, r in result.rejected)
+def test_attention_packed_in_parts_of_unequal_length_is_cut_in_each() -> None:
+    cut = only(found(Attention(heads=4, key_heads=2).double(), x(24)))
+    assert cut.length == 2
+    assert cut.parameters == {
+        "qkv.weight": InterleavedShard(0, (24, 12, 12)),
+        "qkv.bias": InterleavedShard(0, (24, 12, 12)),
+        "out.weight": Shard(1),
+    }
 
 
 def test_grouped_queries_are_cut_by_key_heads() -> None:
@@ -477,7 +481,7 @@ def test_a_loss_inside_the_model_leaves_its_scores_to_be_cut() -> None:
 
 
 def test_what_no_cut_has_may_be_cut_by_columns_and_gathered() -> None:
-    result = found(Attention(heads=4, key_heads=2).double(), x(24))
+    result = found(Attention(heads=4, key_heads=1).double(), x(24))
     assert [cut.parameters["qkv.weight"] for cut in result.gathered[:1]] == [Shard(0)]
     assert not any(cut.exits for cut in result.gathered)
 

@@ -172,3 +172,31 @@ def test_a_forward_that_needs_values_is_refused_with_operator_and_module() -> No
         ObservationError, match=r"in module '0' \(AsksForValues\) at operator aten\."
     ):
         infer_axes(nn.Sequential(AsksForValues()), torch.full((2, 2), 0.5))
+
+
+class Solved(nn.Module):
+    """Triangular systems of heads, whose right-hand sides are features of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.systems, self.sides = nn.Linear(8, 3 * 5), nn.Linear(8, 3 * 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        systems = self.systems(x).unflatten(-1, (3, 5)).transpose(1, 2)  # (rows, heads, 5, 5)
+        sides = self.sides(x).unflatten(-1, (3, 7)).transpose(1, 2)  # (rows, heads, 5, 7)
+        solved = torch.linalg.solve_triangular(systems, sides, upper=False, unitriangular=True)
+        return solved.transpose(1, 2).flatten(2)
+
+
+def test_systems_are_solved_each_by_itself_and_needed_whole() -> None:
+    trace = infer_axes(Solved(), torch.randn(2, 5, 8))
+    axes = trace.axes
+    (returned,) = trace.returned
+    heads, features = axes.factors(returned.dims[2])
+    rows = axes.factors(trace.parameters["sides.weight"].dims[0])
+    assert rows == (heads, features)
+    system_heads, unknowns = axes.factors(trace.parameters["systems.weight"].dims[0])
+    assert system_heads == heads
+    blocked = {atom for each in trace.obstacles for atom in axes.atoms(each.dim)}
+    assert axes.atoms((unknowns,)) <= blocked
+    assert not axes.atoms((heads, features)) & blocked

@@ -298,15 +298,14 @@ def _ranges(
     """Return the positions of a strip that rank ``index`` holds, as (lower, upper)."""
     match rule:
         case Chunks() | Shard():
-            return _chunk_of_each(length, 1, num_ranks, index)
+            return _chunk_of_each((length,), num_ranks, index)
         case StridedShard(split_factor=split_factor):
-            return _chunk_of_each(length, int(split_factor), num_ranks, index)
-        case InterleavedShard(parts=parts):
-            if length % parts:
-                raise ValueError(
-                    f"{rule!r} needs a tensor dim that is a multiple of {parts}, got {length}"
-                )
-            return _chunk_of_each(length, parts, num_ranks, index)
+            part = -(-length // int(split_factor))
+            starts = range(0, length, part or 1)
+            lengths = [min(part, length - start) for start in starts]
+            return _chunk_of_each(lengths, num_ranks, index)
+        case InterleavedShard():
+            return _chunk_of_each(rule.lengths(length), num_ranks, index)
         case RaggedShard(local_units=units, granularity=granularity):
             if len(units) != num_ranks:
                 raise ValueError(
@@ -323,16 +322,17 @@ def _ranges(
             raise AssertionError(f"dims_of has let {rule!r} pass")
 
 
-def _chunk_of_each(length: int, parts: int, num_ranks: int, index: int) -> list[tuple[int, int]]:
-    """Return chunk ``index`` of each of ``parts`` chunks; all as ``torch.chunk`` cuts them."""
-    part = -(-length // parts)
+def _chunk_of_each(lengths: Sequence[int], num_ranks: int, index: int) -> list[tuple[int, int]]:
+    """Return chunk ``index`` of each of consecutive parts, as ``torch.chunk`` cuts them."""
     found: list[tuple[int, int]] = []
-    for start in range(0, length, part or 1):
-        stop = min(start + part, length)
-        chunk = -(-(stop - start) // num_ranks)
+    start = 0
+    for length in lengths:
+        stop = start + length
+        chunk = -(-length // num_ranks)
         lower = start + index * chunk
         if lower < stop:
             found.append((lower, min(lower + chunk, stop)))
+        start = stop
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeGuard
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -86,26 +87,61 @@ class RaggedShard(_PlacementByValue):
 
 
 class InterleavedShard(_PlacementByValue):
-    """A tensor dim made of ``parts`` equal parts, each sharded on its own.
+    """A tensor dim made of several parts, each sharded on its own.
 
-    A fused QKV weight is three matrices in one; every rank needs a slice of each of them.
+    A fused QKV weight is three matrices in one; every rank needs a slice of each of them. With
+    grouped-query heads its parts differ in length.
 
     Attributes:
         dim: The tensor dim that is cut.
-        parts: Number of equal parts; must divide the dim. Ranks get chunks of each as
-            ``torch.chunk`` cuts it.
+        parts: Number of equal parts, which must divide the dim; or the length of each part, which
+            together are the dim's. Equal lengths are kept as their number. Ranks get chunks of
+            each part as ``torch.chunk`` cuts it.
+
+    Example:
+        >>> from vescale_dtensor import local_shape
+        >>> qkv = InterleavedShard(0, (8, 4, 4))
+        >>> local_shape((16, 2), mesh_shape=(2,), coordinate=(1,), placements=(qkv,))
+        (8, 2)
     """
 
     __match_args__ = ("dim", "parts")
 
-    def __init__(self, dim: int, parts: int) -> None:
+    def __init__(self, dim: int, parts: int | Sequence[int]) -> None:
         super().__init__()
-        if dim < 0 or parts < 1:
-            raise ValueError(f"expected dim >= 0 and parts >= 1, got {dim!r} and {parts!r}")
+        lengths = (parts,) if isinstance(parts, int) else tuple(parts)
+        if dim < 0 or not lengths or min(lengths) < 1:
+            raise ValueError(
+                "expected dim >= 0 and parts >= 1, or the length of each part, "
+                f"got {dim!r} and {parts!r}"
+            )
         self.dim = dim
-        self.parts = parts
+        self.parts: int | tuple[int, ...] = lengths
+        if len(set(lengths)) == 1:
+            self.parts = parts if isinstance(parts, int) else len(lengths)
 
-    def _key(self) -> tuple[int, int]:
+    def lengths(self, length: int) -> tuple[int, ...]:
+        """Return the length of each part of a dim of ``length``.
+
+        There are none of a dim of which an outer mesh axis has left nothing, as on the stages of
+        a pipeline that do not have the tensor.
+
+        Raises:
+            ValueError: If the dim is not made of such parts.
+        """
+        if not length:
+            return ()
+        if isinstance(self.parts, tuple):
+            if sum(self.parts) != length:
+                raise ValueError(f"{self!r} needs a tensor dim of {sum(self.parts)}, got {length}")
+            return self.parts
+        if length % self.parts:
+            raise ValueError(
+                f"{self!r} needs a tensor dim that is a multiple of {self.parts}, got {length}"
+            )
+        return (length // self.parts,) * self.parts
+
+    def _key(self) -> tuple[int, int | tuple[int, ...]]:
         return (self.dim, self.parts)
 
 

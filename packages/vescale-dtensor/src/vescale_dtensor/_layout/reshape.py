@@ -121,7 +121,7 @@ def _reshape_one(
     match placement:
         case RaggedShard(dims=(0,)):
             return _consecutive(before, after, num_ranks, placement)
-        case InterleavedShard(dim=0, parts=parts):
+        case InterleavedShard(dim=0, parts=int(parts)):
             return _interleaved(before, after, num_ranks, parts)
         case Shard(dim=0):
             return _consecutive(before, after, num_ranks, placement)

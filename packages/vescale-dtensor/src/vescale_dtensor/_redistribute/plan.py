@@ -335,8 +335,8 @@ def _cuts_evenly(rule: Placement | Chunks, length: int, num_ranks: int) -> bool:
     match rule:
         case RaggedShard(local_units=units, granularity=granularity):
             return len(set(units)) == 1 and granularity * sum(units) == length
-        case InterleavedShard(parts=parts):
-            return length % (parts * num_ranks) == 0
+        case InterleavedShard():
+            return all(part % num_ranks == 0 for part in rule.lengths(length))
         case StridedShard(split_factor=split_factor):
             return length % (int(split_factor) * num_ranks) == 0
         case _:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Placement
 
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, shard_of_parts
 from vescale_parallel._trace.axes import Axes, Dim, Graph, Obstacle, RefusedError, Trace, Value
 
 
@@ -78,36 +78,34 @@ class Search:
             dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
             if len(dims) > 1:
                 raise RefusedError(f"is in {len(dims)} dimensions of {value.parameter}")
-            parts = self.num_parts(atom, value.dims[dims[0]], value)
+            parts = self.parts(atom, value.dims[dims[0]], value)
             found |= dict.fromkeys(self.names[value.index], shard_of_parts(dims[0], parts))
         return found
 
-    def num_parts(self, atom: int, dim: Dim, value: Value) -> int:
-        """Return of how many equal parts of a dimension an atom is the major axis.
+    def parts(self, atom: int, dim: Dim, value: Value) -> Parts:
+        """Return the parts of a dimension of each of which an atom is the major axis.
 
         Raises:
-            RefusedError: If it is not in parts of equal length, or twice in the dimension.
+            RefusedError: If some do not have it, or one has it twice.
         """
+        lengths = self._part_lengths(atom, dim, value)
+        return len(lengths) if len(set(lengths)) == 1 else lengths
+
+    def _part_lengths(self, atom: int, dim: Dim, value: Value) -> tuple[int, ...]:
         axes = self.axes
         factors = axes.factors(dim)
         having = [k for k, axis in enumerate(factors) if atom in axes.atoms((axis,))]
         if len(having) > 1:
             raise RefusedError(f"is twice in one dimension of {value.parameter}")
-        outer = axes.length(factors[: having[0]])
-        segments = axes.segments(factors[having[0]])
+        (at,) = having
+        outer, inner = axes.length(factors[:at]), axes.length(factors[at + 1 :])
+        segments = axes.segments(factors[at])
         if segments is None:
-            return outer
-        if len({segment.length for segment in segments}) > 1:
-            lengths = ", ".join(str(segment.length) for segment in segments)
-            raise RefusedError(
-                f"is packed in segments of unequal length ({lengths}) of {value.parameter}"
-            )
+            return (axes.sizes[factors[at]] * inner,) * outer
         if not all(atom in axes.atoms(segment.dim) for segment in segments):
             raise RefusedError(f"is in some segments only of {value.parameter}")
-        parts = {self.num_parts(atom, segment.dim, value) for segment in segments}
-        if len(parts) > 1:
-            raise RefusedError(f"is packed differently in the segments of {value.parameter}")
-        return outer * len(segments) * parts.pop()
+        lengths = [n for each in segments for n in self._part_lengths(atom, each.dim, value)]
+        return tuple(length * inner for length in lengths) * outer
 
 
 def _is_matrix(value: Value) -> bool:

@@ -10,8 +10,9 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
+from vescale_parallel._model.integers_read import integers_read
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 
 from .candidate import Group
 
@@ -53,11 +54,14 @@ def is_linear(model: nn.Module, pattern: str) -> bool:
 
 def holder_of(patterns: Sequence[str]) -> str:
     """Return the deepest module that holds all of some modules, empty if it is the block."""
+    holder = _common(patterns)
+    return "" if holder.endswith("*") else holder
+
+
+def _common(patterns: Sequence[str]) -> str:
     split = [pattern.split(".") for pattern in patterns]
     common = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
-    if len(patterns) == 1:
-        common = common[:-1]
-    return "" if not common or common[-1] == "*" else ".".join(common)
+    return ".".join(common[:-1] if len(patterns) == 1 else common)
 
 
 def entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str, str]]:
@@ -75,34 +79,92 @@ def entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str,
 
 
 def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[str, str]]:
-    """Return sets of integers that may have to be divided, fewest first."""
-    holder = holder_of((*group.entries, *group.exits))
-    names = [fqn for fqn, _ in model.named_modules()]
-    found = matching(holder, names) if holder else []
-    if not found:
+    """Return sets of integers that may have to be divided, fewest first.
+
+    Those that modules have, then likewise with those of configurations that they read.
+    """
+    holder = _common((*group.entries, *group.exits))
+    holders = _holders(model, group, holder)
+    if not holders:
         return [{}]
-    widths = _widths(model, group)
-    heads: dict[str, str] = {}
-    sizes: dict[str, str] = {}
-    ratios: dict[str, str] = {}
-    for fqn, module in model.get_submodule(found[0]).named_modules():
+    own = _Countable(_widths(model, group), size)
+    held = _Countable(_widths(model, group), size)
+    ratios: set[str] = set()
+    for fqn, module in model.get_submodule(holders[0]).named_modules():
         if linear_kind(module) is not None:
             continue
+        below = generalize(fqn)
         for name, value in vars(module).items():
-            if type(value) is not int or value <= 0 or name.startswith("_"):
+            if name.startswith("_"):
                 continue
-            mark = f"{holder}.{generalize(fqn)}".rstrip(".") + f".<attr:{name}>"
             if group.num_shared and value == group.ratio and "group" in name:
-                ratios[mark] = f"Shard(0) of {size // group.num_shared}"
-            elif value % size:
-                continue
-            elif value in widths:
-                sizes[mark] = "Shard(0)"
-            elif "head" in name and "dim" not in name and "size" not in name:
-                heads[mark] = "Shard(0)"
-    options = [{}, heads, sizes, {**heads, **sizes}]
-    options = [{**ratios, **option} for option in options] + (options if ratios else [])
-    return [option for index, option in enumerate(options) if option not in options[:index]]
+                ratios.add(f"{below}.<attr:{name}>")
+            else:
+                own.add(f"{below}.<attr:{name}>", name, value)
+        for name, value in integers_read(module):
+            held.add(f"{below}.<attr:{name}>", name.rpartition(".")[2], value)
+    options = [dict.fromkeys(marks, "Shard(0)") for marks in own.options()]
+    others = [dict.fromkeys(marks, "Shard(0)") for marks in held.options() if marks]
+    options += [{**one, **other} for other in others for one in options]
+    if ratios:
+        parts = dict.fromkeys(ratios, f"Shard(0) of {size // group.num_shared}")
+        options = [{**parts, **option} for option in options] + options
+    owners = [holder] if len(matching(holder, _names(model))) == len(holders) else holders
+    made = [
+        {f"{owner}.{mark.lstrip('.')}": text for owner in owners for mark, text in option.items()}
+        for option in options
+    ]
+    return [option for index, option in enumerate(made) if option not in made[:index]]
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [fqn for fqn, _ in model.named_modules()]
+
+
+def _holders(model: nn.Module, group: Group, holder: str) -> list[str]:
+    """Return the modules that hold a group's layers, of which there is a pattern.
+
+    Others that the pattern matches hold other layers, where blocks of several kinds alternate.
+    """
+    names, depth = _names(model), holder.count(".") + 1
+    held = [
+        {".".join(fqn.split(".")[:depth]) for fqn in matching(pattern, names)}
+        for pattern in (*group.entries, *group.exits)
+    ]
+    found = matching(holder, names) if holder else []
+    return [fqn for fqn in found if all(fqn in each for each in held)]
+
+
+# What their values may equal by chance, and counts no features.
+_NO_WIDTHS = ("kernel", "state", "chunk")
+
+
+class _Countable:
+    """Integers that may count what is sharded: heads and groups by name, widths by their value."""
+
+    def __init__(self, widths: set[int], size: int) -> None:
+        self._widths, self._size = widths, size
+        self._heads: list[str] = []
+        self._sizes: list[str] = []
+        self._groups: list[str] = []
+
+    def add(self, mark: str, name: str, value: object) -> None:
+        if type(value) is not int or value <= 0 or value % self._size:
+            return
+        of_heads, is_length = "head" in name, "dim" in name or "size" in name
+        of_one_head = of_heads and "dim" in name
+        if value in self._widths and not (of_one_head or any(n in name for n in _NO_WIDTHS)):
+            self._sizes.append(mark)
+        elif of_heads and not is_length:
+            self._heads.append(mark)
+        elif "groups" in name:
+            self._groups.append(mark)
+
+    def options(self) -> list[list[str]]:
+        heads, sizes = self._heads, self._sizes
+        options = [[], heads, sizes, heads + sizes]
+        # Last, since groups of queries are those of a head, which stay as many.
+        return options + ([each + self._groups for each in options] if self._groups else [])
 
 
 def _widths(model: nn.Module, group: Group) -> set[int]:
@@ -113,5 +175,6 @@ def _widths(model: nn.Module, group: Group) -> set[int]:
         assert isinstance(placement, Shard | InterleavedShard)
         for fqn in matching(pattern, names)[:1]:
             length = model.get_parameter(fqn).shape[placement.dim]
-            found |= {length, length // num_parts_of(placement)}
+            parts = parts_of(placement)
+            found |= {length, *(parts if isinstance(parts, tuple) else (length // parts,))}
     return found

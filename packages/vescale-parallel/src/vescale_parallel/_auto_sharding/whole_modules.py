@@ -30,7 +30,7 @@ def called_whole(search: Search, atom: int, module: str) -> tuple[Search, int] |
     same = [d for d, dim in enumerate(leaving.dims) if atom in search.axes.atoms(dim)]
     if dims != same or len(dims) != 1 or entering.shape != leaving.shape:
         return None
-    if search.num_parts(atom, entering.dims[dims[0]], entering) != 1:
+    if search.parts(atom, entering.dims[dims[0]], entering) != 1:
         return None
     return Search(Graph(_as_one(trace, module, entering, leaving)), search.size), dims[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, parts_of
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import NotedOrder
 
@@ -21,7 +21,7 @@ class ShardedDraw:
     Attributes:
         rows: Dim that the batch is along; None if the tensor has no batch.
         part: Dim that tensor-parallel ranks hold parts of; None if they hold the whole.
-        blocks: Into how many equal blocks that dim is divided, of each of which a rank has a part.
+        blocks: That that dim is divided into, of each of which a rank has a part.
         inner: Whether the rows are innermost in a dim that they share with something else, as
             in (time x rows); if not, they are outermost.
         alone: Whether they shared it with nothing in the call that was run to see.
@@ -33,7 +33,7 @@ class ShardedDraw:
 
     rows: int | None = None
     part: int | None = None
-    blocks: int = 1
+    blocks: Parts = 1
     inner: bool = False
     alone: bool = False
     order: NotedOrder | None = field(default=None, compare=False)
@@ -44,7 +44,7 @@ def part_of_draw(placement: Shard | InterleavedShard | None) -> dict[str, Any]:
     """Return how a draw is cut, as fields of :class:`ShardedDraw`."""
     if placement is None:
         return {}
-    return {"part": placement.dim, "blocks": num_parts_of(placement)}
+    return {"part": placement.dim, "blocks": parts_of(placement)}
 
 
 def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:

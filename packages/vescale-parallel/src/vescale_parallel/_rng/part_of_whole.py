@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate
 from vescale_dtensor import Box, LocalBox, local_boxes
 from vescale_dtensor.random import Fill, Window, draw_part
 from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, shard_of_parts
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
 
@@ -76,7 +76,7 @@ class DrawsOfRank:
             shape[rows] *= place.num_parts_of_batch
         if part is not None:
             shape[part] = self._whole_length(shape, part)
-            if shape[part] % (cut.blocks * place.tp_size if cut.blocks > 1 else 1):
+            if not _divides(shape[part], cut.blocks, place.tp_size):
                 raise NotImplementedError("a dim is no multiple of its blocks")
         boxes = local_boxes(
             shape,
@@ -128,5 +128,11 @@ def _in_extents(held: LocalBox, extents: Mapping[int, Extent]) -> Iterator[Local
         yield LocalBox(Box(tuple(offset), tuple(shape)), tuple(here for here, *_ in of_dims))
 
 
-def _placement(dim: int | None, blocks: int = 1) -> Placement:
+def _divides(length: int, blocks: Parts, num_ranks: int) -> bool:
+    if isinstance(blocks, tuple):
+        return sum(blocks) == length and not any(each % num_ranks for each in blocks)
+    return blocks == 1 or length % (blocks * num_ranks) == 0
+
+
+def _placement(dim: int | None, blocks: Parts = 1) -> Placement:
     return Replicate() if dim is None else shard_of_parts(dim, blocks)

@@ -30,6 +30,7 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
+from .local_integers import divide
 from .replaced_parameters import add_on_first_rank, replaced
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
@@ -73,7 +74,7 @@ def install(
     size = boundary.ranks.size
     for (fqn, attribute), parts in sorted(spec.attributes.items()):
         if fqn in modules:
-            _divide(modules[fqn], fqn, attribute, size if parts is None else parts)
+            divide(modules[fqn], fqn, attribute, size if parts is None else parts)
     # In this order: hooks before forward run in the order in which they are added, and those
     # after it, which are prepended, in the opposite one. What a region reads enters before its
     # layers run, and leaves after them.
@@ -220,16 +221,6 @@ def _keep_from_nesting(
             a.startswith(below) for a in attention
         ):
             module.use_nested_tensor = False
-
-
-def _divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
-    value = getattr(module, attribute, None)
-    if not isinstance(value, int) or value % parts:
-        raise ValueError(
-            f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be an integer that "
-            f"tensor-parallel ranks can divide by {parts}, got {value!r}; leave it out"
-        )
-    setattr(module, attribute, value // parts)
 
 
 def _column_wise(

@@ -11,7 +11,7 @@ from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
 from .chunks import part_sizes
-from .sharding_spec import ShardingSpec, num_parts_of, shard_of_parts
+from .sharding_spec import ShardingSpec, parts_of, placement_text, shard_of_parts
 
 
 def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:
@@ -50,7 +50,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
         if kind is None or name != "weight" or owner._parameters.get("bias") is None:
             continue
         if placement.dim == kind.out_dim:
-            placements[f"{owner_fqn}.bias"] = shard_of_parts(0, num_parts_of(placement))
+            placements[f"{owner_fqn}.bias"] = shard_of_parts(0, parts_of(placement))
     return placements
 
 
@@ -106,16 +106,28 @@ def _check_reads(spec: ShardingSpec, model: nn.Module) -> None:
 def _check_divides(
     fqn: str, shape: torch.Size, placement: Shard | InterleavedShard, size: int, *, even: bool
 ) -> None:
-    unit = size * num_parts_of(placement)
     if not 0 <= placement.dim < len(shape):
         raise ValueError(
             f"tensor_parallel.sharding_plan: {fqn!r} has shape {tuple(shape)} and no dim "
             f"{placement.dim} to shard"
         )
-    length = shape[placement.dim]
-    if even and length % unit:
+    length, parts = shape[placement.dim], parts_of(placement)
+    if isinstance(parts, tuple):
+        _check_lengths(fqn, length, placement, parts, size)
+    elif even and length % (unit := size * parts):
         raise ValueError(
             f"tensor_parallel.sharding_plan: dim {placement.dim} of {fqn!r} has size {length} "
             f"and needs a multiple of {unit} for tensor_parallel.size {size}; the nearest are "
             f"{length // unit * unit or unit} and {(length // unit + 1) * unit}"
+        )
+
+
+def _check_lengths(
+    fqn: str, length: int, placement: Placement, parts: tuple[int, ...], size: int
+) -> None:
+    if sum(parts) != length or any(part % size for part in parts):
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected parts of {fqn!r} that are {length} long "
+            f"together, each a multiple of tensor_parallel.size {size}, got "
+            f"{placement_text(placement)!r}"
         )

@@ -15,11 +15,13 @@ from vescale_parallel._model.fqns import matching, merged, renamed_owner
 
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
-_INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(\d+)\)")
+_INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(?:(\d+)|\((\d+(?:, ?\d+)+)\))\)")
+# Of a dim that is made of parts: how many equal ones, or the length of each.
+Parts = int | tuple[int, ...]
 # What a mark of parameters can say; its opposite is said by leaving it out.
 _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
-_MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::(\w+))?>")
+_MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
     "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <whole>, <attr:name> or\n<random:k>"
 )
@@ -38,10 +40,12 @@ def parse_placement(text: str) -> Placement:
     if match := _SHARD.fullmatch(text):
         return Shard(int(match[1]))
     if match := _INTERLEAVED.fullmatch(text):
-        return InterleavedShard(int(match[1]), int(match[2]))
+        lengths = match[3] or match[2]
+        parts = tuple(map(int, lengths.split(",")))
+        return InterleavedShard(int(match[1]), parts if match[3] else parts[0])
     raise ValueError(
-        "expected 'Shard(d)', 'InterleavedShard(d, parts)', 'Replicate()' or 'Partial()', "
-        f"got {text!r}"
+        "expected 'Shard(d)', 'InterleavedShard(d, parts)', 'Replicate()' or 'Partial()', where "
+        f"parts are a number of equal ones or (length, length, ...), got {text!r}"
     )
 
 
@@ -63,14 +67,26 @@ def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
     return {pattern: placement_text(placement) for pattern, placement in plan.items()}
 
 
-def shard_of_parts(dim: int, parts: int) -> Placement:
-    """Return the placement that shards each of the equal parts that a dim is made of."""
+def shard_of_parts(dim: int, parts: Parts) -> Placement:
+    """Return the placement that shards each of the parts that a dim is made of."""
     return Shard(dim) if parts == 1 else InterleavedShard(dim, parts)
 
 
-def num_parts_of(placement: Placement) -> int:
-    """Return how many equal parts of a dim are sharded, each on its own."""
+def parts_of(placement: Placement) -> Parts:
+    """Return the parts of a dim that are sharded, each on its own."""
     return placement.parts if isinstance(placement, InterleavedShard) else 1
+
+
+def num_parts_of(placement: Placement) -> int:
+    """Return how many equal parts of a dim are sharded.
+
+    Raises:
+        ValueError: If the parts differ in length.
+    """
+    parts = parts_of(placement)
+    if isinstance(parts, tuple):
+        raise ValueError(f"expected parts of equal length, got {placement!r}")
+    return parts
 
 
 @dataclass(frozen=True)

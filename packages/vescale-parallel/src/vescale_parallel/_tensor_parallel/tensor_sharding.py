@@ -12,7 +12,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 
 from .placements import complete_placements
-from .sharding_spec import ShardingSpec, num_parts_of, resolve
+from .sharding_spec import Parts, ShardingSpec, parts_of, resolve
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,16 @@ class TensorSharding:
         size: Ranks.
         spec: What the plan says of modules and parameters, by their exact names.
         placements: Of every sharded parameter, biases that the plan does not name included.
-        input_blocks: By module, into how many blocks the inputs of its linear layers are divided,
+        input_blocks: By module, the blocks that the inputs of its linear layers are divided into,
             of each of which a rank has a part: of those layers whose inputs ranks have parts of.
     """
 
     size: int
     spec: ShardingSpec
     placements: Mapping[str, Placement]
-    input_blocks: Mapping[str, frozenset[int]] = field(default_factory=dict[str, "frozenset[int]"])
+    input_blocks: Mapping[str, frozenset[Parts]] = field(
+        default_factory=dict[str, "frozenset[Parts]"]
+    )
 
 
 def shard(plan: Mapping[str, str], model: nn.Module, size: int) -> TensorSharding:
@@ -47,8 +49,8 @@ def shard(plan: Mapping[str, str], model: nn.Module, size: int) -> TensorShardin
 
 def _input_blocks(
     model: nn.Module, placements: Mapping[str, Placement]
-) -> dict[str, frozenset[int]]:
-    found: dict[str, frozenset[int]] = {}
+) -> dict[str, frozenset[Parts]]:
+    found: dict[str, frozenset[Parts]] = {}
     for fqn, placement in placements.items():
         owner, _, name = fqn.rpartition(".")
         kind = linear_kind(model.get_submodule(owner)) if name == "weight" else None
@@ -56,5 +58,5 @@ def _input_blocks(
             continue
         if placement.dim == kind.in_dim:
             holder = owner.rpartition(".")[0]
-            found[holder] = found.get(holder, frozenset[int]()) | {num_parts_of(placement)}
+            found[holder] = found.get(holder, frozenset[Parts]()) | {parts_of(placement)}
     return found

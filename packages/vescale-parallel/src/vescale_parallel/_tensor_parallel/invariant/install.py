@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .boundary import InvariantBoundary
@@ -79,7 +79,9 @@ def _check_parameter(model: nn.Module, fqn: str, placement: Placement, chunks: i
             f"{fqn!r} is sharded and of a {type(owner).__name__}; linear layers and embeddings "
             "are computed in chunks"
         )
-    length, unit = owner.get_parameter(name).shape[placement.dim], chunks * num_parts_of(placement)
+    if isinstance(parts := parts_of(placement), tuple):
+        raise _refusal(f"{fqn!r} packs parts of several lengths, {parts}, which are not in chunks")
+    length, unit = owner.get_parameter(name).shape[placement.dim], chunks * parts
     if length % unit:
         raise _refusal(
             f"dim {placement.dim} of {fqn!r} has size {length} and needs a multiple of {unit}"

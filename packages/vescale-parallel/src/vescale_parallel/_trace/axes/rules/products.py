@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from vescale_parallel._trace.axes.algebra import Dim
@@ -44,6 +46,25 @@ def _matmul(call: OpCall, left: torch.Tensor, right: torch.Tensor) -> list[Dim]:
         for tensor in (left, right):
             call.note_experts(tensor)
     return [*batch, *a[len(batch) : -1], b[-1]]
+
+
+@rule("linalg_solve_triangular", linear="last")
+def solve_triangular(call: OpCall) -> None:
+    """Each right-hand side of each system is solved by itself."""
+    system, right = call.args["self"], call.args["B"]
+    a, b = call.dims(system), list(call.dims(right))
+    unknowns = -2 if call.args["left"] else -1
+    for dim in (*a[-2:], b[unknowns]):
+        call.block(dim)
+    systems = itertools.zip_longest(reversed(a[:-2]), reversed(b[:-2]), fillvalue=())
+    batch = [_broadcast(call, one, other) for one, other in systems]
+    call.give(call.out, [*reversed(batch), *b[-2:]])
+
+
+def _broadcast(call: OpCall, one: Dim, other: Dim) -> Dim:
+    if one and other:
+        call.unify(one, other)
+    return one or other
 
 
 @rule("linear", linear="each")

@@ -89,7 +89,7 @@ def topk(call: OpCall) -> None:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "l1_loss", "smooth_l1_loss",
-      "huber_loss", "binary_cross_entropy", "linalg_solve_triangular", "histc", "bincount",
+      "huber_loss", "binary_cross_entropy", "histc", "bincount",
       "kl_div", "multi_margin_loss", "nonzero", "unique2", "unique_consecutive",
       "unique_dim", "masked_select", "ctc_loss", "equal", "triu_indices", "cdist_forward",
       "pdist_forward", "linalg_inv_ex", "local_scalar_dense",

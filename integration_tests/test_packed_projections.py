@@ -1,0 +1,257 @@
+"""Projections that pack parts of several lengths, each sharded on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import vescale
+from vescale_parallel import propose_sharding
+from vescale_testing import World
+
+from .families import VOCABULARY, hugging_face, tokens
+from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
+from .sharded_layers import SIZES, compare
+from .test_bad_input import check as check_refusal
+from .training import whole
+
+
+@dataclass
+class Sizes:
+    width: int = 32
+    num_heads: int = 8
+    num_groups: int = 4
+
+
+class Block(nn.Module):
+    """Grouped queries in one projection, whose lengths are those of a configuration."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes, self.head_dim = sizes, sizes.width // sizes.num_heads
+        lengths = self.lengths()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, sum(lengths))
+        self.out = nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+
+    def lengths(self) -> list[int]:
+        heads, groups = self.sizes.num_heads, self.sizes.num_groups
+        return [heads * self.head_dim, groups * self.head_dim, groups * self.head_dim]
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.qkv(self.norm(x)).split(self.lengths(), dim=-1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in packed)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        sizes = Sizes()
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+MAMBA = {
+    "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 4, "expand": 2, "conv_kernel": 4,
+    "chunk_size": 8,
+}  # fmt: skip
+EXTRA: dict[str, dict[str, Any]] = {
+    "phi3": {**SIZES, "num_attention_heads": 8},
+    "mamba2": {**SIZES, **MAMBA},
+    "qwen3_next": {
+        **SIZES, "head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "experts_implementation": "batched_mm",
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **SIZES, "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
+        "n_groups": 4, "chunk_size": 8,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+    },
+}  # fmt: skip
+TENSOR, BACKEND = "tensor_parallel", "compile_backend"
+# Parameters that pack parts of several lengths, of a block.
+PACKED: dict[str, dict[str, tuple[int, ...]]] = {
+    "phi3": {"model.layers.*.self_attn.qkv_proj.weight": (32, 16, 16)},
+    "mamba2": {
+        "backbone.layers.*.mixer.in_proj.weight": (64, 64, 32, 32, 8),
+        "backbone.layers.*.mixer.conv1d.weight": (64, 32, 32),
+    },
+    "qwen3_next": {"model.layers.*.linear_attn.conv1d.weight": (32, 32, 64)},
+    "nemotron_h": {"model.layers.*.mixer.in_proj.weight": (64, 64, 32, 32, 8)},
+    "by_hand": {"blocks.*.qkv.weight": (32, 16, 16)},
+}
+FAMILIES = list(PACKED)
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(3)
+    if family == "by_hand":
+        return Blocks().double()
+    attention = "eager" if family == "mamba2" else "sdpa"
+    return hugging_face(family, attention, **EXTRA[family]).double()
+
+
+def placed(lengths: tuple[int, ...]) -> str:
+    return f"InterleavedShard(0, {lengths})"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_each_of_their_parts_is_cut(family: str, sequence: bool) -> None:
+    model = build(family)
+    plan = propose_sharding(model, "auto", 2, sequence=sequence, example_batch=tokens()).plan
+    assert {name: placed(each) for name, each in PACKED[family].items()}.items() <= plan.items()
+    blocks = {n.replace(".0.", ".*.") for n, p in model.named_parameters() if p.dim() > 1}
+    whole = {name for name in blocks if ".*." in name} - plan.keys()
+    assert all(name.endswith("gate.weight") for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: str) -> None:
+    compare(world2, build, family, {TP: 2})
+
+
+PLANS: list[Constraints] = [
+    {TP: 4, SEQUENCE: True},
+    {TP: 2, DP: 2, ZERO: 3},
+    {TP: 2, PP: 2, PARTS: 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "constraints"),
+    [
+        ("phi3", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
+        ("mamba2", {TP: 4}),
+        ("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
+        ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
+        *(
+            pytest.param(family, plan, marks=pytest.mark.nightly)
+            for family in FAMILIES
+            for plan in PLANS
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_four_ranks_have_the_losses_and_gradients_of_one(
+    world4: World, family: str, constraints: Constraints
+) -> None:
+    compare(world4, build, family, constraints)
+
+
+def save(family: str, path: str, constraints: Constraints) -> None:
+    model: Any = build(family)
+    size = torch.distributed.get_world_size()
+    plan = vescale.generate_plan(model, constraints, world_size=size, example_batch=tokens())
+    vescale.save(path, {"model": vescale.parallelize(plan, model)})
+
+
+def loaded(family: str, path: str, constraints: Constraints) -> dict[str, Tensor]:
+    model: Any = build(family)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    size = torch.distributed.get_world_size()
+    plan = vescale.generate_plan(model, constraints, world_size=size, example_batch=tokens())
+    model = vescale.parallelize(plan, model)
+    vescale.load(path, {"model": model})
+    return {name: whole(each) for name, each in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "mamba2"])
+def test_their_checkpoints_are_resharded(
+    world2: World, world4: World, family: str, tmp_path: Path
+) -> None:
+    world4.run(save, family, str(tmp_path), {TP: 4})
+    expected = dict(build(family).named_parameters())
+    for found in world2.run(loaded, family, str(tmp_path), {DP: 2, ZERO: 3}):
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def generated(constraints: Constraints | None) -> Tensor:
+    model: Any = build("phi3").eval()
+    if constraints is not None:
+        plan = vescale.generate_plan(model, constraints, world_size=2, example_batch=tokens())
+        model = vescale.parallelize(plan, model)
+    return model.generate(tokens()["input_ids"], max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_its_configuration_generates(world2: World) -> None:
+    expected = generated(None)
+    assert all(torch.equal(each, expected) for each in world2.run(generated, {TP: 2}))
+
+
+def parallelized(text: str) -> list[int]:
+    """Return the heads that blocks' own configurations have, and the model's, after a plan."""
+    model = Blocks()
+    shared = vars(model.blocks[0])["sizes"]
+    texts = {
+        "blocks.*.qkv.weight": text,
+        "blocks.*.out.weight": "Shard(1)",
+        "blocks.*.<attr:sizes.num_heads>": "Shard(0)",
+        "blocks.*.<attr:sizes.num_groups>": "Shard(0)",
+    }
+    given = {TP: 2, f"{TENSOR}.sharding_policy": "manual", f"{TENSOR}.sharding_plan": texts}
+    plan = vescale.generate_plan(model, given, world_size=2, example_batch=tokens())
+    model = vescale.parallelize(plan, model)
+    own = [vars(block)["sizes"] for block in model.get_submodule("blocks").children()]
+    return [sizes.num_heads for sizes in (*own, shared)]
+
+
+@pytest.mark.slow
+def test_a_configuration_is_divided_for_the_modules_that_read_it(world2: World) -> None:
+    assert world2.run(parallelized, placed((32, 16, 16))) == [[4, 4, 8]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (placed((32, 16, 8)), "parts of 'blocks.0.qkv.weight' that are 64 long together"),
+        (placed((31, 17, 16)), "each a multiple of tensor_parallel.size 2"),
+        (placed((16, 32, 16)), "its output or gradients differ"),
+        ("InterleavedShard(0, ())", r"or \(length, length, ...\)"),
+    ],
+)
+def test_parts_that_are_not_those_of_the_code_are_refused(
+    world2: World, text: str, message: str
+) -> None:
+    check_refusal(world2, ValueError, message, parallelized, text)
+
+
+def in_chunks() -> None:
+    plan = vescale.generate_plan(
+        build("by_hand"),
+        {TP: 2, "numerics": "invariant", "numerics_chunks": 2},
+        world_size=2,
+        example_batch=tokens(),
+    )
+    vescale.parallelize(plan, build("by_hand"))
+
+
+@pytest.mark.slow
+def test_chunks_refuse_parts_of_several_lengths(world2: World) -> None:
+    check_refusal(world2, ValueError, "packs parts of several lengths", in_chunks)
