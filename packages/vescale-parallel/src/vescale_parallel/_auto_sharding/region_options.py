@@ -10,11 +10,11 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
-from vescale_parallel._model.integers_read import integers_read
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 
 from .candidate import Group
+from .integers_read import integers_read
 
 
 def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
