@@ -30,8 +30,8 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
-from .local_integers import divide
 from .replaced_parameters import add_on_first_rank, replaced
+from .shard_module import divide
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocab_embedding import shard_embedding_rows

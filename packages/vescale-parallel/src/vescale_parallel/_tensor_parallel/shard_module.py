@@ -1,8 +1,11 @@
-"""A module of which every parameter is one rank's shard."""
+"""A module of which every parameter is one rank's shard, and whose integers count these."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,3 +68,36 @@ def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | Non
     dim = different[0]
     fits = part.shape[dim] == part_sizes(whole.shape[dim], size)[0]
     return Shard(dim) if fits and len(different) == 1 else None
+
+
+def divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
+    """Divide an integer that a module reads, its own or one of an object that it holds.
+
+    A configuration that many modules hold is copied for this one, so that the others read what
+    they did: ``"config.num_heads"``.
+
+    Raises:
+        ValueError: If there is no such integer, or ``parts`` does not divide it.
+    """
+    value = _integer(module, attribute)
+    if value is None or value % parts:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be an integer that "
+            f"tensor-parallel ranks can divide by {parts}, got {value!r}; leave it out"
+        )
+    *path, name = attribute.split(".")
+    holder: Any = module
+    for each in path:
+        own = copy.copy(getattr(holder, each))
+        setattr(holder, each, own)
+        holder = own
+    setattr(holder, name, value // parts)
+
+
+def _integer(module: nn.Module, attribute: str) -> int | None:
+    """Return the integer that an attribute is, dotted if another object holds it; or None."""
+    try:
+        value = attrgetter(attribute)(module)
+    except AttributeError:
+        return None
+    return value if isinstance(value, int) else None
