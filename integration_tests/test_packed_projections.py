@@ -204,6 +204,16 @@ def test_a_model_that_reads_its_configuration_generates(world2: World) -> None:
     assert all(torch.equal(each, expected) for each in world2.run(generated, {TP: 2}))
 
 
+@pytest.mark.slow
+def test_what_their_layers_return_is_verified_part_by_part() -> None:
+    plan = vescale.generate_plan(
+        build("mamba2"), {TP: 2, DP: 2}, world_size=4, example_batch=tokens()
+    )
+    batch = tokens() | {"labels": tokens()["input_ids"]}
+    report = vescale.verify(plan, lambda: build("mamba2"), batch, steps=1)
+    assert report.passed, str(report)
+
+
 def parallelized(text: str) -> list[int]:
     """Return the heads that blocks' own configurations have, and the model's, after a plan."""
     model = Blocks()

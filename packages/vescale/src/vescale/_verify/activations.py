@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
 from vescale_parallel import ParallelPlan
 
-from .placements import Match, Place, best_match
+from .placements import Lengths, Match, Place, best_match
 from .record import ModuleOutput, Record
 from .report import Divergence
 from .rounding import Expected
 from .training import num_data_ranks, num_parts
 
+# In a sharding plan, of a dim whose parts differ in length.
+_LENGTHS = re.compile(r"InterleavedShard\(\d+, ?\(([\d, ]+)\)\)")
 Shards = Mapping[int, Mapping[Place, Tensor]]  # by the index of their rows in the batch
 
 
@@ -34,6 +38,13 @@ class Activations:
     not_compared: list[str] = field(default_factory=list[str])
     # The last module whose output ranks hold as terms of a sum.
     _partial: str = ""
+
+    @cached_property
+    def _parts(self) -> frozenset[Lengths]:
+        """The lengths of parts that the plan shards each on its own."""
+        said = self.plan.tensor_parallel.sharding_plan
+        found = (_LENGTHS.fullmatch(text) for text in said.values())
+        return frozenset(tuple(map(int, match[1].split(","))) for match in found if match)
 
     def first_divergence(self, step: int) -> Divergence | None:
         """Compare what modules returned in a step, in the order in which they were called."""
@@ -60,7 +71,7 @@ class Activations:
         # A module around stages runs on several, on nothing where it is not its turn.
         for stage, by_shard in self._by_stage(key, call, num_calls):
             own = by_shard if expected.num_shards == 1 else {shard: by_shard[shard]}
-            match = _match(whole, own, bound)
+            match = _match(whole, own, bound, self._parts)
             if match is not None and (found is None or match[1].error < found[2].error):
                 found = stage, *match
         if found is None:
@@ -130,11 +141,13 @@ def place_of(rank: int, plan: ParallelPlan) -> tuple[int, int, Place]:
     return stage, data, (cp, tp)
 
 
-def _match(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Match] | None:
+def _match(
+    whole: Tensor, by_shard: Shards, bound: float, parts: Collection[Lengths]
+) -> tuple[int, Match] | None:
     """Return the shard of the batch that is furthest off under the best of placements."""
     best: tuple[int, Match] | None = None
     for dim in (None, *range(whole.dim())):
-        matches = _under(whole, by_shard, dim, bound)
+        matches = _under(whole, by_shard, dim, bound, parts)
         if matches is None:
             continue
         worst = max(matches.items(), key=lambda item: item[1].error)
@@ -146,7 +159,11 @@ def _match(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Match] |
 
 
 def _under(
-    whole: Tensor, by_shard: Shards, dim: int | None, bound: float
+    whole: Tensor,
+    by_shard: Shards,
+    dim: int | None,
+    bound: float,
+    parts: Collection[Lengths],
 ) -> dict[int, Match] | None:
     """Return how shards match if the rows are along a dim; None if the shapes do not."""
     num_shards, matches = len(by_shard), dict[int, Match]()
@@ -154,7 +171,7 @@ def _under(
         return None
     for shard, locals_ in sorted(by_shard.items()):
         part = whole if dim is None else whole.chunk(num_shards, dim)[shard]
-        match = best_match(part, locals_, bound)
+        match = best_match(part, locals_, bound, parts)
         if match is None:
             return None
         matches[shard] = match

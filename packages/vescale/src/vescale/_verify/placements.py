@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Place = tuple[int, int]  # on the axes of ranks that share a batch: cp, tp
+Lengths = tuple[int, ...]
 
 # Within a dim that is sharded block after block: more than are rows of batches one verifies with.
 _MOST_BLOCKS = 32
@@ -36,7 +37,12 @@ class Match:
     expected: float
 
 
-def best_match(whole: Tensor, locals_: Mapping[Place, Tensor], bound: float) -> Match | None:
+def best_match(
+    whole: Tensor,
+    locals_: Mapping[Place, Tensor],
+    bound: float,
+    parts: Collection[Lengths] = (),
+) -> Match | None:
     """Compare one device's tensor with those of the ranks that share its rows.
 
     A rank may hold all of it, a part of it along one dim for each axis, or a term of a sum.
@@ -46,12 +52,14 @@ def best_match(whole: Tensor, locals_: Mapping[Place, Tensor], bound: float) -> 
         whole: One device's tensor.
         locals_: The ranks' tensors.
         bound: A difference that needs no better match.
+        parts: Lengths of the parts that a dim may be made of, each sharded on its own, where
+            they are not equal.
 
     Returns:
         The first match within the bound, else the closest; None if the shapes fit in no way.
     """
     best: Match | None = None
-    for placements, pairs in _candidates(whole, locals_):
+    for placements, pairs in _candidates(whole, locals_, parts):
         match = _furthest(placements, pairs)
         if best is None or match.error < best.error:
             best = match
@@ -63,7 +71,9 @@ def best_match(whole: Tensor, locals_: Mapping[Place, Tensor], bound: float) -> 
 Pairs = Sequence[tuple[Place, Tensor, Tensor]]  # found on ranks, expected there
 
 
-def _candidates(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tuple[str, Pairs]]:
+def _candidates(
+    whole: Tensor, locals_: Mapping[Place, Tensor], parts: Collection[Lengths]
+) -> Iterator[tuple[str, Pairs]]:
     shapes = {x.shape for x in locals_.values()}
     if shapes == {whole.shape}:
         yield "replicated", [(place, x, whole) for place, x in locals_.items()]
@@ -85,7 +95,14 @@ def _candidates(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tupl
     for axis, name in enumerate(("cp", "tp")):
         groups = _along(axis, locals_)
         if len(dims) == 1 and len(groups[0]) > 1:
-            for order, joined in _joined(groups, locals_, dims[0], whole.shape[dims[0]]):
+            size = whole.shape[dims[0]]
+            ways = (
+                _joined(groups, locals_, dims[0], size),
+                _packed(groups, locals_, dims[0], parts),
+            )
+            for order, joined in itertools.chain(*ways):
+                if any(x.shape != whole.shape for x in joined):
+                    continue
                 yield (
                     f"sharded over {name} along dim {dims[0]}{order}",
                     [(min(group), x, whole) for group, x in zip(groups, joined, strict=True)],
@@ -161,6 +178,25 @@ def _joined(
                 text,
                 [_from_both_ends(row, ends, dim + 1).flatten(dim, dim + 1) for row in inner],
             )
+
+
+def _packed(
+    groups: Sequence[Sequence[Place]],
+    locals_: Mapping[Place, Tensor],
+    dim: int,
+    parts: Collection[Lengths],
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield ways of putting shards next to each other in each of parts of several lengths."""
+    num_ranks = len(groups[0])
+    for lengths in parts:
+        own = [length // num_ranks for length in lengths]
+        if any(locals_[place].shape[dim] != sum(own) for group in groups for place in group):
+            continue
+        joined: list[Tensor] = []
+        for group in groups:
+            of_parts = zip(*(locals_[place].split(own, dim) for place in group), strict=True)
+            joined.append(torch.cat([x for part in of_parts for x in part], dim))
+        yield f" of each of parts that are {', '.join(map(str, lengths))} long", joined
 
 
 def _ends(shards: Sequence[Tensor], dim: int) -> Sequence[tuple[int, int]] | None:
