@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout
 from vescale_planner._search import sharding
+from vescale_planner._search.search import Search
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -39,6 +41,36 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class NormedBlock(Block):
+    """Its norm is over all of what tensor-parallel ranks have parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(6 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+def test_what_is_gathered_around_norms_is_priced() -> None:
+    model = Net()
+    model.layers = nn.ModuleList(NormedBlock() for _ in range(4))
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    plan = propose_sharding(model, "auto", 2, example_batch=ids).plan
+    assert plan["layers.*.norm.<whole>"] == "Shard(2)"
+
+    def sent(sharding: dict[str, str]) -> float:
+        cluster = replace(Cluster.preset("h200"), intra_latency_seconds=0.0)
+        search = Search(model, workload_of(model, ids), cluster, {}, 2, "flops")
+        search.shard(2, sharding)
+        fastest = search.run(2).fits
+        candidate = next(each.candidate for each in fastest if each.candidate.layout.tp == 2)
+        return search.cost(candidate).tensor_parallel
+
+    without = {pattern: text for pattern, text in plan.items() if "<whole>" not in pattern}
+    assert sent(plan) > 1.5 * sent(without)
 
 
 def _virtual_stages(pp: int, num_blocks: int) -> set[int]:

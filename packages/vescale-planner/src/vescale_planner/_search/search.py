@@ -25,6 +25,7 @@ from vescale_planner._layouts import Layout, layouts, stated_batch
 from vescale_planner._partition import (
     LocalPart,
     PipelineRank,
+    Sharded,
     local_parts,
     pipeline_ranks,
     stage_starts,
@@ -90,8 +91,8 @@ class Search:
         default_factory=dict["tuple[int, int]", "tuple[LocalPart, ...]"]
     )
     # By sharding plan: most tensor-parallel sizes share one, and to resolve it walks the model.
-    _sharded: dict[tuple[tuple[str, str], ...], frozenset[str]] = field(
-        default_factory=dict["tuple[tuple[str, str], ...]", "frozenset[str]"]
+    _sharded: dict[tuple[tuple[str, str], ...], Sharded] = field(
+        default_factory=dict["tuple[tuple[str, str], ...]", Sharded]
     )
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
@@ -375,9 +376,11 @@ class Search:
             )
         return self._parts[tp, ep]
 
-    def _sharded_by(self, sharding: Mapping[str, str]) -> frozenset[str]:
+    def _sharded_by(self, sharding: Mapping[str, str]) -> Sharded:
         key = tuple(sharding.items())
         if key not in self._sharded:
             plan = ShardingProposal(plan=dict(sharding), left_whole={})
-            self._sharded[key] = plan.sharded_parameters(self.model)
+            self._sharded[key] = Sharded(
+                plan.sharded_parameters(self.model), plan.gathered_modules(self.model)
+            )
         return self._sharded[key]
