@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_parallel import Observation
 from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._trace import observe
+from vescale_parallel._trace.repeated.description import described
 from vescale_parallel._trace.repeated.record import repeat
 
 _NUM_BLOCKS, _WIDTH = 8, 8
@@ -194,6 +195,23 @@ def test_what_differs_between_blocks_counts_if_it_is_read(
 ) -> None:
     _observed(_Stack(block), _BATCH, repeats=True)
     assert num_repeated == [times]
+
+
+def test_blocks_that_all_differ_are_not_compared_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[object] = []
+
+    def counting(*given: Any) -> Any:
+        compared.append(given)
+        return described(*given)
+
+    monkeypatch.setattr("vescale_parallel._trace.repeated.blocks.described", counting)
+    model = _Stack(_ByParity)
+    model.blocks.extend(_ByParity(index) for index in range(_NUM_BLOCKS, 40))
+    found = _observed(model, _BATCH, repeats=True)
+    assert len(compared) == 2 * 12  # before and after
+    assert found == _observed(model, _BATCH, repeats=False)
 
 
 class _Tells(_Block):

@@ -44,6 +44,9 @@ from .attribute_reads import heard_reads, varying_attributes
 from .description import Description, described
 from .record import Record, Recording, record_of, repeat
 
+# Calls in a row that did what none before them had done, after which no other is compared.
+_IN_VAIN = 12
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -83,6 +86,7 @@ class RepeatedBlocks(Listener):
         self._recording: Recording | None = None
         self._outlived: dict[int, tuple[weakref.ref[Tensor], _Kind]] = {}
         self._is_doubted = False
+        self._in_vain = 0
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -144,6 +148,7 @@ class RepeatedBlocks(Listener):
             for at in kind.equal:
                 record = kind.records[at]
                 if record.fits(module, fqn, self._names):
+                    self._in_vain = 0
                     kind.repeated.append(record)
                     return repeat(record, self._observer, fqn, module, call.description.tensors)
             return self._recorded(call, kind, forward)
@@ -153,8 +158,11 @@ class RepeatedBlocks(Listener):
     def _described(
         self, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
-        """Return what decides what a call does; None if that is not known."""
+        """Return what decides what a call does; None if that is not known, or all differ."""
         observer = self._observer
+        if self._in_vain == _IN_VAIN:
+            return None
+        self._in_vain += 1
         hooks = saved_tensors_hooks_in_force(False)
         if observer.calls[observer.call].fqn != fqn or hooks is None or hooks[0] != observer.saved:
             return None
@@ -192,6 +200,7 @@ class RepeatedBlocks(Listener):
             kind.is_refused = True
             return output
         same = kind.records.get(record.read) == record
+        self._in_vain *= not same
         (kind.equal.add if same else kind.equal.discard)(record.read)
         kind.records[record.read] = record
         return output
