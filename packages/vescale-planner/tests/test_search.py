@@ -114,6 +114,24 @@ def test_only_what_is_returned_is_proven(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(asked) == len(set(asked))
 
 
+def test_what_cannot_be_sharded_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refused(*given: Any, **options: Any) -> Any:
+        asked.append(given[2])
+        raise ValueError("no way")
+
+    monkeypatch.setattr(sharding, "propose_sharding", refused)
+    model, ids = Net(), torch.zeros(4, 5, dtype=torch.long)
+    search = Search(model, workload_of(model, ids), Cluster.preset("h200"), {}, 2, "flops", ids)
+    given = {"tensor_parallel.sequence": True}
+    for each in (search, replace(search, accumulates=True)):
+        assert each.under(given, keeps_sharding=False).sharding(2) == "no way"
+    assert asked == [2]
+    assert search.under({}, keeps_sharding=False).sharding(2) == "no way"
+    assert asked == [2, 2]
+
+
 def test_a_size_that_cannot_be_is_refused_though_it_was_priced() -> None:
     ids = torch.zeros(5, 5, dtype=torch.long)
     only = {"pipeline_parallel.size": 1, "tensor_parallel.size": 5}

@@ -43,7 +43,7 @@ from vescale_planner._workload import Workload, itemsize_of
 from vescale_planner.cluster import Cluster
 
 from .ranking import ScoredCandidate, SearchResult, distinct, ranked
-from .sharding import found_sharding
+from .sharding import decides_sharding, found_sharding
 
 
 @dataclass
@@ -93,6 +93,11 @@ class Search:
     # By sharding plan: most tensor-parallel sizes share one, and to resolve it walks the model.
     _sharded: dict[tuple[tuple[str, str], ...], Sharded] = field(
         default_factory=dict["tuple[tuple[str, str], ...]", Sharded]
+    )
+    # By what of other constraints decides them, sharding plans under those: a search that is
+    # repeated, with batches that are accumulated for example, proves them once.
+    _elsewhere: dict[str, tuple[dict[int, ShardingProposal], dict[int, dict[str, str] | str]]] = (
+        field(default_factory=dict[str, Any])
     )
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
@@ -251,11 +256,17 @@ class Search:
 
     def under(self, constraints: Mapping[str, Any], *, keeps_sharding: bool) -> Search:
         """Return a search under other constraints, with the sharding plans of this if they are."""
+        proposals, sharding = self.proposals, self._sharding
+        if not keeps_sharding:
+            decides = repr(
+                sorted(each for each in constraints.items() if decides_sharding(each[0]))
+            )
+            proposals, sharding = self._elsewhere.setdefault(decides, ({}, {}))
         return replace(
             self,
             constraints=constraints,
-            proposals=self.proposals if keeps_sharding else {},
-            _sharding=self._sharding if keeps_sharding else {},
+            proposals=proposals,
+            _sharding=sharding,
             _ranks={},
             _parts={},
             _starts={},
