@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_parallel import ParallelPlan, parallelize
 from vescale_planner import Cluster, generate_plan
-from vescale_testing import World
+from vescale_testing import RankError, World
 
 from .experts import ROWS, AllInDouble, build, rows_of, tokens
 from .fake_ranks import rank_0_of
@@ -102,6 +102,11 @@ def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
     # Sums in another order, of float64; of float32 where the model has no other.
     tolerance = 1e-12 if loss.dtype == torch.float64 else 1e-5
     for plan in emitted(family, 2).values():
+        if family == "branching" and plan.data_parallel.size * plan.num_microbatches > 1:
+            # It branches on a token of the first row, which other parts of the batch do not have.
+            with pytest.raises(RankError, match="they depend on each other in 'the model'"):
+                world2.run(on_rank, family, plan.to_json())
+            continue
         for found, grads in world2.run(on_rank, family, plan.to_json()):
             torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
             for name, expected in gradients.items():

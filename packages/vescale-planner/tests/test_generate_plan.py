@@ -51,6 +51,13 @@ def _value(plan: ParallelPlan, key: str) -> Any:
     return value
 
 
+def test_a_plan_explains_itself() -> None:
+    plan = generate_plan(_llama(), world_size=4, cluster=CPU, example_batch=_batch())
+    said = " ".join(plan.explain().split())
+    assert "the batch is split over 4 data-parallel replicas" in said
+    assert all(" ".join(reason.split()) in said for reason in plan.reasons)
+
+
 def test_a_tiny_model_on_four_ranks_is_data_parallel() -> None:
     plan = generate_plan(_llama(), world_size=4, cluster=CPU)
     assert plan.dotted() == {"data_parallel.size": 4}

@@ -10,7 +10,7 @@ from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout, layouts
-from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import step_cost
@@ -64,7 +64,7 @@ def _candidate(tp: int = 1, pp: int = 1, dp: int = 1, **changes: int | str) -> C
 
 def _ranks(candidate: Candidate, *, sequence: bool = False) -> tuple[PipelineRank, ...]:
     workload = _workload()
-    sharded = frozenset(f"{index}.weight" for index in range(8))
+    sharded = Sharded(frozenset(f"{index}.weight" for index in range(8)))
     parts = local_parts(workload, sharded, candidate.layout.tp, sequence=sequence)
     starts = list(range(0, 8, 8 // candidate.stages))
     placement = StagePlacement(candidate.layout.pp, candidate.virtual_stages)

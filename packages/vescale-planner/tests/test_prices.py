@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from vescale_parallel import StagePlacement, simulate_schedule
 from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate
 from vescale_planner._layouts import Layout
-from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part, keys_share
 from vescale_planner._prices.collectives import Group, all_gather, exchange, send
 from vescale_planner._prices.columns import Numerics
@@ -94,10 +95,15 @@ def _candidate(
 
 
 def _ranks(
-    candidate: Candidate, workload: Workload, *, cut_logits: bool = False
+    candidate: Candidate,
+    workload: Workload,
+    *,
+    cut_logits: bool = False,
+    gathered: frozenset[str] = frozenset(),
 ) -> tuple[PipelineRank, ...]:
     sharded = frozenset(p.fqn for part in workload.parts for p in part.parameters)
-    parts = local_parts(workload, sharded, candidate.layout.tp, cut_logits=cut_logits)
+    given = Sharded(sharded, gathered)
+    parts = local_parts(workload, given, candidate.layout.tp, cut_logits=cut_logits)
     starts = list(range(0, len(workload.blocks), len(workload.blocks) // candidate.stages))
     return pipeline_ranks(workload, parts, starts, StagePlacement(candidate.layout.pp, 1))
 
@@ -110,6 +116,22 @@ def _cost(
 ) -> Cost:
     ranks = _ranks(candidate, workload or _workload())
     return step_cost(candidate, ranks, cluster, numerics=numerics)
+
+
+@pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3)])
+def test_norms_over_sharded_features_are_gathered_around_in_every_pass(
+    recompute: Literal["none", "full"], gathers: int
+) -> None:
+    given = _workload()
+    blocks = (
+        replace(given.blocks[0], norm_bytes=(("norm", 1e9), ("act", 2e9))),
+        *given.blocks[1:],
+    )
+    candidate = replace(_candidate(tp=4), recompute=recompute)
+    ranks = _ranks(candidate, replace(given, blocks=blocks), gathered=frozenset({"norm"}))
+    cost = step_cost(candidate, ranks, PLAIN, numerics=GIVEN)
+    one = all_gather(candidate.rows_of_part * 1e9, Group(4), PLAIN)
+    assert cost.tensor_parallel == pytest.approx(gathers * one)
 
 
 def test_ranks_of_a_node_add_up_their_cards() -> None:

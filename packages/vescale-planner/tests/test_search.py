@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vescale_planner import Cluster, generate_plan
 from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout
 from vescale_planner._search import sharding
+from vescale_planner._search.search import Search
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -39,6 +41,36 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class NormedBlock(Block):
+    """Its norm is over all of what tensor-parallel ranks have parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(6 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+def test_what_is_gathered_around_norms_is_priced() -> None:
+    model = Net()
+    model.layers = nn.ModuleList(NormedBlock() for _ in range(4))
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    plan = propose_sharding(model, "auto", 2, example_batch=ids).plan
+    assert plan["layers.*.norm.<whole>"] == "Shard(2)"
+
+    def sent(sharding: dict[str, str]) -> float:
+        cluster = replace(Cluster.preset("h200"), intra_latency_seconds=0.0)
+        search = Search(model, workload_of(model, ids), cluster, {}, 2, "flops")
+        search.shard(2, sharding)
+        fastest = search.run(2).fits
+        candidate = next(each.candidate for each in fastest if each.candidate.layout.tp == 2)
+        return search.cost(candidate).tensor_parallel
+
+    without = {pattern: text for pattern, text in plan.items() if "<whole>" not in pattern}
+    assert sent(plan) > 1.5 * sent(without)
 
 
 def _virtual_stages(pp: int, num_blocks: int) -> set[int]:
@@ -80,6 +112,24 @@ def test_only_what_is_returned_is_proven(monkeypatch: pytest.MonkeyPatch) -> Non
     # The first size shows what can be cut; the others are priced by it.
     assert set(asked) == {2, plan.tensor_parallel.size} - {1}
     assert len(asked) == len(set(asked))
+
+
+def test_what_cannot_be_sharded_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refused(*given: Any, **options: Any) -> Any:
+        asked.append(given[2])
+        raise ValueError("no way")
+
+    monkeypatch.setattr(sharding, "propose_sharding", refused)
+    model, ids = Net(), torch.zeros(4, 5, dtype=torch.long)
+    search = Search(model, workload_of(model, ids), Cluster.preset("h200"), {}, 2, "flops", ids)
+    given = {"tensor_parallel.sequence": True}
+    for each in (search, replace(search, accumulates=True)):
+        assert each.under(given, keeps_sharding=False).sharding(2) == "no way"
+    assert asked == [2]
+    assert search.under({}, keeps_sharding=False).sharding(2) == "no way"
+    assert asked == [2, 2]
 
 
 def test_a_size_that_cannot_be_is_refused_though_it_was_priced() -> None:

@@ -64,6 +64,12 @@ foreach_zero_: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_  # py
 # calls would take this package's own bookkeeping for the module's.
 unseen_functions: Any = torch._C.DisableTorchFunction
 
+# The hooks that are asked next about what autograd keeps; without them one could not tell whether
+# something, such as torch.utils.checkpoint, has put others before one's own.
+saved_tensors_hooks_in_force: Callable[[bool], tuple[Any, Any] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -89,6 +95,7 @@ __all__ = [
     "num_views",
     "pytree",
     "restarts_compilation",
+    "saved_tensors_hooks_in_force",
     "set_timeout",
     "shared_by",
     "unseen_functions",

@@ -94,6 +94,21 @@ def test_print_says_in_words_what_is_sharded_and_what_is_split() -> None:
     assert "a single device: nothing is sharded" in str(ParallelPlan())
 
 
+def test_explain_says_what_a_plan_does_and_why_also_after_json() -> None:
+    for plan in (full_plan(), ParallelPlan.from_json(full_plan().to_json())):
+        assert plan.explain().splitlines() == [
+            "plan for 16 ranks, Linear (2 parameters, 9 elements)",
+            *(
+                line
+                for line in str(plan).splitlines()
+                if line.startswith("  ") and ":" not in line
+            ),
+            "predicted: 0.5 s a step, 1 GiB a rank",
+            "- the fastest",
+        ]
+    assert "gives no reasons" in ParallelPlan().explain()
+
+
 def test_printed_lines_fit_a_terminal() -> None:
     plan = replace(
         full_plan(),

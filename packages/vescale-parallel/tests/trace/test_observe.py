@@ -296,6 +296,39 @@ def test_saved_bytes_of_modules_count_what_they_kept_first() -> None:
     assert observe(model, x).saved_bytes == 96
 
 
+class _Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).detach())
+
+
+def test_what_no_backward_will_ask_for_is_not_kept() -> None:
+    """Not even by a node that keeps what it returns, as that of tanh."""
+    assert [call.saved_bytes for call in observe(_Detaches(), torch.ones(3, 4)).modules] == [
+        48, 0, 0, 0, 48,
+    ]  # fmt: skip
+
+
+class _Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x.requires_grad_()))
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + gradient.square().sum()
+
+
+def test_a_backward_within_the_forward_gets_what_was_kept() -> None:
+    # Forward, the gradient of the input, and nothing of the weights'.
+    assert observe(_Penalized(), torch.ones(3, 4)).flops == 2 * (2 * 3 * 4 * 4)
+
+
 class Multiplies(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()

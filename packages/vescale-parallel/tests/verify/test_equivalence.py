@@ -41,6 +41,22 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
+class BiasedKeys(nn.Module):
+    """The gradient of its keys' bias is zero, and what rounding leaves of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        q, k, v = (
+            each(F.layer_norm(x_BSF, (64,))).unflatten(-1, (-1, 16)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x_BSF + 1e4 * self.out(y.transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     """A residual around attention, and a gate that is whole inside of the region."""
 
@@ -105,6 +121,13 @@ BATCH = (torch.randn(2, 6, 8),)
 def run(plan: dict[str, str], model: nn.Module | None = None, size: int = 2) -> frozenset[str]:
     model = Model() if model is None else model
     return check_plan(DryRuns(model, BATCH), shard(plan, model, size)).partial_grads
+
+
+def test_gradients_that_are_rounding_alone_are_not_told_apart() -> None:
+    model, batch = Model(BiasedKeys), (torch.randn(2, 32, 64),)
+    plan = {f"blocks.*.{name}.{what}": "Shard(0)" for name in "qkv" for what in ("weight", "bias")}
+    plan["blocks.*.out.weight"] = "Shard(1)"
+    assert check_plan(DryRuns(model, batch), shard(plan, model, 2)).partial_grads == frozenset()
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:

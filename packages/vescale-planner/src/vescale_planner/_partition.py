@@ -13,6 +13,14 @@ from ._workload import Workload
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """What a sharding plan names: parameters that are cut, and norms that are gathered around."""
+
+    parameters: frozenset[str]
+    gathered: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class LocalPart:
     """One part of the model on one rank of the tensor-parallel axis.
 
@@ -28,6 +36,7 @@ class LocalPart:
             output layer whose plan says so, and what the loss keeps of them.
         ep: Ranks that share its experts, of which it has its part.
         expert_share: As ``share``, of its experts' bytes alone.
+        gathered_bytes: What its norms are called with around which it is gathered, for one row.
     """
 
     part: Part
@@ -39,6 +48,7 @@ class LocalPart:
     keeps_cut: bool = False
     ep: int = 1
     expert_share: float = 0.0
+    gathered_bytes: float = 0.0
 
     @cached_property
     def nbytes(self) -> float:
@@ -128,7 +138,10 @@ class LocalPart:
         part = self.part
         sizes = part.numel, part.nbytes, part.flops, part.attention_flops, part.saved_bytes
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
-        how = self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut
+        how = (
+            self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut,
+            self.gathered_bytes,
+        )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
             how = (*how, self.ep, *sent, part.routed_rows, self.expert_width)
@@ -209,7 +222,7 @@ class PipelineRank:
 
 def local_parts(
     workload: Workload,
-    sharded: frozenset[str],
+    sharded: Sharded,
     tp: int,
     *,
     sequence: bool = False,
@@ -220,7 +233,7 @@ def local_parts(
 
     Args:
         workload: The model.
-        sharded: Parameters that are cut.
+        sharded: What is cut.
         tp: Size of the tensor-parallel axis.
         sequence: Whether activations between blocks are cut along the sequence.
         cut_logits: Whether what the model returns stays cut.
@@ -233,16 +246,17 @@ def local_parts(
         # An output layer with tied weights owns nothing and computes with them.
         counted = part.parameters + (workload.tied if index == len(parts) - 1 else ())
         total = sum(each.nbytes for each in counted)
-        cut = sum(each.nbytes for each in counted if each.fqn in sharded)
+        cut = sum(each.nbytes for each in counted if each.fqn in sharded.parameters)
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
         share = cut / total if total else 0.0
         experts = [each for each in counted if each.num_experts]
-        cut = sum(each.nbytes for each in experts if each.fqn in sharded)
+        cut = sum(each.nbytes for each in experts if each.fqn in sharded.parameters)
         expert_share = cut / sum(each.nbytes for each in experts) if experts else 0.0
         is_last = index == len(parts) - 1
         keeps_cut = is_last and cut_logits and share > 0
-        how = is_block or whole, sequence, is_last, keeps_cut, ep, expert_share
+        gathered = sum(nbytes for fqn, nbytes in part.norm_bytes if fqn in sharded.gathered)
+        how = is_block or whole, sequence, is_last, keeps_cut, ep, expert_share, gathered
         found.append(LocalPart(part, share, tp, *how))
     return tuple(found)
 

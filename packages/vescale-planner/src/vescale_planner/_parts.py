@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +62,8 @@ class Part:
             experts, they are sent to those, and as many back.
         num_exchanges: Modules with experts, each of which sends its rows.
         routed_rows: Rows that the experts of one of these modules are called with, together.
+        norm_bytes: What its modules are called with that multiply nothing and return as much:
+            name and bytes. Where such a norm needs features that are cut, they are gathered.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -72,6 +76,7 @@ class Part:
     sent_bytes: float = 0.0
     num_exchanges: int = 0
     routed_rows: float = 0.0
+    norm_bytes: tuple[tuple[str, float], ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -174,10 +179,13 @@ def ownership(
     return [tuple(part) for part in parts], tuple(tied)
 
 
-def observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, ...], Part]:
-    """Divide an observation by its rows."""
+def observed_parts(
+    seen: Observation, owned: Owned, itemsize: int
+) -> tuple[Part, tuple[Part, ...], Part]:
+    """Divide an observation by its rows; ``itemsize`` is that of activations."""
     rows = max(1, seen.rows)
     width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
+    norms = _norm_bytes(seen, itemsize)
     before = Part(
         parameters=owned[0],
         flops=seen.before_flops / rows,
@@ -191,6 +199,7 @@ def observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, .
             saved_bytes=block.saved_bytes / rows,
             output_bytes=block.output_bytes / rows,
             keys_bytes=keys_share(parameters) * block.output_bytes / rows,
+            norm_bytes=norms.get(block.fqn, ()),
         )
         for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
     )
@@ -202,6 +211,20 @@ def observed_parts(seen: Observation, owned: Owned) -> tuple[Part, tuple[Part, .
         input_bytes=seen.blocks[-1].output_bytes / rows if seen.blocks else 0.0,
     )
     return before, blocks, after
+
+
+def _norm_bytes(seen: Observation, itemsize: int) -> dict[str, tuple[tuple[str, float], ...]]:
+    """Return, for each block, what modules like norms in it were called with, for one row."""
+    found: dict[str, dict[str, float]] = {block.fqn: {} for block in seen.blocks}
+    for call in seen.modules:
+        if call.flops or len(call.inputs) != 1 or call.inputs != call.outputs:
+            continue
+        holders = itertools.accumulate(call.fqn.split("."), "{}.{}".format)
+        block = next((fqn for fqn in holders if fqn in found), None)
+        if block is not None:
+            nbytes = math.prod(call.inputs[0]) * itemsize / max(1, seen.rows)
+            found[block].setdefault(call.fqn, nbytes)
+    return {block: tuple(norms.items()) for block, norms in found.items()}
 
 
 def with_attention(part: Part, once: frozenset[str], tokens: float) -> Part:

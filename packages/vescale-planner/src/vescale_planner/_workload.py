@@ -111,6 +111,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
             input_bytes=each.input_bytes * factor,
             keys_bytes=each.keys_bytes * factor,
             sent_bytes=each.sent_bytes * factor,
+            norm_bytes=tuple((fqn, nbytes * factor) for fqn, nbytes in each.norm_bytes),
         )
 
     return replace(
@@ -147,7 +148,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
     largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
     itemsize = 4 if largest is None else largest.element_size()
     if observation.ran:
-        before, inner, after = observed_parts(observation, owned)
+        before, inner, after = observed_parts(observation, owned, itemsize)
         notes.append(_order_note(observation))
         notes.append(_uncounted_note(observation))
         parts = observed_exchanges((before, *inner, after), blocks, layers, observation, itemsize)

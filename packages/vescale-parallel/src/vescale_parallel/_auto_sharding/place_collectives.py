@@ -65,6 +65,14 @@ class ShardingProposal:
         parameters = resolve(self.plan, model).parameters
         return frozenset(fqn for fqn, placement in parameters.items() if is_sharded(placement))
 
+    def gathered_modules(self, model: nn.Module) -> frozenset[str]:
+        """Return the FQNs of the modules that the plan gathers around (``<whole>``).
+
+        Raises:
+            ValueError: If a pattern of the plan matches nothing in the model.
+        """
+        return frozenset(resolve(self.plan, model).whole)
+
 
 def place_collectives(
     runs: DryRuns, groups: Sequence[Group], size: int, *, sequence: bool

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+@functools.cache
+def hints_of(section: type) -> Mapping[str, Any]:
+    """Return what the fields of a section are annotated with, read once: plans are many."""
+    return get_type_hints(section)
 
 
 def check_choices(prefix: str, section: object) -> None:
@@ -12,7 +19,7 @@ def check_choices(prefix: str, section: object) -> None:
     Raises:
         ValueError: With the dotted name of the field and its choices.
     """
-    for name, hint in get_type_hints(type(section)).items():
+    for name, hint in hints_of(type(section)).items():
         value = getattr(section, name)
         options = [hint, *get_args(hint)]
         allowed = [

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args
 
-from .choices import check_choices
+from .choices import check_choices, hints_of
 from .combinations import check_experts, check_reductions
 from .config import Batch, ContextParallel, DataParallel, ExpertParallel, Precision, TensorParallel
 from .numerics import check_numerics, numerics_in_words
@@ -142,7 +142,7 @@ class ParallelPlan:
             )
 
     def _check_sections(self) -> None:
-        for name, hint in get_type_hints(ParallelPlan).items():
+        for name, hint in hints_of(ParallelPlan).items():
             if name in _OF_PLANNER or not is_dataclass(hint):
                 continue
             kind, value = cast("Any", hint), getattr(self, name)
@@ -255,6 +255,33 @@ class ParallelPlan:
         return _build(cls, record, "")
 
     def __str__(self) -> str:
+        lines = self._told()
+        for key, value in self.dotted().items():
+            # What was verified is for the runtime; it is in the JSON.
+            if key != "tensor_parallel.proven_calls":
+                lines += entry(key, value)
+        return "\n".join([*lines, *self._chosen()])
+
+    def explain(self) -> str:
+        """Return what the plan does, what is predicted of it and why it was chosen, in sentences.
+
+        It is what the plan itself knows, read from JSON as well. ``vescale_planner.explain_plan``
+        says more of a choice, and ``vescale_planner.predict`` what any plan takes.
+
+        Example:
+            >>> print(ParallelPlan(data_parallel=DataParallel(size=2)).explain())
+            plan for 2 ranks
+              the batch is split over 2 data-parallel replicas
+              parameters, gradients and optimizer state are replicated in each (as DDP does)
+            nothing is predicted of it, and it gives no reasons: generate_plan did not return it
+        """
+        chosen = self._chosen() or [
+            "nothing is predicted of it, and it gives no reasons: generate_plan did not return it"
+        ]
+        return "\n".join([*self._told(), *chosen])
+
+    def _told(self) -> list[str]:
+        """Return lines of what the plan does."""
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         lines = filled(f"plan for {ranks}" + (f", {self.model}" if self.model else ""), "", "  ")
         for sentence in in_words(
@@ -268,15 +295,14 @@ class ParallelPlan:
             lines += filled(sentence, "  ", "    ")
         if self.numerics == "invariant":
             lines += filled(numerics_in_words(self.numerics_chunks), "  ", "    ")
-        for key, value in self.dotted().items():
-            # What was verified is for the runtime; it is in the JSON.
-            if key != "tensor_parallel.proven_calls":
-                lines += entry(key, value)
-        if self.estimate:
-            lines += filled(self._predicted(self.estimate), "", "  ")
+        return lines
+
+    def _chosen(self) -> list[str]:
+        """Return lines of why it was chosen, as far as it says."""
+        lines = filled(self._predicted(self.estimate), "", "  ") if self.estimate else []
         for reason in self.reasons:
             lines += filled(reason, "- ", "  ")
-        return "\n".join(lines)
+        return lines
 
     def described(self) -> dict[str, str]:
         """Return every field as text, by its constraint key, to compare plans."""
@@ -349,7 +375,7 @@ def _build(cls: Any, record: Any, prefix: str) -> Any:
     """Construct a plan or a section of one from JSON."""
     if not isinstance(record, dict):
         raise ValueError(f"expected plan field {prefix[:-1]!r} to be an object, got {record!r}")
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     fields_of_json = cast("dict[str, Any]", record)
     unknown = sorted(set(fields_of_json) - set(hints))
     if unknown:

@@ -74,6 +74,7 @@ class FakeRun:
         values: What is known of them.
         model: The copy. It may be changed before the forward.
         operator: Name of the latest operator.
+        hooks: Numbers of the hooks by which listeners hear of modules.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FakeRun:
         self.model = skeleton(model, self.fake_mode, self.values)
         drop_hooks(self.model)
         self.operator = ""
+        self.hooks: set[int] = set()
         self._refused = refused or _observation_error
         self._inside: list[str] = []
         self._raised: tuple[BaseException, str] | None = None
@@ -134,8 +136,12 @@ class FakeRun:
         # On the copy, whose hooks nobody else sees.
         for fqn, module in self.model.named_modules():
             entered, left = self._hooks(fqn, listeners)
-            yield module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True)
-            yield module.register_forward_hook(left, always_call=True)
+            for handle in (
+                module.register_forward_pre_hook(entered, prepend=True, with_kwargs=True),
+                module.register_forward_hook(left, always_call=True),
+            ):
+                self.hooks.add(handle.id)
+                yield handle
 
     def _hooks(
         self, fqn: str, listeners: tuple[Listener, ...]

@@ -58,17 +58,17 @@ class Uncounted:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.operators: dict[str, None] = {}
-        self._weights = {p.untyped_storage() for p in parameters if p.dim() > 1}
+        self.weights = {p.untyped_storage() for p in parameters if p.dim() > 1}
 
     def see(self, func: Any, inputs: Sequence[Tensor], out: Any) -> None:
         """Take note of an operator without a rule."""
         floats = [tensor for tensor in inputs if is_float(tensor.dtype)]
-        weights = [tensor for tensor in floats if tensor.untyped_storage() in self._weights]
+        weights = [tensor for tensor in floats if tensor.untyped_storage() in self.weights]
         if not weights:
             return
         if len(weights) == len(inputs):
             made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-            self._weights.update(tensor.untyped_storage() for tensor in made)
+            self.weights.update(tensor.untyped_storage() for tensor in made)
         name = func._schema.name.rpartition("::")[2]
         moves = torch.Tag.pointwise in func.tags or name in _NOT_PRODUCTS
         if len(floats) > 1 and not moves:

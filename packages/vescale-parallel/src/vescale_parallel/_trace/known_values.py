@@ -39,6 +39,10 @@ class KnownValues:
         if _is_mask(value):
             self._given[fake] = value
 
+    def has(self, fake: Tensor) -> bool:
+        """Return whether something is known of a fake tensor."""
+        return fake in self._given or fake in self._values
+
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> list[Any] | None:

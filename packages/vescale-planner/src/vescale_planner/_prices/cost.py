@@ -296,7 +296,8 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
 
     With a cut sequence each is a reduce-scatter and an all-gather, which send the same bytes. In
     front of the blocks an embedding's rows are summed. Behind them the gradient of an output
-    layer's input is summed; its logits stay cut, or are gathered.
+    layer's input is summed; its logits stay cut, or are gathered. Around norms that need features
+    of all ranks what they are called with is gathered, and so is their result's gradient.
     """
     layout, rows = columns.layout, columns.rows_of_part
     nothing = np.zeros_like(rows)
@@ -306,7 +307,12 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
     handed = p.part.output_bytes * rows
     if p.is_block:
         count = np.where(columns.recomputes, 6, 4)
-        return count * all_reduce(handed, group, cluster) if p.part.output_bytes else nothing
+        norms = nothing
+        if p.gathered_bytes:
+            norms = (_passes(columns, p) - 1) * all_gather(p.gathered_bytes * rows, group, cluster)
+        if not p.part.output_bytes:
+            return norms
+        return norms + count * all_reduce(handed, group, cluster)
     if not p.is_last:
         return all_reduce(handed, group, cluster) if p.part.output_bytes else nothing
     # Of cut logits ranks exchange a few numbers a row: all latency.

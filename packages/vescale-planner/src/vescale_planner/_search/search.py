@@ -25,6 +25,7 @@ from vescale_planner._layouts import Layout, layouts, stated_batch
 from vescale_planner._partition import (
     LocalPart,
     PipelineRank,
+    Sharded,
     local_parts,
     pipeline_ranks,
     stage_starts,
@@ -42,7 +43,7 @@ from vescale_planner._workload import Workload, itemsize_of
 from vescale_planner.cluster import Cluster
 
 from .ranking import ScoredCandidate, SearchResult, distinct, ranked
-from .sharding import found_sharding
+from .sharding import decides_sharding, found_sharding
 
 
 @dataclass
@@ -90,8 +91,13 @@ class Search:
         default_factory=dict["tuple[int, int]", "tuple[LocalPart, ...]"]
     )
     # By sharding plan: most tensor-parallel sizes share one, and to resolve it walks the model.
-    _sharded: dict[tuple[tuple[str, str], ...], frozenset[str]] = field(
-        default_factory=dict["tuple[tuple[str, str], ...]", "frozenset[str]"]
+    _sharded: dict[tuple[tuple[str, str], ...], Sharded] = field(
+        default_factory=dict["tuple[tuple[str, str], ...]", Sharded]
+    )
+    # By what of other constraints decides them, sharding plans under those: a search that is
+    # repeated, with batches that are accumulated for example, proves them once.
+    _elsewhere: dict[str, tuple[dict[int, ShardingProposal], dict[int, dict[str, str] | str]]] = (
+        field(default_factory=dict[str, Any])
     )
     _starts: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict["tuple[object, ...]", "list[int]"]
@@ -250,11 +256,17 @@ class Search:
 
     def under(self, constraints: Mapping[str, Any], *, keeps_sharding: bool) -> Search:
         """Return a search under other constraints, with the sharding plans of this if they are."""
+        proposals, sharding = self.proposals, self._sharding
+        if not keeps_sharding:
+            decides = repr(
+                sorted(each for each in constraints.items() if decides_sharding(each[0]))
+            )
+            proposals, sharding = self._elsewhere.setdefault(decides, ({}, {}))
         return replace(
             self,
             constraints=constraints,
-            proposals=self.proposals if keeps_sharding else {},
-            _sharding=self._sharding if keeps_sharding else {},
+            proposals=proposals,
+            _sharding=sharding,
             _ranks={},
             _parts={},
             _starts={},
@@ -375,9 +387,11 @@ class Search:
             )
         return self._parts[tp, ep]
 
-    def _sharded_by(self, sharding: Mapping[str, str]) -> frozenset[str]:
+    def _sharded_by(self, sharding: Mapping[str, str]) -> Sharded:
         key = tuple(sharding.items())
         if key not in self._sharded:
             plan = ShardingProposal(plan=dict(sharding), left_whole={})
-            self._sharded[key] = plan.sharded_parameters(self.model)
+            self._sharded[key] = Sharded(
+                plan.sharded_parameters(self.model), plan.gathered_modules(self.model)
+            )
         return self._sharded[key]

@@ -11,6 +11,11 @@ from vescale_parallel import ShardingProposal, propose_sharding
 from vescale_planner._constraints import proposal_in_chunks
 
 
+def decides_sharding(constraint: str) -> bool:
+    """Return whether what is sharded depends on a constraint, beside model and example."""
+    return constraint.startswith(("tensor_parallel.", "numerics"))
+
+
 def found_sharding(
     model: nn.Module, constraints: Mapping[str, Any], example_batch: Any, tp: int
 ) -> ShardingProposal | dict[str, str] | str:
