@@ -22,7 +22,7 @@ from .test_bad_input import check as check_refusal
 from .training import whole
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     width: int = 32
     num_heads: int = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -89,9 +90,16 @@ def divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
     holder: Any = module
     for each in path:
         own = copy.copy(getattr(holder, each))
-        setattr(holder, each, own)
+        _set(holder, each, own)
         holder = own
-    setattr(holder, name, value // parts)
+    _set(holder, name, value // parts)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    try:
+        setattr(holder, name, value)
+    except dataclasses.FrozenInstanceError:  # which is for those who share it; this is a copy
+        object.__setattr__(holder, name, value)
 
 
 def _integer(module: nn.Module, attribute: str) -> int | None:
