@@ -135,3 +135,34 @@ def test_of_text_and_images_both_models_are_scaled_down() -> None:
     assert sum(p.numel() for p in scaled.parameters()) < 3e7
     plan = propose_sharding(model, "auto", 2).plan
     assert plan["model.language_model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"
+
+
+PHI_4_MINI: dict[str, Any] = {
+    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "vocab_size": 200064,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes", "parameter", "lengths"),
+    [
+        ("phi3", PHI_4_MINI, "self_attn.qkv_proj", (3072, 1024, 1024)),
+        ("mamba2", {"num_hidden_layers": 8}, "mixer.in_proj", (8192, 8192, 1024, 1024, 128)),
+        ("nemotron_h", NEMOTRON_H, "mixer.in_proj", (8192, 8192, 1024, 1024, 128)),
+    ],
+    ids=["phi3", "mamba2", "nemotron_h"],
+)
+def test_parts_are_as_long_as_in_the_model_itself(
+    family: str, sizes: dict[str, Any], parameter: str, lengths: tuple[int, ...]
+) -> None:
+    model = _published(family, **sizes)
+    assert is_large(model)
+    plan = propose_sharding(model, "auto", 2).plan
+    said = {text for name, text in plan.items() if name.endswith(f".{parameter}.weight")}
+    assert said == {f"InterleavedShard(0, {lengths})"}
+    layout = dict(model.named_parameters())
+    last = next(name for name in reversed(layout) if name.endswith(f"{parameter}.weight"))
+    assert layout[last].shape[0] == sum(lengths)

@@ -9,12 +9,17 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
-from vescale_parallel._tensor_parallel.sharding_spec import texts_of
+from vescale_parallel._tensor_parallel.sharding_spec import (
+    parse_placement,
+    placement_text,
+    texts_of,
+)
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import DryRunError
@@ -26,6 +31,7 @@ from vescale_parallel._verify.scaled_down_model import (
     is_large,
     plan_of_scaled_down,
     scaled_down,
+    shortened,
 )
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -143,12 +149,51 @@ def _of_smaller(
         return None
     # It may be large itself: what divides by many ranks has a size.
     found = _propose_as_it_is(smaller, example_of(smaller), policy, size, sequence=sequence)
-    plan = plan_of_scaled_down(found.plan, smaller, model)
     try:
+        plan = _with_own_lengths(found.plan, shortened(model), size)
+        plan = plan_of_scaled_down(plan, smaller, model)
         shard(plan, model, size)
-    except ValueError:
+    except (ValueError, ObservationError):
         return None  # lengths that divide in the scaled-down model only
     return replace(found, plan=plan)
+
+
+def _with_own_lengths(
+    plan: Mapping[str, str], short: nn.Module | None, size: int
+) -> dict[str, str]:
+    """Return a scaled-down model's plan with parts as long as they are in the model itself.
+
+    Sizes are scaled down by factors of their own, so that parts may differ in length which do not
+    in the scaled-down model. What they are is seen in a forward of ``short``.
+
+    Raises:
+        ValueError: If parts that differ in length are not found there.
+    """
+    placements = {p: parse_placement(text) for p, text in plan.items() if "<" not in p}
+    packed = {p: each for p, each in placements.items() if isinstance(each, InterleavedShard)}
+    if not packed:
+        return dict(plan)
+    own: dict[str, Placement] = {}
+    if short is not None:
+        batch = example_of(short)
+        found = find_candidates(short, batch, size, trace=_axes(short, batch)).chosen
+        own = {fqn: each for cut in found for fqn, each in cut.parameters.items()}
+    lengths: dict[str, str] = {}
+    for pattern, each in packed.items():
+        seen = {own[fqn] for fqn in matching(pattern, own)}
+        alike = [o for o in seen if isinstance(o, InterleavedShard) and _are_alike(o, each)]
+        if len(seen) == len(alike) == 1:
+            lengths[pattern] = placement_text(alike[0])
+        elif isinstance(each.parts, tuple):
+            raise ValueError(f"{pattern} has parts that were not found in the model itself")
+    return {**plan, **lengths}
+
+
+def _are_alike(one: InterleavedShard, other: InterleavedShard) -> bool:
+    counts = [
+        each.parts if isinstance(each.parts, int) else len(each.parts) for each in (one, other)
+    ]
+    return one.dim == other.dim and counts[0] == counts[1]
 
 
 def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> ShardingProposal:

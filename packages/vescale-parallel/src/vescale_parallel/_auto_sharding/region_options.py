@@ -152,8 +152,8 @@ class _Countable:
         if type(value) is not int or value <= 0 or value % self._size:
             return
         of_heads, is_length = "head" in name, "dim" in name or "size" in name
-        of_one_head = of_heads and "dim" in name
-        if value in self._widths and not (of_one_head or any(n in name for n in _NO_WIDTHS)):
+        is_of_one = (of_heads and "dim" in name) or ("group" in name and is_length)
+        if value in self._widths and not (is_of_one or any(n in name for n in _NO_WIDTHS)):
             self._sizes.append(mark)
         elif of_heads and not is_length:
             self._heads.append(mark)

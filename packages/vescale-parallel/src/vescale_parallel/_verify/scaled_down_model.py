@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.copies import deep_copied
-from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.fqns import generalize, matching
+from vescale_parallel._tensor_parallel.sharding_spec import (
+    parse_placement,
+    parts_of,
+    placement_text,
+)
 
 # Sizes that a transformers configuration may name, and what they become. Numbers of heads stay:
 # they decide what can be cut. There are fewer experts, which divide where all of them do.
@@ -79,11 +85,27 @@ def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Modu
         found = scaled if scaled is not None and _layout(scaled) == _layout(model) else None
         return _scaled_down_inside(model, size) if found is None else found
     # Heads have a width of their own in most models: what is between layers may be narrow then.
-    for hidden in (_NARROW * heads, _HEAD_DIM * heads):
+    # In a mixer of Mamba they are together a multiple of it.
+    expand = getattr(config, "expand", 0)
+    mixed = (_HEAD_DIM * heads // expand,) if isinstance(expand, int) and expand else ()
+    for hidden in mixed or (_NARROW * heads, _HEAD_DIM * heads):
         scaled = _made_of(model, _small_config(config, heads, hidden, size))
         if scaled is not None and _has_heads_of_their_own(scaled, model, heads):
             break
     return scaled if scaled is not None and _layout(scaled) == _layout(model) else None
+
+
+def shortened(model: nn.Module) -> nn.Module | None:
+    """Return a model of the same class and widths with as many layers as a scaled-down one has.
+
+    None if the class or its configuration is not understood, or it is one of several parts.
+    """
+    config = copy.deepcopy(getattr(model, "config", None))
+    if _first(config, _HEADS) is None:
+        return None
+    _shorten(config)
+    short = _made_of(model, config)
+    return short if short is not None and _layout(short) == _layout(model) else None
 
 
 def _small_parts(config: Any, size: int) -> Any:
@@ -123,15 +145,20 @@ def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:
         _set(config, _EXPERTS, _fewer(experts, size, groups, _first(config, _CHOSEN) or 1))
     # More rows than columns, as tables of a vocabulary have.
     _set(config, _ROWS, size * (2 * hidden // size + 1))
-    types = getattr(config, "layer_types", None) or []
-    few = max(_FEW_LAYERS, *(1 + types.index(each) for each in set(types)), 0)
-    _set(config, _LAYERS, few)
-    if types:
-        config.layer_types = types[:few]
+    _shorten(config)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, 0)
     return config
+
+
+def _shorten(config: Any) -> None:
+    """Leave few layers, of every type, in place."""
+    types = getattr(config, "layer_types", None) or []
+    few = max(_FEW_LAYERS, *(1 + types.index(each) for each in set(types)), 0)
+    _set(config, _LAYERS, few)
+    if types and _can_set(config, "layer_types"):
+        config.layer_types = types[:few]
 
 
 def _made_of(model: nn.Module, config: Any) -> nn.Module | None:
@@ -188,9 +215,13 @@ def _fewer(experts: int, size: int, groups: int, chosen: int) -> int:
 def _set(config: Any, names: Sequence[str], value: int) -> None:
     for name in names:
         found = getattr(config, name, None)
-        # What follows from other sizes cannot be set, and need not be.
-        if isinstance(found, int) and not isinstance(getattr(type(config), name, None), property):
+        if isinstance(found, int) and _can_set(config, name):
             setattr(config, name, min(value, found))
+
+
+def _can_set(config: Any, name: str) -> bool:
+    # What follows from other sizes cannot be set, and need not be.
+    return not isinstance(getattr(type(config), name, None), property)
 
 
 def _layout(model: nn.Module) -> set[tuple[str, type]]:
@@ -200,12 +231,33 @@ def _layout(model: nn.Module) -> set[tuple[str, type]]:
 def plan_of_scaled_down(
     plan: Mapping[str, str], scaled: nn.Module, model: nn.Module
 ) -> dict[str, str]:
-    """Return a plan of a scaled-down model with the names of the model's own last blocks."""
+    """Return a plan of a scaled-down model with the names of the model's own last blocks.
+
+    Parts that differ in length are as many times as long as the dim that they make up.
+    """
     last = {
         theirs[-1]: ours[-1]
         for theirs, ours in zip(block_stacks(scaled), block_stacks(model), strict=True)
     }
-    return {_renamed(pattern, last): text for pattern, text in plan.items()}
+    shapes = {
+        name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    renamed = {_renamed(pattern, last): text for pattern, text in plan.items()}
+    return {pattern: _scaled(pattern, text, shapes) for pattern, text in renamed.items()}
+
+
+def _scaled(pattern: str, text: str, shapes: Mapping[str, torch.Size]) -> str:
+    if "<" in pattern:
+        return text
+    placement, named = parse_placement(text), matching(pattern, shapes)
+    parts = parts_of(placement)
+    if not isinstance(parts, tuple) or not isinstance(placement, InterleavedShard) or not named:
+        return text
+    total, length = sum(parts), shapes[named[0]][placement.dim]
+    if any(part * length % total for part in parts):
+        return text  # which the model then does not fit
+    scaled = tuple(part * length // total for part in parts)
+    return placement_text(InterleavedShard(placement.dim, scaled))
 
 
 def _renamed(pattern: str, last: Mapping[str, str]) -> str:
