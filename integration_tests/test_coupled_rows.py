@@ -8,14 +8,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import vescale
 from vescale_testing import World
 
 from . import coupled_layers, coupled_losses
 from .coupled_layers import MODELS
 from .coupled_losses import ALONE, LOSSES, Net
 from .judge import Trial, judge
-from .plans import DP, PARTS, PP, TP, ZERO, Constraints
+from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
+from .test_bad_input import check
 
 # Name: ranks, rows of the global batch, plan.
 PLANS: dict[str, tuple[int, int, Constraints]] = {
@@ -99,3 +103,40 @@ def test_a_layer_over_the_batch_is_one_devices(
     refusable = MODELS[name].meet or plan == "pp"
     allowed = {"equal", "refused"} if refusable else {"equal"}
     assert judgement.verdict in allowed, judgement.detail
+
+
+HANDED_OVER = list[Tensor]()
+
+
+class Scored(nn.Linear):
+    """Appends a loss to a list that belongs to no module, as libraries of experts do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        HANDED_OVER.append(made.logsumexp(-1).square().mean())
+        return made.tanh()
+
+
+class SumOfScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scored(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        HANDED_OVER.clear()
+        for layer in self.layers:
+            x = layer(x)
+        spread = x - x.mean(0)  # rows meet
+        return spread.square().mean() + torch.stack(HANDED_OVER).sum()
+
+
+def handed_over() -> None:
+    model: Any = vescale.parallelize(make_plan({DP: 2}), SumOfScores())
+    model(torch.randn(4, 4))
+
+
+@pytest.mark.slow
+def test_what_a_layer_hands_over_outside_of_the_model_is_refused_where_rows_meet(
+    world2: World,
+) -> None:
+    check(world2, ValueError, "handed it over by a list or an object outside", handed_over)

@@ -288,3 +288,76 @@ def test_experts_that_ranks_cannot_share_are_refused(
     world2: World, size: dict[str, int], message: str
 ) -> None:
     check(world2, ValueError, message, refused, size)
+
+
+class Balanced(nn.Module):
+    """Keeps a balancing loss in an attribute, which is one of all rows of the batch."""
+
+    def __init__(self, *, listed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.listed = nn.Linear(8, 4), listed
+        self.experts: Any = (
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)) if listed else Stack(4)
+        )
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, 8)
+        scores = self.router(flat).softmax(-1)
+        gates, chosen = scores.topk(2)
+        load = nn.functional.one_hot(chosen, 4).to(x.dtype).mean((0, 1))
+        self.loss = 4 * (load * scores.mean(0)).sum()
+        if not self.listed:
+            return self.experts(flat, chosen, gates).view_as(x)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == index)
+            out[row] += expert(flat[row]) * gates[row, slot, None]
+        return out.view_as(x)
+
+
+class SumOfBalanced(nn.Module):
+    def __init__(self, *, listed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Balanced(listed=listed) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        losses: list[Any] = [block.loss for block in self.blocks]
+        return x.square().mean() + torch.stack(losses).sum()
+
+
+def balanced(constraints: Constraints | None, rows: Tensor) -> list[Tensor]:
+    model: Any = SumOfBalanced().double()
+    if constraints is not None:
+        model = vescale.parallelize(make_plan(constraints), model)
+        rows = rows.chunk(len(rows) // 2)[vescale.data_parallel_rank(model)]
+    loss = model(rows)
+    loss.backward()
+    return [loss.detach(), *(whole(p.grad).clone() for p in model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{EP: 2}, {EP: 4, ZERO: 2}, {EP: 2, ZERO: 3}])
+def test_stacked_experts_get_each_row_once_where_a_block_keeps_a_loss_of_all_rows(
+    world4: World, plan: Constraints
+) -> None:
+    rows = torch.randn(8, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = balanced(None, rows)
+    for made in world4.run(balanced, {DP: 4, **plan}, rows):
+        for value, one in zip(made, expected, strict=True):
+            # Sums of float64 over tokens of four ranks, in another order.
+            torch.testing.assert_close(value, one, rtol=1e-11, atol=1e-13)
+
+
+def balanced_list() -> None:
+    model = SumOfBalanced(listed=True)
+    vescale.parallelize(make_plan({DP: 2, EP: 2}), model)(torch.randn(2, 5, 8))
+
+
+@pytest.mark.slow
+def test_listed_experts_whose_owner_keeps_a_loss_of_all_rows_are_refused(world2: World) -> None:
+    message = r"rows of the batch depend on each other around the experts of 'blocks.0'"
+    check(world2, ValueError, message, balanced_list)

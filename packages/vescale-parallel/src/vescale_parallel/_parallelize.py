@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -220,7 +220,8 @@ def _change(
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
-    rows = _batch_rows(plan, mesh, row_guard, lift, sliced)
+    by_row = [each.fqn for each in experts.stacked]
+    rows = _batch_rows(plan, mesh, row_guard, lift, sliced, by_row)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
@@ -361,6 +362,7 @@ def _batch_rows(
     guard: RowGuard | None,
     lift: LiftPlain | None,
     sliced: SlicedBlocks | None,
+    by_row: Sequence[str],
 ) -> BatchRows:
     axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
@@ -369,7 +371,7 @@ def _batch_rows(
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
         with_tp = None if tp_mesh is None and context == 1 else batch_mesh(plan)
         of_rows = mesh[axes] if with_tp is None or context == 1 else with_tp["dp_shard"]
-        regions = RowRegions(of_rows, tp_mesh, with_tp, lift)
+        regions = RowRegions(of_rows, tp_mesh, with_tp, lift, by_row)
     num_parts = plan.data_parallel.size * plan.num_microbatches
     stacks = () if sliced is None else sliced.stacks
     return BatchRows(guard, regions, data_groups(mesh), num_parts, sliced=stacks)

@@ -91,6 +91,47 @@ class Keeping(Layer):
         return expert(rows)
 
 
+class Totalling(Layer):
+    """Adds up in attributes that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total + self.router(x).logsumexp(-1).square().mean()
+        return super().forward(x)
+
+
+class Numbering(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+LOSSES = list[Tensor]()
+
+
+class Handing(Layer):
+    """Appends to a list of the module that it is written in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOSSES.append(self.router(x).logsumexp(-1).square().mean())
+        return super().forward(x)
+
+
+class Latest(Layer):
+    """Keeps what its latest call made, which is the same however often it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.router(x.contiguous()).logsumexp(-1).square().mean()
+        return super().forward(x)
+
+
 class TwoArguments(nn.Linear):
     def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(input) * scale
@@ -125,6 +166,11 @@ def test_a_list_beside_a_router_is_found_with_what_comes_after_it() -> None:
     assert find_listed(Model(Layer())) == ([expected], {})
 
 
+def test_a_list_whose_owner_keeps_what_its_latest_call_made_is_found() -> None:
+    (found,), others = find_listed(Model(Latest()))
+    assert (found.fqn, others) == ("layers.0", {})
+
+
 def test_other_widths_are_found() -> None:
     layer = Layer()
     layer.experts = nn.ModuleList(
@@ -153,6 +199,9 @@ def test_finding_draws_and_changes_nothing() -> None:
         (Noisy, "its forward draws random numbers"),
         (Counting, "its forward writes to its buffers"),
         (Keeping, "or keeps something from call to call"),
+        (Totalling, "or keeps something from call to call"),
+        (Numbering, "or keeps something from call to call"),
+        (Handing, "hands tensors to a list or an object outside of it"),
         (Scaled, "are not called with one tensor"),
         (tied, "an expert and something else share a parameter"),
     ],

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -32,12 +32,15 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, is_on
 from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, MeanOfParts, ModuleRows, RowCoupling, Rows
+from .part_gradients import ScaledGradient, is_of_a_part
 
 
 class RowRegions:
     """Carries out where rows depend on each other, for one model on one rank.
 
-    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together. ``by_row`` are modules of
+    which it is known that they take and return rows, in all of their tensors and without a look at
+    other rows: experts that ranks share, which send each its own.
 
     Attributes:
         coupling: Of the call that runs.
@@ -49,7 +52,9 @@ class RowRegions:
         tp_mesh: DeviceMesh | None,
         with_tp: DeviceMesh | None,
         lift: LiftPlain | None,
+        by_row: Collection[str] = (),
     ) -> None:
+        self._by_row = frozenset(by_row)
         self._converter = _RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
         self._mode = _WithRows(self._converter)
@@ -86,7 +91,7 @@ class RowRegions:
         """Have modules compute over all rows where a check has found that they need them."""
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
-        for fqn in names:
+        for fqn in {*names, *self._by_row}:
             if fqn in self._hooked:
                 continue
             self._hooked.add(fqn)
@@ -139,7 +144,7 @@ class RowRegions:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
         is_called_so = self._is_inside or self._converter.is_any_whole((args, kwargs))
-        rows = self.coupling.rows_of_module(fqn, (args, kwargs)) if is_called_so else None
+        rows = self._rows_of(fqn, (args, kwargs)) if is_called_so else None
         if rows is None or self.coupling.is_region(fqn):
             return None
         if not self._converter.divides((args, kwargs), rows.inputs):
@@ -150,6 +155,11 @@ class RowRegions:
         self._left.append((module, rows, self._is_inside))
         self._is_inside = False
         return given
+
+    def _rows_of(self, fqn: str, tree: Any) -> ModuleRows | None:
+        if fqn in self._by_row:
+            return ModuleRows((Rows(0),) * len(pytree.tree_leaves(tree)), (Rows(0),))
+        return self.coupling.rows_of_module(fqn, tree)
 
     def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Behind such a module: go on with the whole batch."""
@@ -204,10 +214,17 @@ class _WithRows(TorchFunctionMode):
                 return func(args[0], args[1].full_tensor())
             if named.get("max_norm") is not None and func in _EMBEDDINGS:
                 named["max_norm"] = _limit_norms(args[0], args[1], **named)
+            if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):
+                raise ValueError(_OF_A_PART)
             args, named = pytree.tree_map_only(Tensor, self._converter.replicated, (args, named))
         return func(*args, **named)
 
 
+_OF_A_PART = (
+    "what a module made of this rank's rows meets what is made of all rows of the batch, and the "
+    "module handed it over by a list or an object outside of the model; return it, or keep it in "
+    "an attribute of the module (self.aux_loss = ...) that the model's forward reads"
+)
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
 
 
@@ -316,7 +333,7 @@ class _RowConverter:
             shape[rows.dim] *= self._num_ranks
         # Kept as it is if it has no gradient: code may write to it, a buffer for example.
         if torch.is_grad_enabled() and local.requires_grad:
-            local = _ScaledGradient.apply(local, self._num_ranks).contiguous()
+            local = ScaledGradient.apply(local, self._num_ranks).contiguous()
         return DTensor.from_local(
             local if rows is None else local.contiguous(),
             self._mesh,
@@ -329,7 +346,7 @@ class _RowConverter:
         """Return the mean over the ranks that share the batch."""
         over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
         # Of the mean each rank's number is a part, but it has one device's gradient here.
-        local = _ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
+        local = ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
         placements = (Partial(),) * self._num_axes + over_tp
         return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
 
@@ -352,7 +369,7 @@ class _RowConverter:
             grad_placements=(grads,) * self._num_axes + over_tp
         )
         if local.requires_grad and not (rows is None and is_model):
-            local = _ScaledGradient.apply(local, 1 / self._num_ranks)
+            local = ScaledGradient.apply(local, 1 / self._num_ranks)
         if not is_cut_over_tp:
             return local
         assert self._tp_mesh is not None
@@ -360,21 +377,6 @@ class _RowConverter:
         if rows is not None:
             shape[rows.dim] //= self._num_ranks
         return DTensor.from_local(local, self._tp_mesh, over_tp, shape=shape)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.factor = factor
-        # No view: what comes next may write to it in place, which autograd refuses for views
-        # that a function like this one has made.
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * ctx.factor, None
 
 
 def _settle_buffers(module: nn.Module) -> None:

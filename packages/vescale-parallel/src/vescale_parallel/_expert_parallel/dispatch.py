@@ -25,7 +25,7 @@ from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._mesh.mesh import second_group
 
 from .dispatch_listed import ListDispatch
-from .experts import Experts, bound, call_some, combined, sorted_by_expert
+from .experts import Experts, bound, call_some, combined, refuse_whole_batch, sorted_by_expert
 from .found import FoundExperts
 from .load import Counted, Load
 
@@ -66,6 +66,7 @@ class _Dispatch:
 
         @functools.wraps(self._forward)
         def run(*args: Any, **kwargs: Any) -> Tensor:
+            refuse_whole_batch(self._experts.fqn, (args, kwargs))
             rows, index, weights = bound(self._forward, args, kwargs)
             with profiler_range("experts"):
                 made = self._run(

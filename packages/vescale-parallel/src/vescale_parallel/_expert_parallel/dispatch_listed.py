@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._torch_private import pytree
 
+from .experts import refuse_whole_batch
 from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks, second_pass
 from .load import Counted
 
@@ -43,6 +44,7 @@ class ListDispatch:
 
         @functools.wraps(self._forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            refuse_whole_batch(self._experts.fqn, (args, kwargs))
             with profiler_range("experts"):
                 noted = first_pass(self._module, self._forward, self._experts, *args, **kwargs)
                 sent, shapes = self._flat(noted.calls, (args, kwargs))

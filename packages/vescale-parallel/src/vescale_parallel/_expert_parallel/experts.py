@@ -11,6 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor import DTensor
+from vescale_parallel._torch_private import pytree
+
 Combination = Literal["slots", "ascending"]
 _NUM_ARGUMENTS = 3  # rows, the experts of each, their weights
 
@@ -59,6 +62,23 @@ def takes_rows(module: nn.Module) -> bool:
     more = [p for p in parameters if p not in places[:_NUM_ARGUMENTS]]
     is_needed = [p for p in more if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     return len(places) >= _NUM_ARGUMENTS and not is_needed
+
+
+def refuse_whole_batch(fqn: str, given: Any) -> None:
+    """Raise if a module with experts is called with tensors of the batch of all ranks.
+
+    Every rank would send all rows, and experts get them once a rank.
+    """
+    for leaf in pytree.tree_leaves(given):
+        if isinstance(leaf, DTensor) and leaf.device_mesh.mesh_dim_names != ("tp",):
+            raise ValueError(
+                f"rows of the batch depend on each other around the experts of {fqn!r} (a "
+                "capacity, experts that choose tokens, or a loss that the module makes of all "
+                "rows), so it is called with the rows of all ranks, which do not send them; stack "
+                "the experts in one module that takes rows, the experts of each and their "
+                "weights, or have the module return its router's scores and make the loss of "
+                "them in the model, or use expert_parallel.size 1"
+            )
 
 
 def bound(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
