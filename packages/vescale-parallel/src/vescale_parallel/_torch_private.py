@@ -67,7 +67,7 @@ unseen_functions: Any = torch._C.DisableTorchFunction
 # The hooks that are asked next about what autograd keeps; without them one could not tell whether
 # something, such as torch.utils.checkpoint, has put others before one's own.
 saved_tensors_hooks_in_force: Callable[[bool], tuple[Any, Any] | None] = (
-    torch._C._autograd._top_saved_tensors_default_hooks
+    torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 __all__ = [

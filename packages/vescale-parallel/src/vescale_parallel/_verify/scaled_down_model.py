@@ -87,6 +87,7 @@ def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Modu
     # Heads have a width of their own in most models: what is between layers may be narrow then.
     # In a mixer of Mamba they are together a multiple of it.
     expand = getattr(config, "expand", 0)
+    scaled = None
     mixed = (_HEAD_DIM * heads // expand,) if isinstance(expand, int) and expand else ()
     for hidden in mixed or (_NARROW * heads, _HEAD_DIM * heads):
         scaled = _made_of(model, _small_config(config, heads, hidden, size))
