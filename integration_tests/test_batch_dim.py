@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_dataclass  # noqa: PLC2701 (no public name)
 
 import vescale
-from vescale_parallel._torch_private import pytree
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, Constraints, make_plan
@@ -74,7 +75,7 @@ class Opened:
     y: Tensor
 
 
-pytree.register_dataclass(Opened)
+register_dataclass(Opened)
 
 
 @dataclass
@@ -104,6 +105,17 @@ def named(run: Run) -> None:
     summed(run, Named)
 
 
+class Attributes(UserDict[str, Tensor]):
+    """Its values are attributes, too, as those of a tokenizer's batch are."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return vars(self)["data"][name]
+
+
+def by_attribute(run: Run) -> None:
+    summed(run, Attributes)
+
+
 def opened(run: Run) -> None:
     summed(run, Opened)
 
@@ -113,7 +125,7 @@ def closed(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [named, opened])
+@pytest.mark.parametrize("program", [named, opened, by_attribute])
 def test_rows_are_found_in_what_torch_opens(world2: World, program: Callable[[Run], None]) -> None:
     right(world2, program, {DP: 2})
 

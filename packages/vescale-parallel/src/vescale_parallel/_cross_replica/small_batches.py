@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.inputs import (
+    children_of,
     common_length,
     is_shared_by_rows,
     map_children,
@@ -111,12 +112,12 @@ def _some_rows(
             if alike is not None:
                 alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
-        if isinstance(value, Mapping):
-            return {key: some(each) for key, each in value.items()}
         if type(value) in (list, tuple) and is_one_a_row(value, num_rows):
             every = max(num_rows // NUM_ROWS, 1)
             chosen = [_plain_tree(value[i * every % num_rows]) for i in range(NUM_ROWS)]
             return type(value)(chosen[rows])
+        if isinstance(value, Mapping) and not children_of(value):
+            return {key: some(each) for key, each in value.items()}
         return map_children(some, value)
 
     args, kwargs = given

@@ -202,9 +202,9 @@ def _doubled(whole: Any, half: Any) -> Any:
     if isinstance(half, Tensor):
         dim = rows_dim(whole.shape, half.shape, 2)
         return half if dim is None else twice_over(half, Rows(dim), _NUM_ROWS)
-    if isinstance(half, Mapping):
-        return {key: _doubled(whole[key], each) for key, each in half.items()}
     if type(half) in (list, tuple) and len(half) != len(whole):
         return half + half  # something for every row
+    if isinstance(half, Mapping) and not children_of(half):
+        return {key: _doubled(whole[key], each) for key, each in half.items()}
     wholes = iter(children_of(whole))
     return map_children(lambda each: _doubled(next(wholes), each), half)
