@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_dataclass  # noqa: PLC2701 (no public name)
 
 import vescale
 from vescale_testing import World
 
-from .plans import DP, make_plan
+from .plans import DP, PARTS, PP, Constraints, make_plan
+from .programs import Plain, Run, both, right, rows as batches_of_rows
+from .test_bad_input import check
 from .training import whole
 
 
@@ -56,3 +62,76 @@ def test_positions_that_all_rows_share_are_no_rows(world2: World, rows: int, len
     for expected, found in world2.run(of_one_device_and_rank, rows, length):
         assert found[0] == pytest.approx(expected[0], rel=1e-12, abs=0)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=1e-14)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Opened:
+    x: Tensor
+    y: Tensor
+
+
+register_dataclass(Opened)
+
+
+@dataclass
+class Closed:
+    x: Tensor
+    y: Tensor
+
+
+class Summed(Plain):
+    """Its loss is a sum over rows, which data-parallel ranks have to add up."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.logits({"x": batch.x}), batch.y, reduction="sum")
+
+
+def summed(run: Run, kind: Callable[..., Any]) -> None:
+    model, _ = run.start(Summed())
+    for batch in batches_of_rows(2):
+        loss = model(kind(**run.part(batch)))
+        loss.backward()
+        run.keep(loss)
+    for parameter in model.parameters():
+        run.keep(parameter.grad)
+
+
+def named(run: Run) -> None:
+    summed(run, Named)
+
+
+class Attributes(UserDict[str, Tensor]):
+    """Its values are attributes, too, as those of a tokenizer's batch are."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return vars(self)["data"][name]
+
+
+def by_attribute(run: Run) -> None:
+    summed(run, Attributes)
+
+
+def opened(run: Run) -> None:
+    summed(run, Opened)
+
+
+def closed(run: Run) -> None:
+    summed(run, Closed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [named, opened, by_attribute])
+def test_rows_are_found_in_what_torch_opens(world2: World, program: Callable[[Run], None]) -> None:
+    right(world2, program, {DP: 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{DP: 2}, {PP: 2, PARTS: 2}])
+def test_a_batch_that_torch_does_not_open_is_refused(world2: World, plan: Constraints) -> None:
+    message = r"got a Closed, .*register_dataclass\(Closed\)"
+    check(world2, TypeError, message, both, closed, plan)

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.inputs import common_length, is_shared_by_rows, some_that_count
+from vescale_parallel._model.inputs import (
+    children_of,
+    common_length,
+    is_shared_by_rows,
+    map_children,
+    refuse_closed_batch,
+    some_that_count,
+)
 from vescale_parallel._torch_private import pytree
 
 from .check import Given
@@ -77,8 +84,10 @@ def some_rows(
 
     Raises:
         ValueError: If there are no rows.
+        TypeError: If objects that pytree does not open hold them.
     """
     if not num_rows:
+        refuse_closed_batch(given)
         raise ValueError(
             "expected a batch of at least one row, got 0 rows; leave such a batch out, on all "
             "ranks alike"
@@ -103,15 +112,13 @@ def _some_rows(
             if alike is not None:
                 alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
-        if isinstance(value, Mapping):
-            return {key: some(each) for key, each in value.items()}
-        if type(value) not in (list, tuple):
-            return value
-        if is_one_a_row(value, num_rows):
+        if type(value) in (list, tuple) and is_one_a_row(value, num_rows):
             every = max(num_rows // NUM_ROWS, 1)
             chosen = [_plain_tree(value[i * every % num_rows]) for i in range(NUM_ROWS)]
             return type(value)(chosen[rows])
-        return type(value)(map(some, value))
+        if isinstance(value, Mapping) and not children_of(value):
+            return {key: some(each) for key, each in value.items()}
+        return map_children(some, value)
 
     args, kwargs = given
     return tuple(map(some, args)), {name: some(value) for name, value in kwargs.items()}

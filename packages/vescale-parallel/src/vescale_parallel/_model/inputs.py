@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from vescale_parallel._torch_private import pytree
 
+from .copies import tensors_within
+
 _ROWS, _LENGTH = 2, 16
 
 
@@ -68,6 +70,45 @@ def has_dims(x: object) -> TypeGuard[Tensor]:
 def opened(batch: Any) -> Any:
     """Return a batch that pytree opens: not every mapping is one for it."""
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def map_children(func: Callable[[Any], Any], node: Any) -> Any:
+    """Return a node with ``func`` of what is directly in it; what pytree does not open, as it is.
+
+    Example:
+        >>> map_children(lambda x: -x, (1, 2))
+        (-1, -2)
+    """
+    children, spec = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
+    if spec.is_leaf():
+        return node
+    return pytree.tree_unflatten(map(func, children), spec)
+
+
+def children_of(node: Any) -> list[Any]:
+    """Return what is directly in a node that pytree opens, nothing for a leaf."""
+    children, spec = pytree.tree_flatten(node, is_leaf=lambda x: x is not node)
+    return [] if spec.is_leaf() else children
+
+
+def refuse_closed_batch(batch: Any) -> None:
+    """Refuse a batch whose tensors are all in objects that pytree does not open.
+
+    Raises:
+        TypeError: If it is so.
+    """
+    leaves = pytree.tree_leaves(batch)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    for leaf in leaves:
+        if next(tensors_within(leaf), None) is not None:
+            name = type(leaf).__name__
+            raise TypeError(
+                f"expected a batch of tensors, alone or in tuples, lists and dicts, got a {name}, "
+                "in which torch does not look for any, so its rows are not found: make it a dict "
+                "or a NamedTuple, or say once what it holds, "
+                f"torch.utils._pytree.register_dataclass({name}) of a dataclass"
+            )
 
 
 def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.output import mean_of_parts
-from vescale_parallel._model.inputs import batch_dims
+from vescale_parallel._model.inputs import batch_dims, refuse_closed_batch
 from vescale_parallel._torch_private import pytree
 
 
@@ -33,9 +33,12 @@ def split_batch(
     Raises:
         ValueError: If there is no tensor, or its rows do not divide into them; with
             ``may_be_uneven``, if there are fewer of them.
+        TypeError: If objects that pytree does not open hold all tensors.
     """
     pairs, spec = _located(args, kwargs, rows)
     num_rows = _num_rows(pairs)
+    if num_rows is None:
+        refuse_closed_batch((args, kwargs))
     if may_be_uneven and (num_rows or 0) < num_microbatches:
         raise ValueError(
             f"expected a batch of at least {num_microbatches} rows, one for each micro-batch "

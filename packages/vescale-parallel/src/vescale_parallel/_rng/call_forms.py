@@ -24,6 +24,7 @@ from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
+from vescale_parallel._model.inputs import children_of, map_children
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
@@ -201,10 +202,9 @@ def _doubled(whole: Any, half: Any) -> Any:
     if isinstance(half, Tensor):
         dim = rows_dim(whole.shape, half.shape, 2)
         return half if dim is None else twice_over(half, Rows(dim), _NUM_ROWS)
-    if isinstance(half, Mapping):
-        return {key: _doubled(whole[key], each) for key, each in half.items()}
-    if type(half) not in (list, tuple):
-        return half
-    if len(half) != len(whole):
+    if type(half) in (list, tuple) and len(half) != len(whole):
         return half + half  # something for every row
-    return type(half)(_doubled(w, h) for w, h in zip(whole, half, strict=True))
+    if isinstance(half, Mapping) and not children_of(half):
+        return {key: _doubled(whole[key], each) for key, each in half.items()}
+    wholes = iter(children_of(whole))
+    return map_children(lambda each: _doubled(next(wholes), each), half)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from vescale_parallel._model.inputs import children_of
 from vescale_parallel._plan.config import TensorParallel
 
 _BY_VALUE = (bool, str, type(None))
@@ -49,8 +50,9 @@ def _form(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_form(each)}" for key, each in items) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_form, cast("Sequence[Any]", value))) + "]"
-    # Of objects, caches for example, what they hold is not looked at.
-    return type(value).__name__
+    # Of objects that pytree does not open, caches for example, what they hold is not looked at.
+    held = ", ".join(map(_form, children_of(value)))
+    return f"{type(value).__name__}({held})" if held else type(value).__name__
 
 
 def _kind(tensor: Tensor) -> str:
