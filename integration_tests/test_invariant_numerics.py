@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,14 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale
-from vescale_dtensor import DTensor
 from vescale_parallel import TensorParallel, propose_in_chunks
 from vescale_testing import World
 
+from .invariant_bits import (
+    LENGTH,
+    VOCABULARY,
+    batches,
+    compare_sizes,
+    differences,
+    said_of,
+    trained,
+    whole,
+)
 from .models import HandWritten
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
-ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 2, 16, 128, 256, 3
+WIDTH = 256
 
 
 class _Attention(nn.Module):
@@ -95,75 +104,17 @@ def _made(name: str, dtype: str, heads: int) -> nn.Module:
     return model.to(getattr(torch, dtype))
 
 
-def _batches() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = [
-        torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(STEPS)
-    ]
-    return [{"input_ids": ids, "labels": ids.roll(-1, 1)} for ids in made]
-
-
 @cache
 def _said(name: str, chunks: int, *, sequence: bool) -> dict[str, str]:
-    model = _made(name, "float32", chunks)
-    return propose_in_chunks(
-        model, "auto", chunks, sequence=sequence, example_batch=_batches()[0]
-    ).plan
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def trained(
-    name: str, dtype: str, said: dict[str, str], chunks: int, constraints: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Return losses, gradients of every step, and parameters at the end."""
-    torch.set_num_threads(1)
-    plan = vescale.ParallelPlan(
-        tensor_parallel=TensorParallel(
-            size=constraints["size"], sequence=constraints["sequence"], sharding_plan=said
-        ),
-        numerics="invariant",
-        numerics_chunks=chunks,
-    )
-    made = _made(name, dtype, chunks)
-    model, optimizer = vescale.parallelize(
-        plan, made, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
-    )
-    found: dict[str, Tensor] = {}
-    for step, batch in enumerate(_batches()):
-        output = model(**batch)
-        loss: Tensor = output if isinstance(output, Tensor) else output.loss
-        loss.backward()
-        found[f"loss {step}"] = loss.detach().clone()
-        for fqn, parameter in model.named_parameters():
-            found[f"gradient {step} {fqn}"] = _whole(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | {fqn: _whole(p.detach()) for fqn, p in model.named_parameters()}
-
-
-def _differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    assert first.keys() == second.keys()
-    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    return said_of(_made(name, "float32", chunks), chunks, sequence=sequence)
 
 
 def _compare(
     name: str, dtype: str, chunks: int, *, sequence: bool, sizes: tuple[int, ...]
 ) -> None:
     said = _said(name, chunks, sequence=sequence)
-
-    def run(size: int) -> list[dict[str, Tensor]]:
-        constraints = {"size": size, "sequence": sequence}
-        return vescale.emulate(lambda: trained(name, dtype, said, chunks, constraints), size)
-
-    (one,) = run(1)
-    assert one["loss 0"] != one[f"loss {STEPS - 1}"]
-    for size in sizes:
-        for rank, found in enumerate(run(size)):
-            assert _differences(one, found) == [], f"tp {size}, rank {rank}"
+    build = partial(_made, name, dtype, chunks)
+    compare_sizes(build, said, chunks, sequence=sequence, sizes=sizes)
 
 
 def test_four_ranks_with_a_cut_sequence_have_the_bits_of_one() -> None:
@@ -171,14 +122,15 @@ def test_four_ranks_with_a_cut_sequence_have_the_bits_of_one() -> None:
 
 
 def _run(said: dict[str, str], size: int) -> dict[str, Tensor]:
-    return trained("nano_gpt", "bfloat16", said, 4, {"size": size, "sequence": True})
+    build = partial(_made, "nano_gpt", "bfloat16", 4)
+    return trained(build, said, 4, size=size, sequence=True, num_steps=3)
 
 
 def test_two_processes_have_the_bits_of_one(world2: World) -> None:
     said = _said("nano_gpt", 4, sequence=True)
     (one,) = vescale.emulate(lambda: _run(said, 1), 1)
     for found in world2.run(_run, said, 2):
-        assert _differences(one, found) == []
+        assert differences(one, found) == []
 
 
 @pytest.mark.nightly
@@ -252,11 +204,11 @@ def test_chunks_are_what_makes_the_bits_equal() -> None:
         def run(plan: vescale.ParallelPlan = plan) -> dict[str, Tensor]:
             torch.set_num_threads(1)
             model = vescale.parallelize(plan, _made("llama", "float32", 4))
-            model(**_batches()[0]).loss.backward()
-            return {fqn: _whole(p.grad) for fqn, p in model.named_parameters()}
+            model(**batches(1)[0]).loss.backward()
+            return {fqn: whole(p.grad) for fqn, p in model.named_parameters()}
 
         found.append(vescale.emulate(run, size)[0])
-    assert len(_differences(*found)) > len(found[0]) // 2
+    assert len(differences(*found)) > len(found[0]) // 2
 
 
 def _parallelized(model: nn.Module, **fields: Any) -> nn.Module:
@@ -273,20 +225,9 @@ def test_heads_that_do_not_divide_into_chunks_are_refused_by_name() -> None:
         _parallelized(model, numerics_chunks=8)
 
 
-def test_norms_of_heads_are_refused_by_name() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, vocab_size=64,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"_norm\.weight' is applied to every rank's own heads"):
-        _parallelized(Qwen3ForCausalLM(config), numerics_chunks=4)
-
-
 def test_parameters_of_blocks_that_meet_tokens_are_refused_by_name() -> None:
     model = HandWritten(vocabulary=64, width=128, heads=4, depth=2)
-    batch = {name: value[:, :LENGTH] for name, value in _batches()[0].items()}
+    batch = {name: value[:, :LENGTH] for name, value in batches(1)[0].items()}
     with pytest.raises(
         ValueError, match=r"blocks\.0\.gain' is applied to every rank's own tokens"
     ):
@@ -315,7 +256,7 @@ def test_vectors_that_end_elsewhere_on_more_ranks_are_refused() -> None:
 
     def run() -> None:
         torch.set_num_threads(1)
-        vescale.parallelize(plan, model.bfloat16())(**_batches()[0])
+        vescale.parallelize(plan, model.bfloat16())(**batches(1)[0])
 
     with pytest.raises(
         ValueError, match=r"must be a multiple of 64 for torch.bfloat16.*qkv' has 32"
@@ -351,7 +292,7 @@ def test_the_planner_gives_all_sizes_one_sharding_plan() -> None:
                 "tensor_parallel.sequence": True,
             },
             world_size=size,
-            example_batch=_batches()[0],
+            example_batch=batches(1)[0],
         )
         for size in (1, 2)
     ]  # fmt: skip

@@ -160,15 +160,3 @@ def test_a_mark_that_is_no_shard_is_refused(world2: World) -> None:
     check_refusal(
         world2, ValueError, r"expected 'Shard\(d\)', how what a mod", marked, "Partial()"
     )
-
-
-def in_chunks() -> None:
-    model = build("by_hand")
-    constraints = {TP: 2, "numerics": "invariant"}
-    plan = vescale.generate_plan(model, constraints, world_size=2, example_batch=tokens())
-    vescale.parallelize(plan, model)
-
-
-@pytest.mark.slow
-def test_chunks_refuse_them_by_name(world2: World) -> None:
-    check_refusal(world2, ValueError, "numerics", in_chunks)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_parallel._tensor_parallel.invariant.entrance import for_chunks
+from vescale_parallel._tensor_parallel.invariant.placed import in_place_of_its_own
 from vescale_parallel._tensor_parallel.invariant.products import Columns, Cut, Rows
 from vescale_parallel._tensor_parallel.invariant.tree import tree_sum
 
@@ -72,3 +73,16 @@ def test_what_else_reads_an_entered_tensor_is_refused() -> None:
     whole, copies = for_chunks(x, _same, _same, 2, "a region of 'blocks'")
     with pytest.raises(ValueError, match="a region of 'blocks' is read by column-wise"):
         (whole.sum() + copies[0].sum()).backward()
+
+
+def test_what_norms_get_and_their_gradients_begin_where_torch_begins_tensors() -> None:
+    x = torch.randn(33, 16, requires_grad=True)
+    found = in_place_of_its_own(x[1:].t())
+    assert torch.equal(found, x[1:].t())
+    assert found.is_contiguous()
+    assert found.data_ptr() % 64 == 0
+    strides: list[tuple[int, ...]] = []
+    y = x.tanh()
+    y.register_hook(lambda grad: strides.append(grad.stride()))
+    in_place_of_its_own(y).backward(torch.randn(16, 33).t())
+    assert strides == [(16, 1)]

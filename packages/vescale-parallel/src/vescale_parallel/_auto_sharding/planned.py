@@ -44,6 +44,11 @@ def shard_as_planned(
         said, proven = proposal.plan, [] if form is None else [form]
         left_whole = proposal.left_whole
     sharding = shard(said, model, section.size)
+    for fqn in sharding.spec.chunked:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {fqn}.<chunks> is of a plan with numerics "
+            "'invariant'; leave it out, or add numerics and numerics_chunks"
+        )
     if section.sharding_policy == "manual":
         sharding, is_proven = checked_plan(
             model, sharding, batch, declared=section.communication == "declared"

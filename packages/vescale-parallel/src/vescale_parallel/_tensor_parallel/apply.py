@@ -164,8 +164,8 @@ def _add_whole_modules(target: _Target) -> None:
     for fqn, placement in target.spec.whole.items():
         if fqn in target.modules:
             module, dim, key = target.modules[fqn], placement.dim, f"{fqn}.<whole>"
-            _on_argument(module, "", lambda x, d=dim, key=key: boundary.gather(x, d, key))
-            _on_output(module, lambda x, d=dim, key=key: boundary.split(x, d, key))
+            _on_argument(module, "", lambda x, d=dim, key=key: boundary.gather_around(x, d, key))
+            _on_output(module, lambda x, d=dim, key=key: boundary.split_behind(x, d, key))
 
 
 def _add_exits(target: _Target) -> None:

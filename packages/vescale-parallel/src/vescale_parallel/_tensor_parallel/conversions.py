@@ -285,6 +285,14 @@ class Boundary:
         self._tell("gather", x, dim, self.ranks.size)
         return self._convert(x, "gather", "keep", dim, self._length(x, dim, stack))
 
+    def gather_around(self, x: Tensor, dim: int, key: str) -> Tensor:
+        """Put the parts together that a norm over them is called with."""
+        return self.gather(x, dim, key)
+
+    def split_behind(self, x: Tensor, dim: int, key: str) -> Tensor:
+        """Keep this rank's part of what a norm over all of them returns."""
+        return self.split(x, dim, key)
+
     def _note_cut(self, x: Tensor, dim: int, stack: str) -> None:
         # A program that is compiled reads what was noted before it, and writes nothing: where it
         # runs again in backward, the sequence has been gathered, and it is the same program.

@@ -23,7 +23,8 @@ _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
-    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <whole>, <attr:name> or\n<random:k>"
+    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <whole>, <chunks>, <attr:name>\n"
+    "or <random:k>"
 )
 
 
@@ -125,6 +126,8 @@ class ShardingSpec:
             on the first rank and zeros on the others.
         whole: Module FQN, of norms over a sharded dim, to how what they are called with is
             sharded: it is gathered before them, and what they return is sharded again.
+        chunked: Module FQN, of whole parameters that are applied to sharded activations, to how
+            what it is called with is sharded: chunks of numerics ``"invariant"`` are along it.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
             number of parts; neighbouring ranks compute the same one.
         attributes: (module FQN, attribute) of integers that count local things, to what they
@@ -141,6 +144,7 @@ class ShardingSpec:
     grads: Mapping[str, Placement]
     reads: Mapping[str, Placement]
     whole: Mapping[str, Shard]
+    chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | None]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
@@ -172,6 +176,7 @@ class ShardingSpec:
             merged(self.grads, parameter),
             merged(self.reads, parameter),
             merged(self.whole, module),
+            merged(self.chunked, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
             merged(self.draws, pair),
@@ -192,6 +197,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     grads: dict[str, Placement] = {}
     reads: dict[str, Placement] = {}
     whole: dict[str, Shard] = {}
+    chunked: dict[str, Shard] = {}
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | None] = {}
     draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
@@ -223,8 +229,9 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 grads |= dict.fromkeys(names, Partial())
             case "read":
                 reads |= dict.fromkeys(names, Partial())
-            case "whole":
-                whole |= dict.fromkeys(names, _whole_dim(pattern, text))
+            case "whole" | "chunks":
+                said = dict.fromkeys(names, _argument_dim(pattern, text))
+                (whole if kind == "whole" else chunked).update(said)
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
@@ -238,7 +245,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                     f"got <{kind}>"
                 )
     return ShardingSpec(
-        parameters, inputs, outputs, entered, left, grads, reads, whole, shared, attributes, draws
+        *(parameters, inputs, outputs, entered, left, grads, reads, whole, chunked, shared),
+        *(attributes, draws),
     )
 
 
@@ -254,7 +262,7 @@ def _parse_draw(pattern: str, number: str, text: str) -> tuple[int, Shard | Inte
     return int(number), placement
 
 
-def _whole_dim(pattern: str, text: str) -> Shard:
+def _argument_dim(pattern: str, text: str) -> Shard:
     placement = parse_placement(text)
     if not isinstance(placement, Shard):
         raise ValueError(

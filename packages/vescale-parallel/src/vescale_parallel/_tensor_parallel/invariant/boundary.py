@@ -13,14 +13,17 @@ from torch.distributed.tensor import Placement
 from vescale_parallel._model.linear_layout import LinearKind
 from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.operators import Kind
 from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
 
 from .entrance import for_chunks
+from .placed import in_place_of_its_own
 from .products import Columns, Cut, Rows
-from .tokens import added_by_tokens, by_tokens
 from .vector_ends import check_ends
+from .whole_parameters import ChunkedCall, added_by_tokens, in_chunks
 
 _COPIES = "_vescale_chunks"
+_SEQUENCE_DIM = 1
 
 
 class InvariantBoundary(Boundary):
@@ -75,9 +78,22 @@ class InvariantBoundary(Boundary):
 
         module.forward = rows
 
-    def take_tokens(self, module: nn.Module, fqn: str, names: tuple[str, ...]) -> None:
-        """Have a module whose parameters every rank applies to its own tokens run in chunks."""
-        by_tokens(module, fqn, names, self.num_chunks, self.ranks.all_reduce)
+    def take_chunks(
+        self, module: nn.Module, fqn: str, names: tuple[str, ...], dim: int | None
+    ) -> None:
+        """Have a module whose parameters ranks apply to their own tokens or heads run in chunks.
+
+        ``dim`` is that of heads or features, None for tokens.
+        """
+        is_sequence = dim is None
+        call = ChunkedCall(_SEQUENCE_DIM if is_sequence else dim, self.num_chunks, is_sequence)
+        in_chunks(module, fqn, names, call, self.ranks.all_reduce)
+
+    def gather_around(self, x: Tensor, dim: int, key: str) -> Tensor:
+        return in_place_of_its_own(super().gather_around(x, dim, key))
+
+    def split_behind(self, x: Tensor, dim: int, key: str) -> Tensor:
+        return super().split_behind(in_place_of_its_own(x), dim, key)
 
     def add_bias(self, output: Tensor, bias: Tensor, dim: int | None) -> Tensor:
         if dim is None:
@@ -101,6 +117,11 @@ class InvariantBoundary(Boundary):
                 f"{(length // self._chunks + 1) * self._chunks}"
             )
         return super().split(x, dim, stack)
+
+    def _convert(
+        self, x: Tensor, there: Kind, back: Kind, dim: int = 0, length: int = 0
+    ) -> Tensor:
+        return x if self.ranks.size == 1 else super()._convert(x, there, back, dim, length)
 
     def _bring_in(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
         there, back = _as_it_is, self.ranks.all_reduce

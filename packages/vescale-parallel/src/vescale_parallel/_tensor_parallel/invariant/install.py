@@ -26,13 +26,14 @@ def install_invariant(
     # Logits are gathered: what a program does with them is then one device's.
     install(model, sharding, boundary)
     modules = dict(model.named_modules())
-    for owner, names in _of_tokens(sharding).items():
+    for owner, names in _by_owner(sharding).items():
         module = modules.get(owner)
         if module is None or (linear_kind(module) is not None and _is_row_wise(owner, sharding)):
             continue
         held = tuple(name for name in names if module._parameters.get(name) is not None)
         if held:
-            boundary.take_tokens(module, owner, held)
+            along = sharding.spec.chunked.get(owner)
+            boundary.take_chunks(module, owner, held, None if along is None else along.dim)
 
 
 def without_sums(sharding: TensorSharding) -> TensorSharding:
@@ -51,8 +52,6 @@ def check_chunks(model: nn.Module, sharding: TensorSharding, *, sequence: bool) 
         _check_parameter(model, fqn, placement, sharding.size)
     for fqn in spec.shared:
         raise _refusal(f"{fqn!r} has fewer heads than chunks ({sharding.size}), which share them")
-    for fqn in spec.whole:
-        raise _refusal(f"{fqn!r} needs all of the features of which every chunk has a part")
     for (fqn, attribute), parts in spec.attributes.items():
         if parts is not None:
             raise _refusal(f"{fqn}.{attribute} does not divide into {sharding.size} chunks")
@@ -92,21 +91,25 @@ def _check_gradient(
     model: nn.Module, fqn: str, sharding: TensorSharding, *, sequence: bool
 ) -> None:
     owner = fqn.rpartition(".")[0]
-    in_region = any(f"{owner}.".startswith(f"{region}.") for region, _ in sharding.spec.entered)
     if _is_row_wise(owner, sharding):
         return
-    if in_region or not sequence:
-        raise _refusal(
-            f"{fqn!r} is applied to every rank's own heads or features (a norm of queries)"
-        )
+    in_region = any(f"{owner}.".startswith(f"{region}.") for region, _ in sharding.spec.entered)
+    is_chunked = owner in sharding.spec.chunked
+    of_tokens = sequence and not in_region and not is_chunked
+    what = "tokens" if of_tokens else "heads or features"
     if next(model.get_submodule(owner).children(), None) is not None:
         raise _refusal(
-            f"{fqn!r} is applied to every rank's own tokens by the forward of {owner!r}, which "
+            f"{fqn!r} is applied to every rank's own {what} by the forward of {owner!r}, which "
             "calls other modules; put it into a module of its own"
+        )
+    if not of_tokens and not is_chunked:
+        raise _refusal(
+            f"{fqn!r} is applied to every rank's own {what}, and in which dim they are was not "
+            "found"
         )
 
 
-def _of_tokens(sharding: TensorSharding) -> dict[str, list[str]]:
+def _by_owner(sharding: TensorSharding) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for fqn in sharding.spec.grads:
         owner, _, name = fqn.rpartition(".")

@@ -71,6 +71,11 @@ class Cut:
         return [placed(each.flatten(dim, dim + 1)) for each in split.unbind(dim + 1)]
 
 
+def _as_output(y_TN: Tensor, x: Tensor) -> Tensor:
+    # Programs may write into what they get, and autograd refuses to write into views made here.
+    return torch.ops.aten._unsafe_view(y_TN, (*x.shape[:-1], y_TN.shape[-1]))
+
+
 def _rows(x: Tensor) -> Tensor:
     return placed(x.reshape(-1, x.shape[-1]))
 
@@ -89,7 +94,7 @@ class Columns(torch.autograd.Function):
         y_TN = cut.joined(chunks, 1)
         if bias is not None:
             y_TN += bias
-        return y_TN.view(*copies[0].shape[:-1], -1)
+        return _as_output(y_TN, copies[0])
 
     @staticmethod
     @once_differentiable
@@ -122,7 +127,7 @@ class Rows(torch.autograd.Function):
         xs_TC = cut.features(x.reshape(-1, x.shape[-1]))
         pairs = zip(xs_TC, cut.weights(weight), strict=True)
         y_TN = tree_sum([torch.mm(x_TC, w_CN) for x_TC, w_CN in pairs])
-        return y_TN.view(*x.shape[:-1], -1)
+        return _as_output(y_TN, x)
 
     @staticmethod
     @once_differentiable

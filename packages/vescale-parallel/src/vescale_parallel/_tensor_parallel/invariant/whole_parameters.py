@@ -1,9 +1,10 @@
-"""What ranks have whole and apply to their own tokens: gradients are summed by chunks of them."""
+"""What ranks have whole and apply to their own tokens or heads: gradients are summed by chunks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +14,48 @@ from .entrance import for_chunks
 from .placed import placed
 
 Conversion = Callable[[Tensor], Tensor]
-_SEQUENCE_DIM = 1
 
 
-def by_tokens(
-    module: nn.Module, fqn: str, names: tuple[str, ...], num_chunks: int, over_ranks: Conversion
-) -> None:
-    """Have a module compute chunks of the sequence one by one, and sum their gradients in a tree.
+@dataclass(frozen=True)
+class ChunkedCall:
+    """What a module is called with, in chunks.
 
-    Each token of the module's output depends on that token of its input. ``names`` are those of
-    its parameters whose gradients are sums over tokens.
+    Attributes:
+        dim: That chunks are along, of what a module is called with and of what it returns.
+        num_chunks: On this rank.
+        is_sequence: Whether that is the sequence, whose length a program chooses.
     """
-    own = module.forward
+
+    dim: int
+    num_chunks: int
+    is_sequence: bool
+
+
+def in_chunks(
+    module: nn.Module, fqn: str, names: tuple[str, ...], call: ChunkedCall, over_ranks: Conversion
+) -> None:
+    """Have a module compute chunks of a dim one by one, and sum their gradients in a tree.
+
+    Each token, or head, of the module's output depends on that one of its input. ``names`` are
+    those of its parameters whose gradients are sums over them.
+    """
+    own, dim, num_chunks = module.forward, call.dim, call.num_chunks
 
     @functools.wraps(own)
     def chunked(*args: Any, **kwargs: Any) -> Tensor:
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
-        if x.shape[_SEQUENCE_DIM] % num_chunks:
-            return own(*args, **kwargs)  # an evaluation: a split refuses such lengths otherwise
+        if x.dim() <= dim or x.shape[dim] % num_chunks:
+            if call.is_sequence:  # an evaluation: a split refuses such lengths otherwise
+                return own(*args, **kwargs)
+            raise ValueError(
+                f"numerics 'invariant': expected {fqn!r} to be called with a multiple of "
+                f"{num_chunks} heads or features in dim {dim}, got shape {tuple(x.shape)}"
+            )
         given = dict(module._parameters)
         copies = {name: _copies(given[name], num_chunks, over_ranks) for name in names}
         outputs: list[Tensor] = []
         try:
-            for index, part in enumerate(x.chunk(num_chunks, _SEQUENCE_DIM)):
+            for index, part in enumerate(x.chunk(num_chunks, dim)):
                 for name, each in copies.items():
                     module._parameters[name] = each[index]  # pyright: ignore[reportArgumentType]: a Parameter
                 outputs.append(own(placed(part), *args[1:], **(kwargs if args else {})))
@@ -43,10 +63,10 @@ def by_tokens(
             module._parameters.update(given)
         if not all(isinstance(each, Tensor) for each in outputs):  # pyright: ignore[reportUnnecessaryIsInstance]: user code
             raise ValueError(
-                f"numerics 'invariant' with tensor_parallel.sequence: expected {fqn!r} to return "
-                f"a tensor, got {type(outputs[0]).__name__}; leave numerics out of the plan"
+                f"numerics 'invariant': expected {fqn!r} to return a tensor, got "
+                f"{type(outputs[0]).__name__}; leave numerics out of the plan"
             )
-        return _together(outputs, _SEQUENCE_DIM)
+        return _together(outputs, dim)
 
     module.forward = chunked
 

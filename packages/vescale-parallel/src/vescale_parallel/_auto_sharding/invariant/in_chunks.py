@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from vescale_parallel._auto_sharding.place_collectives import ShardingProposal
+from vescale_parallel._auto_sharding.policies import propose_sharding
 from vescale_parallel._tensor_parallel.invariant.install import check_chunks
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
-from .place_collectives import ShardingProposal
-from .policies import propose_sharding
+from .chunked_modules import chunk_marks
 
 # As candidates say it of heads.
 _UNDIVIDED = "is not divisible by"
@@ -43,6 +44,8 @@ def propose_in_chunks(
             "numerics_chunks"
         )
     _check_undivided(found)
+    marks = chunk_marks(model, example_batch, shard(found.plan, model, chunks))
+    found = replace(found, plan={**found.plan, **marks})
     check_chunks(model, shard(found.plan, model, chunks), sequence=sequence)
     # Proven for that many ranks, and not for fewer.
     return replace(found, proven_call=None)
