@@ -1,10 +1,11 @@
 """What sums in a fixed tree cost: CPU time of a step of two tensor-parallel ranks with them.
 
-    python benchmarks/invariant.py [--hidden 1024] [--layers 2] [--tokens 512] [--repeats 5]
+    python benchmarks/invariant.py [--hidden 1024] [--layers 2] [--vocabulary 1024] [--tokens 512]
 
-A Llama is trained under two plans in turns, which differ in ``numerics`` alone. Prints JSON: CPU
-seconds of the quickest step, of both ranks together, and their ratio; and whether losses of the
-invariant plan have the bits of one rank.
+A Llama is trained under two plans in turns, which differ in ``numerics`` alone; each is the first of
+every other turn. Prints JSON: the median CPU seconds of a step, of both ranks together, the
+median of the ratios of turns, with the quartiles, and whether losses of the invariant plan have
+the bits of one rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -34,7 +36,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -71,7 +74,7 @@ def _rank(
 
 
 def _trainer(options: dict[str, Any], size: int, numerics: Any) -> Any:
-    hidden, vocabulary = options["hidden"], 1024
+    hidden, vocabulary = options["hidden"], options["vocabulary"]
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -107,7 +110,8 @@ def _train(options: dict[str, Any], path: Path) -> None:
     seconds: dict[str, list[float]] = {numerics: [] for numerics in plans}
     losses: list[float] = []
     for turn in range(_NUM_WARM + options["repeats"]):
-        for numerics, step in steps.items():
+        for numerics in plans[:: 1 if turn % 2 else -1]:
+            step = steps[numerics]
             dist.barrier()
             begin = time.process_time()
             loss = step()
@@ -117,10 +121,12 @@ def _train(options: dict[str, Any], path: Path) -> None:
                 losses.append(loss)
             if turn >= _NUM_WARM:
                 seconds[numerics].append(taken.item())
-    best = {numerics: min(each) for numerics, each in seconds.items()}
+    pairs = zip(seconds["invariant"], seconds["default"], strict=True)
+    quartiles = statistics.quantiles((ours / default for ours, default in pairs), n=4)
     found = {
-        **{f"{numerics} CPU s": round(each, 4) for numerics, each in best.items()},
-        "ratio": round(best["invariant"] / best["default"], 3),
+        **{f"{numerics} CPU s": round(statistics.median(s), 4) for numerics, s in seconds.items()},
+        "ratio": round(quartiles[1], 3),
+        "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
         "losses": losses,
     }
     if dist.get_rank() == 0:

@@ -73,6 +73,10 @@ def _check_parameter(model: nn.Module, fqn: str, placement: Placement, chunks: i
         return
     if isinstance(owner, nn.Embedding) and placement == Shard(0):
         return  # of all ranks one has a row, and the others add zeros
+    if isinstance(owner, nn.Embedding):
+        raise _refusal(
+            f"{fqn!r} is sharded by its features; tables are computed in chunks of rows"
+        )
     if kind is None or name not in ("weight", "bias"):
         raise _refusal(
             f"{fqn!r} is sharded and of a {type(owner).__name__}; linear layers and embeddings "

@@ -17,6 +17,11 @@ def placed(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
+def begins_alike(nbytes: int) -> bool:
+    """Whether pieces of so many bytes, one behind the other, begin where torch begins tensors."""
+    return nbytes % _ALIGNMENT == 0
+
+
 class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,7 +10,7 @@ Shapes: x (T, K), output (T, N); weight (N, K), or (K, N) where the input comes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .placed import placed
+from .placed import begins_alike, placed
 from .tree import tree_sum
 
 
@@ -54,11 +54,21 @@ class Cut:
         split = [chunk.unflatten(dim, (self.parts, -1)) for chunk in chunks]
         return torch.cat(split, dim + 1).flatten(dim, dim + 1)
 
-    def joined_weights(self, chunks: Sequence[Tensor]) -> Tensor:
-        """Put chunks of a weight, or of its gradient, as (in, out) together."""
+    def of_weight(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return a weight's gradient, given (tokens, in) and (tokens, out) of every chunk."""
         if self._is_out_first:
-            chunks = [chunk.t() for chunk in chunks]
-        return self.joined(chunks, self.dim)
+            pairs = [(grad, x) for x, grad in pairs]
+        factors = [(first.t(), second) for first, second in pairs]
+        (num_rows, _), (_, num_columns) = factors[0][0].shape, factors[0][1].shape
+        given = factors[0][0]
+        chunk_nbytes = num_rows * num_columns * given.element_size()
+        if self.dim == 0 and self.parts == 1 and len(factors) > 1 and begins_alike(chunk_nbytes):
+            # Chunks are whole pieces of memory: nothing is to be moved.
+            whole = given.new_empty(len(factors), num_rows, num_columns)
+            for chunk, (first, second) in zip(whole.unbind(), factors, strict=True):
+                torch.mm(first, second, out=chunk)
+            return whole.flatten(0, 1)
+        return self.joined([torch.mm(*pair) for pair in factors], self.dim)
 
     @property
     def _is_out_first(self) -> bool:
@@ -67,6 +77,8 @@ class Cut:
     def _chunks(self, x: Tensor, dim: int) -> list[Tensor]:
         if self.num_chunks == 1:
             return [placed(x)]
+        if self.parts == 1:
+            return list(map(placed, x.chunk(self.num_chunks, dim)))
         split = x.unflatten(dim, (self.parts, self.num_chunks, -1))
         return [placed(each.flatten(dim, dim + 1)) for each in split.unbind(dim + 1)]
 
@@ -109,9 +121,7 @@ class Columns(torch.autograd.Function):
             of_copies = [torch.mm(grad_TC, w_KC.t()).view_as(x) for grad_TC, w_KC in pairs]
         of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            # As (out, in), whose chunks of output features are whole pieces of memory.
-            chunks = [torch.mm(grad_TC.t(), x_TK).t() for grad_TC in grads_TC]
-            of_weight = cut.joined_weights(chunks)
+            of_weight = cut.of_weight((x_TK, grad_TC) for grad_TC in grads_TC)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = cut.joined([grad_TC.sum(0) for grad_TC in grads_TC], 0)
         return None, of_weight, of_bias, *of_copies
@@ -141,5 +151,5 @@ class Rows(torch.autograd.Function):
             of_x = cut.joined(chunks, 1).view_as(x)
         if ctx.needs_input_grad[1]:
             xs_TC = cut.features(x.reshape(-1, x.shape[-1]))
-            of_weight = cut.joined_weights([torch.mm(x_TC.t(), grad_TN) for x_TC in xs_TC])
+            of_weight = cut.of_weight((x_TC, grad_TN) for x_TC in xs_TC)
         return None, of_weight, of_x
