@@ -2,8 +2,8 @@
 
     python benchmarks/invariant.py [--hidden 1024] [--layers 2] [--vocabulary 1024] [--tokens 512]
 
-A Llama is trained under two plans in turns, which differ in ``numerics`` alone; each is the first of
-every other turn. Prints JSON: the median CPU seconds of a step, of both ranks together, the
+A Llama is trained under two plans in turns, which differ in ``numerics`` alone; each is the first
+of every other turn. Prints JSON: the median CPU seconds of a step, of both ranks together, the
 median of the ratios of turns, with the quartiles, and whether losses of the invariant plan have
 the bits of one rank.
 """
