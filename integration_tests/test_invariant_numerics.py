@@ -64,12 +64,12 @@ class _Block(nn.Module):
 class NanoGPT(nn.Module):
     """As nanoGPT writes it, with tied embeddings."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads: int = 4, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.embed, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(64, WIDTH)
         self.blocks = nn.ModuleList([_Block(heads) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embed.weight
         with torch.no_grad():
             self.embed.weight.mul_(0.05)
@@ -119,6 +119,25 @@ def _compare(
 
 def test_four_ranks_with_a_cut_sequence_have_the_bits_of_one() -> None:
     _compare("nano_gpt", "float32", 4, sequence=True, sizes=(2, 4))
+
+
+def test_the_vocabulary_of_these_models_is_cut() -> None:
+    for name, table, head in (
+        ("nano_gpt", "embed", "head"),
+        ("gpt2", "transformer.wte", "lm_head"),
+    ):
+        said = _said(name, 4, sequence=True)
+        assert said[f"{table}.weight"] == said[f"{head}.weight"] == "Shard(0)"
+
+
+def test_a_vocabulary_that_does_not_divide_into_chunks_stays_whole() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return NanoGPT(vocabulary=VOCABULARY + 3)
+
+    said = said_of(build(), 4, sequence=False)
+    assert not any(pattern.startswith(("embed", "head")) for pattern in said)
+    compare_sizes(build, said, 4, sequence=False, sizes=(2,), num_steps=2)
 
 
 def _run(said: dict[str, str], size: int) -> dict[str, Tensor]:
