@@ -37,7 +37,7 @@ from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate
 from vescale_planner._layouts import Layout
-from vescale_planner._partition import PipelineRank, local_parts, pipeline_ranks
+from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import Part
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import Cost, step_cost
@@ -227,12 +227,12 @@ def ranks_of(index: int) -> tuple[PipelineRank, ...]:
     """Return what pipeline ranks own: all matrices and the logits are cut, blocks are even."""
     row = PUBLISHED["rows"][index]
     work = workload_in_half(row["model"], row["length"], is_fused(row))
-    cut = frozenset(
+    names = frozenset(
         each.fqn
         for each in (*(p for part in work.parts for p in part.parameters), *work.tied)
         if each.fqn.endswith("weight") and "norm" not in each.fqn
     )
-    parts = local_parts(work, cut, row["tp"], sequence=row["sequence"], cut_logits=True)
+    parts = local_parts(work, Sharded(names), row["tp"], sequence=row["sequence"], cut_logits=True)
     stages = row["pp"] * row["virtual_stages"]
     placement = StagePlacement(row["pp"], row["virtual_stages"])
     starts = [round(stage * len(work.blocks) / stages) for stage in range(stages)]
