@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 import vescale
@@ -384,18 +384,9 @@ def test_ranks_on_another_axis_than_one_that_raised_stop_and_name_it(
     check_failure(broken4, tmp_path, FAILURES_OF_FOUR[case])
 
 
-class ReturnsLogits(HandWritten):
-    def forward(self, batch: Any) -> Tensor:
-        x_BSF = self.embed(batch["input_ids"])
-        for block in self.blocks:
-            x_BSF, _ = block(x_BSF)
-        return self.head(self.norm(x_BSF))
-
-
 CALLS: dict[str, tuple[type[nn.Module], int, str]] = {
     "rows": (HandWritten, 3, "at least 4 rows, one for each micro-batch .* got 3 rows"),
     "no rows": (HandWritten, 0, "at least one row, got 0 rows; leave such a batch out"),
-    "no_loss": (ReturnsLogits, 8, "the loss that forward returns, and this call returned none"),
 }
 
 

@@ -301,12 +301,6 @@ def test_tokens_generated_over_several_axes_are_one_devices(world4: World, plan:
 # What a pipeline cannot do
 
 
-def backward_without_loss(model: nn.Module, rows: Rows) -> list[Any]:
-    scores = called(model, rows, 8)
-    F.cross_entropy(scores, torch.arange(8) % CLASSES).backward()
-    return []
-
-
 def asked_for_a_cache(model: nn.Module, rows: Rows) -> list[Any]:
     with torch.no_grad():
         return [called(model, rows, 4, use_cache=True)]
@@ -318,7 +312,6 @@ def asked_for_all_states(model: nn.Module, rows: Rows) -> list[Any]:
 
 
 REFUSED: dict[str, tuple[Program, str, str]] = {
-    "backward": (backward_without_loss, "classifier", "this call returned none.*compute the loss"),
     "cache": (asked_for_a_cache, "llama", "keeps no cache of keys and values.*use_cache=False"),
     "states": (asked_for_all_states, "llama", "output_hidden_states=False.*its own layers only"),
 }

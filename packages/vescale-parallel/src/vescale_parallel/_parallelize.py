@@ -105,8 +105,8 @@ def parallelize(
 
     Args:
         plan: What to do.
-        model: Any module; on one device or deferred. Under pipeline parallelism its forward
-            returns its loss.
+        model: Any module; on one device or deferred. A pipeline needs less memory for a forward
+            that returns its loss.
         optimizer_fn: Called on the parallelized model; returns a torch optimizer. Or the class
             of one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer.

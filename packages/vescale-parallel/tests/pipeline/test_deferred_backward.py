@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from vescale_dtensor import DTensor
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
+from vescale_parallel._pipeline.outputs.deferred_backward import with_deferred_backward
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from vescale_parallel._pipeline.schedules import Action, actions_of, forward_actions
+from vescale_parallel._pipeline.schedules import Action, actions_of, order_of_passes
+from vescale_parallel._plan.pipeline_schedules import StagePlacement
 
 CASES = [
     (schedule, size, 1, microbatches)
@@ -81,28 +82,32 @@ def test_one_forward_one_backward_keeps_few_activations(size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "virtual", "microbatches"), [(2, 1, 3), (4, 2, 8)])
-def test_evaluation_runs_the_forward_passes_in_the_same_order(
+def test_passes_of_one_kind_alone_are_in_the_order_of_the_schedule(
     size: int, virtual: int, microbatches: int
 ) -> None:
     schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
     for rank, program in enumerate(programs_of(schedule, size, virtual, microbatches)):
-        alone = forward_actions(rank, size=size, virtual_stages=virtual, microbatches=microbatches)
-        assert alone == tuple(action for action in program if action.kind == "F")
+        for kind in ("F", "B"):
+            alone = order_of_passes(kind, rank, StagePlacement(size, virtual), microbatches)
+            assert alone == tuple(action for action in program if action.kind == kind)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize(("size", "virtual"), [(2, 1), (2, 2), (3, 2)])
-def test_any_number_of_microbatches_passes_forward_without_waiting_in_a_circle(
+def test_any_number_of_microbatches_passes_forward_and_back_without_waiting_in_a_circle(
     size: int, virtual: int, microbatches: int
 ) -> None:
-    shape = {"size": size, "virtual_stages": virtual, "microbatches": microbatches}
-    left = [list(forward_actions(rank, **shape)) for rank in range(size)]
+    placement = StagePlacement(size, virtual)
+    left = [
+        [a for kind in ("F", "B") for a in order_of_passes(kind, rank, placement, microbatches)]
+        for rank in range(size)
+    ]
     done: set[Action] = set()
     while any(left):
         ready = [p for p in left if p and {*needs(p[0], size * virtual)} <= done]
         assert ready, "every rank waits for another one"
         done |= {program.pop(0) for program in ready}
-    assert len(done) == size * virtual * microbatches
+    assert len(done) == 2 * size * virtual * microbatches
 
 
 def _transfers(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from vescale_parallel._pipeline.schedules import Action, actions_of, forward_order
+from vescale_parallel._pipeline.schedules import Action, actions_of, order_of_passes
 from vescale_parallel._pipeline.schedules.messages import (
     Await,
     Compute,
@@ -120,11 +120,17 @@ def test_a_micro_batch_without_gradients_cannot_be_reduced() -> None:
 @pytest.mark.parametrize("style", ["loop", "v"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_forward_passes_alone_do_not_deadlock(style: str, size: int, count: int) -> None:
+def test_all_forward_and_then_all_backward_passes_do_not_deadlock(
+    style: str, size: int, count: int
+) -> None:
     placement = StagePlacement(size, 2, "v" if style == "v" else "loop")
-    orders = [forward_order(rank, placement, count) for rank in range(size)]
-    found = simulate([operations_of(orders, r, placement) for r in range(size)], placement)
-    assert len(found.spans) == size * 2 * count
+    operations: list[list[Operation]] = [[] for _ in range(size)]
+    for kind in ("F", "B"):
+        orders = [order_of_passes(kind, rank, placement, count) for rank in range(size)]
+        for rank in range(size):
+            operations[rank] += operations_of(orders, rank, placement)
+    found = simulate(operations, placement)
+    assert len(found.spans) == 2 * size * 2 * count
 
 
 def on_two_channels(order: tuple[Action, ...], placement: StagePlacement) -> list[Operation]:

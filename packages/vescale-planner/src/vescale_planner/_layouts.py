@@ -96,6 +96,20 @@ def is_interleaving_asked_for(constraints: Mapping[str, Any]) -> bool:
     return virtual_stages > 1 or (schedule is not None and rule_of(schedule).virtual_stages[0] > 1)
 
 
+def with_schedule(
+    constraints: Mapping[str, Any], pp: int, *, returns_loss: bool
+) -> Mapping[str, Any]:
+    """Return constraints that say the schedule, where no other one can run.
+
+    Of a model that was seen to return no loss all forward passes come before the first backward
+    pass, as in GPipe: the loop computes the loss from what they return.
+    """
+    said = "pipeline_parallel.schedule" in constraints or is_interleaving_asked_for(constraints)
+    if pp == 1 or returns_loss or said:
+        return constraints
+    return {**constraints, "pipeline_parallel.schedule": "gpipe"}
+
+
 def stated_batch(
     world_size: int, constraints: Mapping[str, Any], example_rows: int | None, tokens: int
 ) -> int:

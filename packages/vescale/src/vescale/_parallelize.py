@@ -120,8 +120,8 @@ def parallelize(
 
     Args:
         plan: What to do: from :func:`generate_plan`, from JSON, or written by hand.
-        model: Any module, real or from :func:`deferred_init`. Under pipeline parallelism its
-            forward returns its loss.
+        model: Any module, real or from :func:`deferred_init`. A pipeline needs less memory for a
+            forward that returns its loss.
         optimizer_fn: Called on the parallelized model; returns a torch optimizer, or a list of
             several. Or the class of one, which is called on the model's parameters.
         lr_scheduler_fn: Called on the optimizer, or the list.
@@ -130,7 +130,7 @@ def parallelize(
             of every batch.
         loss_fn: Computes the loss from what forward returns and the targets, for a model that
             does not: ``loss = model(x, target=y)``. Other calls return the output. A pipeline
-            differentiates no other loss.
+            runs the plan's schedule then, else all forward passes first.
 
     Returns:
         The model; or a tuple of the model, optimizer, scheduler and loader, one for each

@@ -32,6 +32,8 @@ from .prefetch import Prefetch
 from .public_gradients import accumulate, refuse_stray_gradients, settle
 from .unsynced import UnsyncedGradients, scale_gradients
 
+_Context = Callable[[], contextlib.AbstractContextManager[None]]
+
 
 class ZeroState:
     """The parameters of one rank of a parallelized model, through forward and backward.
@@ -71,9 +73,7 @@ class ZeroState:
         self.params = params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
         self._exchanges, self._reductions = root.exchanges, root.reductions
-        self.while_backward: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )
+        self.while_backward: _Context = contextlib.nullcontext
         self.after_backward: Callable[[], None] = lambda: None
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
@@ -268,30 +268,35 @@ class ZeroState:
                 self._order[self._num_reduced].reduce()
                 self._num_reduced += 1
 
-    def _begin_backward(self, grad: Tensor) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._entered.enter_context(profiler_range("backward"))
-            self._entered.enter_context(self.while_backward())
-            self._show_unsharded()
-            if self._root.is_freed:
-                self._root.gather()
-            self._unsynced.look_for_dropped()
-            if self._reduces_now:
-                self._unsynced.begin_sync()
-            forward = self._gathers.order_of(("forward", True))
-            self._gathers.begin("backward", [*reversed(forward)])
-            if self._writes:
-                for param_group in self._order:
-                    param_group.begin_writing()
-            call_after_backward(self._end_backward)
+    def enter_backward(self) -> None:
+        """Show plain parameters, gathered, for backward through graphs of calls."""
+        self._in_backward = True
+        self._entered.enter_context(profiler_range("backward"))
+        self._entered.enter_context(self.while_backward())
+        self._show_unsharded()
+        if self._root.is_freed:
+            self._root.gather()
+        self._unsynced.look_for_dropped()
+        if self._reduces_now:
+            self._unsynced.begin_sync()
+        forward = self._gathers.order_of(("forward", True))
+        self._gathers.begin("backward", [*reversed(forward)])
+        if self._writes:
+            for param_group in self._order:
+                param_group.begin_writing()
 
-    def _end_backward(self) -> None:
+    def leave_backward(self, on_stages: Iterable[ShardedParameter] = ()) -> None:
+        """Reduce gradients, and show distributed parameters again; see `finish_backward`."""
         with announced_failures():
             self._in_backward = False
             self._entered.close()
             self._gathers.end()
-            self.finish_backward(None)
+            self.finish_backward(None, on_stages)
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if not self._in_backward:
+            self.enter_backward()
+            call_after_backward(self.leave_backward)
 
     def _runs_again(self, param_group: ParamGroup) -> bool:
         # For its own backward pass, as torch.utils.checkpoint has it: it is ready for that.

@@ -29,17 +29,29 @@ class ReturnedLosses:
 
     def checked(self, output: Any, means: TokenMeans, *, knows_rows: bool) -> Any:
         """Return a module's output; warn if a loss may not average to one device's."""
-        if not torch.is_grad_enabled() or (line := user_line()) in self._checked_lines:
+        if not torch.is_grad_enabled():
             return output
-        self._checked_lines.add(line)
         loss = next((leaf for leaf in pytree.tree_leaves(output) if is_loss(leaf)), None)
         if loss is None:
-            warn_at_user_line(f"the module returned no scalar loss. {_OUTSIDE}")
+            self.warn_of_none()
+            return output
+        if not self._is_new_line():
             return output
         if not knows_rows:
             means.warn_of_sums(loss)
         # The scalar may be another one: a penalty, beside logits of which a loss is made.
         return pytree.tree_map_only(Tensor, self._watched, output)
+
+    def warn_of_none(self) -> None:
+        """Warn that the module returned no loss, once for each line that calls it."""
+        if self._is_new_line():
+            warn_at_user_line(f"the module returned no scalar loss. {_OUTSIDE}")
+
+    def _is_new_line(self) -> bool:
+        line = user_line()
+        is_new = line not in self._checked_lines
+        self._checked_lines.add(line)
+        return is_new
 
     def _watched(self, leaf: Tensor) -> Tensor:
         """Return a tensor that warns if backward comes to it from outside of the module."""

@@ -38,9 +38,8 @@ def check_pipeline(plan: ParallelPlan, model: nn.Module, batch: Any) -> None:
         batch: What one micro-batch looks like.
 
     Raises:
-        ValueError: If the model cannot be cut as the plan says, if a stage needs what it cannot
-            be sent, or if forward returns no loss. An ObservationError if that cannot be said,
-            since forward needs values.
+        ValueError: If the model cannot be cut as the plan says, or if a stage needs what it cannot
+            be sent. An ObservationError if that cannot be said, since forward needs values.
 
     Example:
         >>> check_pipeline(ParallelPlan(), nn.Linear(2, 2), torch.ones(1, 2))
@@ -121,16 +120,11 @@ def _run_all(
                 _without_others(model, users, stage),
                 staging.run.running(),
             ):
-                output = model(*args, **kwargs)
+                model(*args, **kwargs)
         except StageDone as done:
             sent = [*done.activations]
             continue
         staging.run.check_complete(num_blocks)
-        if not any(map(is_loss, pytree.tree_leaves(output))):
-            raise ValueError(
-                "pipeline parallelism needs a module whose forward returns its loss (a scalar "
-                f"tensor, or a structure with one), got {type(output).__name__}"
-            )
 
 
 def _observed(
@@ -145,7 +139,8 @@ def _observed(
     Placeholder.usable = True
     with torch.no_grad(), staging.run.running():
         output = model(*args, **kwargs)
-    return values.cuts(output, losses_only=True)
+    has_loss = any(map(is_loss, pytree.tree_leaves(output)))
+    return values.cuts(output, losses_only=has_loss)
 
 
 def _users_of_parameters(

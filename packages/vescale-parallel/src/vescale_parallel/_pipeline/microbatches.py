@@ -53,7 +53,7 @@ def split_batch(
     sizes = rows_of_parts(num_rows, num_microbatches)
     starts = itertools.accumulate(sizes, initial=0)
     cut = [
-        [x if at is None else _part(x, at, start, size, num_rows) for x, at in pairs]
+        [x if at is None else rows_within(x, at, start, size, num_rows) for x, at in pairs]
         for start, size in zip(starts, sizes, strict=False)
     ]
     return [pytree.tree_unflatten(each, spec) for each in cut]
@@ -70,7 +70,8 @@ def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
     return [few + (index < more) for index in range(num_parts)]
 
 
-def _part(whole: Tensor, rows: Rows, start: int, size: int, num_rows: int) -> Tensor:
+def rows_within(whole: Tensor, rows: Rows, start: int, size: int, num_rows: int) -> Tensor:
+    """Return ``size`` of the rows of a tensor, which has ``num_rows``, from ``start`` on."""
     if rows.outermost:
         inside = whole.shape[rows.dim] // num_rows
         return whole.narrow(rows.dim, start * inside, size * inside)

@@ -16,26 +16,44 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_called, only_scalars, without_graph
-from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.mesh import axis_rank, second_group
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.pipeline_schedules import rule_of
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._plan.recomputation import recomputes
 from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._torch_private import pytree
 
-from .agreed_outputs import AgreedOutputs
-from .cuts.hooks import hooks_where_real
-from .cuts.placeholders import Placeholder
-from .cuts.seen_call import SeenCall, seen_call
-from .cuts.values import Cuts, ObservedValues
-from .execution import Execution, Links, activations_on_host, operations_of_step, signature_of
+from .cuts.seen_call import SeenCall
+from .cuts.values import Cuts
+from .execution import (
+    Execution,
+    Links,
+    LossRoots,
+    NoRoots,
+    OutputRoots,
+    Roots,
+    activations_on_host,
+    operations_of_passes,
+    operations_of_step,
+    signature_of,
+    split_refusal,
+)
 from .microbatches import Parts, num_rows_of, rows_of_parts, split_batch
-from .predict import Returned, common_num_microbatches, joined, num_microbatches_for
-from .schedules.messages import channels_of
-from .stage_module import Receive, StageDone, StageRun, Staging
-from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
+from .outputs.agreed import AgreedOutputs
+from .outputs.joined import (
+    Returned,
+    common_num_microbatches,
+    grads_of_parts,
+    joined,
+    num_microbatches_for,
+)
+from .schedules.messages import Operation, channels_of
+from .stage_calls import StageCalls
+from .stage_module import Receive, Staging
+
+# Runs the backward passes of a step, given the gradients of what forward returned; returns which
+# parameters have a gradient on each rank of the pipeline, see :attr:`AgreedOutputs.flags`.
+RunBackward = Callable[[Sequence[Tensor | None]], Tensor]
 
 
 @dataclass(eq=False)
@@ -70,8 +88,6 @@ class Pipeline:
     loss_scale: LossScale = field(default_factory=LossScale)
     reduce: Callable[[int, int | None], None] = lambda *_: None
     stays: Callable[[], Iterable[Tensor]] = tuple
-    _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, "SeenCall"])
-    _checked_loss: bool = False
     _said_whole: bool = False
     _parts: Parts = field(default_factory=lambda: Parts(1, (1,)))
 
@@ -88,9 +104,14 @@ class Pipeline:
         self.links = Links(groups, device)
         offloads = self.plan.pipeline_parallel.offload_activations
         self._on_host = activations_on_host(device, lambda: self.stays()) if offloads else None
-        self._counts = TargetCounts(self._run_counting)
-        self._seen = SeenCounts(
-            is_delayed=device.type != "cpu", otherwise="pipeline_parallel.size 1"
+        self._calls = StageCalls(
+            self.staging,
+            self.starts,
+            self.num_blocks,
+            self.mesh.device_type,
+            self._rank == self._placement.last_rank,
+            self.total,
+            self._agree,
         )
         self._loss_of = loss_called(self.plan.pipeline_parallel.loss)
         if self.draws is not None:
@@ -132,13 +153,18 @@ class Pipeline:
         microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
         self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, count))
         seen = self._seen_in(form, forward, args, kwargs, rows)
-        schedule = self.plan.pipeline_parallel.schedule
         cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
         if self.plan.pipeline_parallel.outputs is not None:
             cuts = seen.all_cuts
             report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
-        counts = self._count(forward, microbatches, form, seen)
-        outputs = self._execute(schedule, forward, microbatches, cuts, counts, report, form)
+        counts = self._calls.count(forward, microbatches, form, seen)
+        roots = LossRoots(
+            self._loss_of, self._parts.shares or len(microbatches), self.loss_scale.value
+        )
+        execution = self._execution(forward, microbatches, cuts, counts, report, roots)
+        pipeline = self.plan.pipeline_parallel
+        order = pipeline.schedule, self._rank, self._placement, count, pipeline.reduce_every
+        outputs = self._execute(execution, operations_of_step(*order), microbatches, form)
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
             told = joined(outputs, returned, self._parts.sizes, self._mean, self._loss_of)
@@ -159,28 +185,86 @@ class Pipeline:
         What it returns has tensors, too; see [Note: what prediction costs]. ``returned`` is where
         the rows are in it; None runs the batch in one piece.
         """
-        microbatches: list[tuple[Any, Any]] = [(args, kwargs)]
         num_rows = num_rows_of(args, kwargs, rows) or 0
         most = self.plan.num_microbatches
-        num_microbatches = num_microbatches_for(num_rows, 1 if returned is None else most)
+        count = num_microbatches_for(num_rows, 1 if returned is None else most)
         if self.num_ranks > 1 and self.plan.data_parallel.zero_stage == 3:
             # Ranks gather parameters together, once for each micro-batch of each.
-            num_microbatches = common_num_microbatches(
-                num_rows, num_microbatches, most, self.num_ranks, self.total, self.mesh.device_type
+            count = common_num_microbatches(
+                num_rows, count, most, self.num_ranks, self.total, self.mesh.device_type
             )
-        if num_microbatches > 1:
-            microbatches = split_batch(args, kwargs, num_microbatches, rows)
-        self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, num_microbatches))
-        seen = self._seen_in(form, forward, args, kwargs, rows)
-        counts = self._count(forward, microbatches, form, seen)
-        cuts = seen.all_cuts
-        outputs = self._execute(
-            None, forward, microbatches, cuts, counts, lambda output: output, form
+        passes = self._run_forward(forward, args, kwargs, rows, returned, count, NoRoots(), form)
+        return passes[0]
+
+    def run_apart(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None = None,
+        returned: Returned | None = None,
+        *,
+        form: object = None,
+    ) -> tuple[Any, RunBackward]:
+        """Run forward passes, and backward passes when the program asks for them.
+
+        For a loss that the program computes from what the model returns, see
+        [Note: losses of the program]. Arguments are those of :meth:`predict`.
+
+        Returns:
+            The module's output, of which tensors require a gradient that depend on parameters;
+            and what runs the backward passes, given the gradients of these tensors. Every rank
+            must call it.
+        """
+        count = 1 if returned is None else self.plan.num_microbatches
+        roots = OutputRoots()
+        output, execution, outputs = self._run_forward(
+            forward, args, kwargs, rows, returned, count, roots, form
         )
+        parts = self._parts
+
+        def run_backward(grads: Sequence[Tensor | None]) -> Tensor:
+            if outputs:
+                roots.grads = grads_of_parts(grads, outputs, returned, parts.sizes)
+            every = self.plan.pipeline_parallel.reduce_every
+            order = operations_of_passes("B", self._rank, self._placement, count, every)
+            execution.execute(order)
+            return self.outputs.share_flags()
+
+        return output, run_backward
+
+    def _run_forward(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Sequence[Rows | None] | None,
+        returned: Returned | None,
+        count: int,
+        roots: Roots,
+        form: object,
+    ) -> tuple[Any, Execution, list[Any]]:
+        """Run the forward passes of ``count`` micro-batches; tell all stages what comes of them.
+
+        Returns:
+            The module's output; what ran; and on the last stage the output of each micro-batch.
+        """
+        num_rows = num_rows_of(args, kwargs, rows) or 0
+        microbatches: list[tuple[Any, Any]] = [(args, kwargs)]
+        if count > 1:
+            microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
+        self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, count))
+        seen = self._seen_in(form, forward, args, kwargs, rows)
+        counts = self._calls.count(forward, microbatches, form, seen)
+        report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
+        execution = self._execution(forward, microbatches, seen.all_cuts, counts, report, roots)
+        operations = operations_of_passes("F", self._rank, self._placement, count)
+        outputs = self._execute(execution, operations, microbatches, form)
         told: tuple[Any, list[Tensor]] = (None, [])
         if outputs:
             told = joined(outputs, returned, self._parts.sizes, self._mean)
-        return self._agree((form, signature_of((args, kwargs))), *told)
+        output = self._agree((form, signature_of((args, kwargs))), *told)
+        return output, execution, outputs
 
     def returns_loss(
         self,
@@ -202,180 +286,67 @@ class Pipeline:
         kwargs: Mapping[str, Any],
         rows: Sequence[Rows | None] | None,
     ) -> SeenCall:
-        """Return what the last stage sees in the first call of a form, and tells the others."""
-        if form in self._forms_seen:
-            return self._forms_seen[form]
-        num_rows = num_rows_of(args, kwargs, rows) or 0
-        count = num_microbatches_for(num_rows, self.plan.num_microbatches)
-        first = split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
-        seen, failed = None, None
-        if self._has_last_stage:
-            # What a model's own code raises the other ranks would wait for.
-            try:
-                seen = self._look(forward, first)
-            except Exception as error:
-                failed = error
-        seen = self._agree(("what is in a call", form), seen)
-        if failed is not None:
-            raise failed
-        if seen is None:
-            self._look(forward, first)
-            raise ValueError(
-                "forward raised an error on the last stage of a pipeline and on no other one, "
-                "when it was run with placeholders; see what that rank says"
-            )
-        self._forms_seen[form] = seen
-        return seen
+        def first() -> tuple[Any, Any]:
+            num_rows = num_rows_of(args, kwargs, rows) or 0
+            count = num_microbatches_for(num_rows, self.plan.num_microbatches)
+            return split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
 
-    def _look(self, forward: Callable[..., Any], microbatch: tuple[Any, Any]) -> SeenCall:
-        run = functools.partial(self._run_counting, forward, microbatch)
-        return seen_call(run, self.starts[-1])
+        return self._calls.seen(form, forward, first)
 
-    def _execute(
+    def _execution(
         self,
-        schedule: str | None,
         forward: Callable[..., Any],
         microbatches: Sequence[tuple[Any, Any]],
         cuts: Cuts,
         counts: Sequence[Tensor],
         report: Callable[[Any], Any],
-        form: object,
-    ) -> list[Any]:
-        """Do what the schedule's list for this rank says, None being forward passes alone.
-
-        Returns:
-            What ``report`` keeps of the output of every micro-batch, on the last stage.
-        """
-        draws = self.draws
+        roots: Roots,
+    ) -> Execution:
+        draws, parts = self.draws, self._parts
+        loss_of = self._loss_of if isinstance(roots, LossRoots) else None
 
         def run(stage: int, microbatch: int, receive: Receive) -> Any:
-            started = self._stage_run(stage, cuts, receive)
+            given, num_parts = microbatches[microbatch], parts.num_like(microbatch)
             with draws.of_pass(stage, microbatch) if draws else contextlib.nullcontext():
-                return self._run_stage(started, forward, microbatches, microbatch, counts)
+                return self._calls.run(
+                    stage, cuts, receive, forward, given, num_parts, counts, loss_of
+                )
 
         crossing = tuple(cuts.get(start, ()) for start in self.starts[1:])
         signatures = [signature_of(each) for each in microbatches]
-        execution = Execution(
+        return Execution(
             self.links,
             len(self.starts),
             [(crossing, self.trained, each) for each in signatures],
             run,
             report,
-            self._loss_of,
-            schedule is not None and self._may_split(schedule),
-            self.loss_scale.value,
+            roots,
+            loss_of is not None and self._may_split(),
             self._say_whole,
-            self._parts.shares,
             self.reduce,
             self._on_host,
         )
-        step = draws.of_step(microbatches, form, signatures) if draws else None
-        with step or contextlib.nullcontext():
-            every = self.plan.pipeline_parallel.reduce_every
-            order = schedule, self._rank, self._placement, len(microbatches), every
-            outputs = execution.execute(operations_of_step(*order))
-        self._seen.check()
-        return outputs
 
-    def _stage_run(self, stage: int, cuts: Cuts, receive: Receive) -> StageRun:
-        bounds = [*self.starts, self.num_blocks]
-        first, end = bounds[stage], bounds[stage + 1]
-        takes, sends = cuts.get(first, ()) if stage else (), cuts.get(end, ())
-        last = stage == len(self.starts) - 1
-        return StageRun(stage, first, end, last, receive, takes, sends)
-
-    def _run_stage(
+    def _execute(
         self,
-        run: StageRun,
-        forward: Callable[..., Any],
-        microbatches: Sequence[tuple[Any, Any]],
-        index: int,
-        counts: Sequence[Tensor],
-    ) -> Any:
-        """Return what a stage sends for a micro-batch; the last one what the module returns."""
-        self.staging.run = run
-        # Put back afterwards: a model may call another one.
-        was_usable = Placeholder.usable
-        # The first stage needs none: what it does not own comes later.
-        Placeholder.usable = run.stage > 0
-        known = functools.partial(self._known_count, run, counts)
-        means, (args, kwargs) = TokenMeans(self._parts.num_like(index), known), microbatches[index]
-        try:
-            with run.running(), hooks_where_real(self.staging.around, run), means:
-                output = forward(*args, **kwargs)
-        except StageDone as done:
-            return done.activations
-        finally:
-            self.staging.run = None
-            Placeholder.usable = was_usable
-        run.check_complete(self.num_blocks)
-        if torch.is_grad_enabled() and not self._checked_loss:
-            self._checked_loss = True
-            means.warn_of_sums(self._loss_of(output))
-        return output
-
-    def _count(
-        self,
-        forward: Callable[..., Any],
+        execution: Execution,
+        operations: Sequence[Operation],
         microbatches: Sequence[tuple[Any, Any]],
         form: object,
-        seen: SeenCall,
-    ) -> list[Tensor]:
-        """Return what each token mean of the module counts over the global batch.
+    ) -> list[Any]:
+        """Run forward passes, and others among them; return what the last stage reports."""
+        signatures = [signature_of(each) for each in microbatches]
+        draws = self.draws.of_step(microbatches, form, signatures) if self.draws else None
+        with draws or contextlib.nullcontext():
+            outputs = execution.execute(operations)
+        self._calls.check_counts()
+        return outputs
 
-        Nothing on ranks whose stages compute none.
-
-        Runs forward, where it has to, with placeholders for what every block and every other
-        module with parameters returns, so that the targets of all micro-batches are known before
-        the first backward pass.
-        """
-        if not self._has_last_stage and not seen.counts_early:
-            return []
-        found = [self._counts.of(forward, each, form) for each in microbatches]
-        local = summed_counts(found, otherwise="pipeline_parallel.size 1")
-        self._seen.expect(local if self._has_last_stage else ())
-        return [self.total(count) for count in local]
-
-    def _known_count(
-        self, run: StageRun, counts: Sequence[Tensor], index: int, counted: Tensor
-    ) -> Tensor:
-        if index >= len(counts):
-            raise ValueError(
-                f"forward computed more means over targets, {index + 1}, than when its targets "
-                "were counted: a block computes one, or forward does something else than in its "
-                "first call of this form. Compute them in code around the blocks and in every "
-                "call, or use pipeline_parallel.size 1"
-            )
-        if run.is_last:
-            self._seen.add(index, counted)
-        return counts[index]
-
-    def _run_counting(
-        self,
-        forward: Callable[..., Any],
-        microbatch: tuple[Any, Any],
-        mode: TokenCounts | None,
-        values: ObservedValues | None = None,
-    ) -> Any:
-        run, device = StageRun.counting(self.num_blocks, values), self.mesh.device_type
-        with run.running(), hooks_where_real(self.staging.around, run):
-            return run_counting(forward, microbatch, self.staging, run, device, mode)[0]
-
-    @property
-    def _has_last_stage(self) -> bool:
-        return self._rank == self._placement.last_rank
-
-    def _may_split(self, schedule: str) -> bool:
+    def _may_split(self) -> bool:
         """Whether input and weight gradients are computed apart."""
-        if not rule_of(schedule).splits_backward:
+        if not rule_of(self.plan.pipeline_parallel.schedule).splits_backward:
             return False
-        refusal = None
-        if recomputes(self.plan.recompute):
-            refusal = f"recompute={self.plan.recompute!r} would run blocks again for each part"
-        elif self.plan.data_parallel.zero_stage == 3:
-            refusal = "data_parallel.zero_stage 3 frees weights behind the first part"
-        elif self.plan.pipeline_parallel.reduce_every == "microbatch":
-            refusal = "pipeline_parallel.reduce_every 'microbatch' reduces block after block"
+        refusal = split_refusal(self.plan)
         if refusal is not None:
             self._say_whole(self._placement.stages_of(self._rank)[-1], refusal)
         return refusal is None

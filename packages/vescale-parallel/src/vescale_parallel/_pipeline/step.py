@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,9 +18,9 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
 from .buffers import StageBuffers
-from .deferred_backward import refusing_backward, with_deferred_backward
-from .predict import returned_rows
-from .runner import Pipeline
+from .outputs.deferred_backward import with_deferred_backward, with_graph
+from .outputs.joined import returned_rows
+from .runner import Pipeline, RunBackward
 from .tied_weights import return_tied_gradients, send_tied_weights
 
 
@@ -40,6 +40,14 @@ class EarlyReductions(Protocol):
 
     def take_reduced(self) -> Callable[[], None]:
         """Take away gradients that were reduced already; return what puts them back."""
+        ...
+
+    def enter_backward(self) -> None:
+        """Show plain parameters, gathered, for backward through graphs."""
+        ...
+
+    def leave_backward(self, on_stages: Iterable[ShardedParameter] = ()) -> None:
+        """Reduce gradients; ``on_stages`` are those of which some stage has one."""
         ...
 
 
@@ -81,8 +89,8 @@ class PipelineStep:
 
         Returns:
             The module's output with a tensor for each scalar. Other tensors are as the plan's
-            ``outputs`` says in a step that is differentiated, None being :class:`NotReturned`;
-            else they are whole, see [Note: what prediction costs].
+            ``outputs`` says if it returns its loss, None being :class:`NotReturned`; else they are
+            whole, see [Note: what prediction costs] and [Note: losses of the program].
         """
         pipeline = self._pipeline
         coupling = RowCoupling() if coupling is None else coupling
@@ -95,31 +103,45 @@ class PipelineStep:
             runs = self._buffers.call(forward, form)
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
-            returned = returned_rows(coupling, args, kwargs)
-            train = torch.is_grad_enabled() and self._trains(form, forward, args, kwargs, rows)
-            if train:
-                output = pipeline.run(forward, args, kwargs, rows, returned, form=form)
-            else:
-                with torch.no_grad():
-                    output = pipeline.predict(forward, args, kwargs, rows, returned, form=form)
-        device = pipeline.mesh.device_type
-        if train:
-            return_tied_gradients(self._params, pipeline.group_of("B"), placement)
-            put_back = self._reduced.take_reduced()
-            used, flags = pipeline.loss_scale.value, pipeline.outputs.flags
-            assert flags is not None
+            call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)
+            if not torch.is_grad_enabled():
+                return self._plain(pipeline.predict(*call, form=form))
+            if not self._returns_loss(form, *call[:4]):
+                output, run_backward = pipeline.run_apart(*call, form=form)
+                return with_graph(self._plain(output), partial(self._run_backward, run_backward))
+            output = pipeline.run(*call, form=form)
+        return_tied_gradients(self._params, pipeline.group_of("B"), placement)
+        put_back = self._reduced.take_reduced()
+        assert pipeline.outputs.flags is not None
+        used, with_grad = pipeline.loss_scale.value, self._with_gradient(pipeline.outputs.flags)
 
-            anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
-            with_grad = {param for param, has in anywhere if has}
+        def finish(scale: Tensor) -> None:
+            put_back()
+            self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
-            def finish(scale: Tensor) -> None:
-                put_back()
-                self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
+        check, device = partial(self._reduced.stale_graphs.as_now(), with_grad), self._device
+        return with_deferred_backward(output, self._params, finish, device, check)
 
-            check = partial(self._reduced.stale_graphs.as_now(), with_grad)
-            return with_deferred_backward(output, self._params, finish, device, check)
-        output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
-        return refusing_backward(output) if torch.is_grad_enabled() else output
+    def _run_backward(self, passes: RunBackward, grads: Sequence[Tensor | None]) -> None:
+        """Run the backward passes of a call that returned no loss, and reduce gradients."""
+        pipeline = self._pipeline
+        self._reduced.enter_backward()
+        flags = passes(grads)
+        placement = pipeline.plan.pipeline_parallel.placement
+        return_tied_gradients(self._params, pipeline.group_of("B"), placement)
+        self._reduced.leave_backward(self._with_gradient(flags))
+
+    def _plain(self, output: Any) -> Any:
+        return pytree.tree_map_only(Scalar, lambda x: x.tensor(self._device), output)
+
+    @property
+    def _device(self) -> str:
+        return self._pipeline.mesh.device_type
+
+    def _with_gradient(self, flags: Tensor) -> set[ShardedParameter]:
+        """Return the parameters that have a gradient on a rank of the pipeline."""
+        anywhere = zip(self._params, flags.amax(0).tolist(), strict=True)
+        return {param for param, has in anywhere if has}
 
     def _plain_tensors(self) -> Iterator[Tensor]:
         yield from (param.unsharded for param in self._params if param.unsharded is not None)
@@ -133,7 +155,7 @@ class PipelineStep:
             dtype=torch.uint8,
         )
 
-    def _trains(
+    def _returns_loss(
         self,
         form: object,
         forward: Callable[..., Any],

@@ -29,8 +29,8 @@ from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.buffers import StageBuffers
-from vescale_parallel._pipeline.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.microbatches import split_batch
+from vescale_parallel._pipeline.outputs.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
 from vescale_parallel._pipeline.targets import (
     SeenCounts,

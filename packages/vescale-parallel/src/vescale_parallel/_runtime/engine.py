@@ -18,6 +18,7 @@ from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._pipeline.execution import tensors_with_graph
 from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
@@ -144,7 +145,8 @@ class Engine:
                 num_rows = coupling.num_rows(args, kwargs)
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
-                        return self.pipeline.run(forward, args, kwargs, coupling)
+                        output = self.pipeline.run(forward, args, kwargs, coupling)
+                    return self._differentiable(output)
                 if self.accumulation is not None and torch.is_grad_enabled():
                     rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
@@ -196,6 +198,16 @@ class Engine:
         return pytree.tree_map(
             lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
         )
+
+    def _differentiable(self, output: Any) -> Any:
+        """Return what a pipeline gives a loop that may compute its loss from it."""
+        roots = tensors_with_graph(output)
+        if roots and not any(map(is_loss, roots)):
+            for root in roots:
+                self.logits.plain_gradient_of(root)
+            if self.data_ranks.num_parts > 1:
+                self.losses.warn_of_none()
+        return output
 
     def _watched(self, output: Any) -> Any:
         """Have backward through any output begin with gathered parameters."""

@@ -21,7 +21,7 @@ from vescale_parallel import (
 from vescale_planner._candidates import REPLICATE, Candidate, Rows, candidates
 from vescale_planner._constraints import refuses_experts
 from vescale_planner._experts import even_sizes
-from vescale_planner._layouts import Layout, layouts, stated_batch
+from vescale_planner._layouts import Layout, layouts, stated_batch, with_schedule
 from vescale_planner._partition import (
     LocalPart,
     PipelineRank,
@@ -129,6 +129,7 @@ class Search:
         found: list[Candidate] = []
         rejected: dict[str, None] = {}
         rows = self.rows(world_size)
+        has_loss = self.workload.returns_loss or not self.workload.observed
         for layout in layouts(world_size, self.constraints):
             reason = self._impossible(layout)
             if reason:
@@ -138,7 +139,7 @@ class Search:
                 layout,
                 rows,
                 len(self.workload.blocks),
-                self.constraints,
+                with_schedule(self.constraints, layout.pp, returns_loss=has_loss),
                 accumulates=self.accumulates,
                 experts=self._expert_sizes(layout),
             ):

@@ -27,6 +27,7 @@ from vescale_parallel._torch_private import pytree
 
 from .links import Bundle, Links
 from .offload import ActivationsOnHost
+from .roots import Roots
 from .split_backward import HookedNodes, SplitBackward
 
 # Told every operation when it is done, how many micro-batches of stages wait for their backward,
@@ -58,7 +59,7 @@ class _Pass:
     Attributes:
         received: Of what the stage before sent, that whose gradient it gets; none on the first.
         outputs: Of what goes to the next stage, that whose gradient comes back; on the last one
-            the loss.
+            where backward begins.
         hooked: Nodes of its graph with hooks of tensors.
         split: Its backward while only the gradient of the input is computed.
     """
@@ -83,11 +84,9 @@ class Execution:
         run: Runs forward of a stage and micro-batch, given what receives its inputs, as many as
             that is given; returns what it sends, on the last stage what the module returns.
         report: Returns what is kept of the latter.
-        loss_of: Returns the loss among the latter.
+        roots: What of the latter is differentiated, and with which gradients.
         may_split: Whether there are input and weight gradients apart.
-        loss_scale: What the loss is multiplied with before it is differentiated.
         say_whole: Called with a stage and why they could not be computed apart.
-        shares: Of the rows, that every micro-batch has; None for equal ones.
         reduce: Begins to sum a stage's gradients over data-parallel ranks: of a micro-batch, None
             for all.
         on_host: Has passes wait with what autograd saved on the host; None: on the device.
@@ -99,11 +98,9 @@ class Execution:
     signatures: Sequence[object]
     run: Callable[[int, int, Callable[[Sequence[Tensor]], Sequence[Tensor]]], Any]
     report: Callable[[Any], Any]
-    loss_of: Callable[[Any], Tensor]
+    roots: Roots
     may_split: bool
-    loss_scale: float
     say_whole: Callable[[int, str], None]
-    shares: Sequence[float] | None = None
     reduce: Callable[[int, int | None], None] = lambda *_: None
     on_host: ActivationsOnHost | None = None
     outputs: list[Any] = field(default_factory=list[Any])
@@ -113,10 +110,13 @@ class Execution:
     _waits: frozenset[tuple[int, int]] = frozenset()
 
     def execute(self, operations: Sequence[Operation]) -> list[Any]:
-        """Do what a list says; return the outputs of the last stage."""
+        """Do what a list says; return the outputs of the last stage.
+
+        A step may be two lists, of its forward passes and of its backward passes.
+        """
         for _, begins in _watchers:
             begins()
-        if self.on_host is not None:
+        if self.on_host is not None and not self._passes:
             self.on_host.begin()
             self._waits = waiting_passes(operations)
         for operation in operations:
@@ -203,7 +203,7 @@ class Execution:
             output = self.run(stage, microbatch, receive)
         if stage == self.num_stages - 1:
             self.outputs.append(self.report(output))
-            outputs = [self.loss_of(output)] if torch.is_grad_enabled() else []
+            outputs = self.roots.of(output) if torch.is_grad_enabled() else ()
         else:
             bundle = Bundle.of(output)
             self._tensors["F", stage + 1, microbatch] = bundle
@@ -222,8 +222,7 @@ class Execution:
         """Run backward, or with ``"I"`` as much of it as the stage before waits for."""
         stage, outputs = action.stage, done.outputs
         if stage == self.num_stages - 1:
-            outputs = [self._share_of(output, action.microbatch) for output in outputs]
-            grads = [torch.full_like(output, self.loss_scale) for output in outputs]
+            outputs, grads = self.roots.with_grads(outputs, action.microbatch)
         else:
             grads = self._take("B", action, len(outputs)).tensors
         # A stage whose parameters are all frozen has nothing to differentiate.
@@ -236,12 +235,6 @@ class Execution:
             self._tensors["B", stage - 1, action.microbatch] = bundle
         # What is left to do needs neither.
         done.received = done.outputs = ()
-
-    def _share_of(self, loss: Tensor, microbatch: int) -> Tensor:
-        """Return what a micro-batch adds to the loss of the batch, as a loop accumulates it."""
-        if self.shares is None:
-            return loss / len(self.signatures)
-        return loss * self.shares[microbatch]
 
     def _differentiate(
         self, action: Action, done: _Pass, outputs: Sequence[Tensor], grads: Sequence[Tensor]

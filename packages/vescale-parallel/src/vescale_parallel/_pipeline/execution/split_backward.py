@@ -24,6 +24,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._plan.recomputation import recomputes
+
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 
 
@@ -39,6 +42,17 @@ class HookedNodes(TorchFunctionMode):
         if func in _HOOKS and args[0].grad_fn is not None:
             self.nodes.add(args[0].grad_fn)
         return result
+
+
+def split_refusal(plan: ParallelPlan) -> str | None:
+    """Return why a plan computes gradients of inputs and weights together; None if apart."""
+    if recomputes(plan.recompute):
+        return f"recompute={plan.recompute!r} would run blocks again for each part"
+    if plan.data_parallel.zero_stage == 3:
+        return "data_parallel.zero_stage 3 frees weights behind the first part"
+    if plan.pipeline_parallel.reduce_every == "microbatch":
+        return "pipeline_parallel.reduce_every 'microbatch' reduces block after block"
+    return None
 
 
 @dataclass(eq=False)

@@ -9,8 +9,4 @@
 """
 
 from .action import Action as Action
-from .actions import (
-    actions_of as actions_of,
-    forward_actions as forward_actions,
-    forward_order as forward_order,
-)
+from .actions import Passes as Passes, actions_of as actions_of, order_of_passes as order_of_passes

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from vescale_parallel._plan.pipeline_schedules import StagePlacement, rule_of
 
 from . import loops, v_shaped
 from .action import Action
+
+# Of which kind passes are: forward, or backward as a whole.
+Passes = Literal["F", "B"]
 
 
 def actions_of(
@@ -75,23 +80,23 @@ def passes_in_flight(
     return tuple(most)
 
 
-def forward_actions(
-    rank: int, *, size: int, virtual_stages: int, microbatches: int
+def order_of_passes(
+    kind: Passes, rank: int, placement: StagePlacement, microbatches: int
 ) -> tuple[Action, ...]:
-    """Return the forward passes alone of stages that go round the ranks; see below."""
-    return forward_order(rank, StagePlacement(size, virtual_stages), microbatches)
+    """Return the passes of one kind alone, of any number of micro-batches.
 
-
-def forward_order(rank: int, placement: StagePlacement, microbatches: int) -> tuple[Action, ...]:
-    """Return the forward passes alone, for evaluation: of any number of micro-batches.
+    Forward passes alone are those of evaluation; both, one after the other, are those of a step
+    whose loss the program computes from what all forward passes gave.
 
     Stages in a loop take groups of ``size`` micro-batches, as in training; the last group may be
-    smaller. In a V the first stages of all ranks come before the second ones.
+    smaller. In a V the first stages of all ranks come before the second ones. Backward passes
+    take a rank's stages in turn from the last one; micro-batches are in order in both.
     """
     group = placement.size if placement.style == "loop" else max(1, microbatches)
+    stages = placement.stages_of(rank)
     return tuple(
-        Action("F", stage, microbatch)
+        Action(kind, stage, microbatch)
         for first in range(0, microbatches, group)
-        for stage in placement.stages_of(rank)
+        for stage in (stages if kind == "F" else reversed(stages))
         for microbatch in range(first, min(first + group, microbatches))
     )

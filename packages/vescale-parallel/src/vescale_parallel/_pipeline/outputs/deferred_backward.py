@@ -1,4 +1,4 @@
-"""A loss whose gradients a pipeline's schedule has computed: its backward hands them out."""
+"""Results of a pipeline whose backward is its own: of gradients it has, or of passes to run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from vescale_dtensor import announced_failures
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import pytree
+
+_TWICE = (
+    "backward was called a second time on the loss of one pipeline step, which keeps no graph; "
+    "call the model again"
+)
 
 
 def with_deferred_backward(
@@ -58,24 +63,27 @@ def with_deferred_backward(
     return pytree.tree_map_only(Scalar, differentiable, output)
 
 
-def refusing_backward(output: Any) -> Any:
-    """Return the output of a call without a loss, so that differentiating it says what to do."""
+def with_graph(output: Any, run_backward: Callable[[Sequence[Tensor | None]], None]) -> Any:
+    """Return an output whose tensors that require a gradient have ``run_backward`` as theirs.
+
+    It is called once, with the gradients of these tensors in order, None for those that were not
+    used.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    places = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not places:
+        return output
+    # As an object: a tensor that goes in and comes out would be a view, not written in place.
+    held = [leaves[index].requires_grad_(False) for index in places]
     anchor = torch.zeros((), requires_grad=True)
-
-    def refusing(x: Tensor) -> Tensor:
-        return _HandOut.apply(anchor, x, _refuse_outside) if x.is_floating_point() else x  # pyright: ignore[reportReturnType]
-
-    return pytree.tree_map_only(Tensor, refusing, output)
-
-
-def _refuse_outside(_: Tensor) -> None:
-    raise ValueError(
-        "a pipeline differentiates the loss that forward returns, and this call returned none: "
-        "its results were computed without a graph. Have forward compute the loss (give "
-        "transformers' models labels), give the function that computes it to "
-        "parallelize(..., loss_fn=...) and call loss = model(x, target=y), or use "
-        "pipeline_parallel.size 1"
-    )
+    found: Any = _RunBackward.apply(anchor, lambda: held, run_backward)
+    for index, leaf in zip(places, found, strict=True):
+        leaves[index] = leaf
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _refuse(_: Tensor) -> None:
@@ -83,6 +91,30 @@ def _refuse(_: Tensor) -> None:
         "a pipeline differentiates the loss that forward returns, and no other scalar or tensor "
         "of its output; add what should be differentiated to the loss in forward"
     )
+
+
+class _RunBackward(torch.autograd.Function):
+    """What a pipeline's forward passes returned; its backward passes run in backward."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        anchor: Tensor,
+        held: Callable[[], Sequence[Tensor]],
+        run_backward: Callable[[Sequence[Tensor | None]], None],
+    ) -> tuple[Tensor, ...]:
+        ctx.run_backward = run_backward
+        ctx.set_materialize_grads(False)
+        return tuple(held())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.run_backward is None:
+            raise RuntimeError(_TWICE)
+        run_backward, ctx.run_backward = ctx.run_backward, None
+        with announced_failures():
+            run_backward(grads)
+        return None, None, None
 
 
 class _HandOut(torch.autograd.Function):
@@ -98,10 +130,7 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.finish is None:
-            raise RuntimeError(
-                "backward was called a second time on the loss of one pipeline step, which "
-                "keeps no graph; call the model again"
-            )
+            raise RuntimeError(_TWICE)
         finish, ctx.finish = ctx.finish, None
         with announced_failures():
             finish(grad)

@@ -1,15 +1,23 @@
-"""Prediction: forward alone through the stages; every rank of a pipeline gets what it returns.
+"""What a model returned for micro-batches, put together; every rank of a pipeline gets it.
 
-[Note: what prediction costs] Without gradients, or where forward returns no loss, a pipeline runs
-its forward passes only. The last stage then sends all that the model returned to the others, as
-the program of one device has it: logits are as many bytes as the last stage computed, once for
-each call. Micro-batches are equal: the plan's number of them, or the largest smaller one that
-divides the rows. There is one where rows depend on each other, or where it could not be seen which
-dim of a result the rows are.
+[Note: what prediction costs] Without gradients a pipeline runs its forward passes only. The last
+stage then sends all that the model returned to the others, as the program of one device has it:
+logits are as many bytes as the last stage computed, once for each call. Micro-batches are equal:
+the plan's number of them, or the largest smaller one that divides the rows. There is one where
+rows depend on each other, or where it could not be seen which dim of a result the rows are.
+
+[Note: losses of the program] A loop may compute its loss from what forward returns
+(``loss = criterion(model(x), y)``). It is not known before forward has returned for all rows, so
+all forward passes run before the first backward pass, as in GPipe, whatever the schedule: every
+stage keeps the activations of all its micro-batches. All ranks get the outputs, as in prediction,
+and compute the loss; the gradients of what the last stage returned are all that a backward pass
+needs, and every rank has them: each takes those of the rows of a micro-batch. ``loss_fn`` runs
+the schedule of the plan, and sends no outputs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +30,9 @@ from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder
+from vescale_parallel._pipeline.microbatches import rows_within
 from vescale_parallel._torch_private import pytree
-
-from .cuts.placeholders import Placeholder
 
 # By the name of what is returned, where the rows are in it.
 Returned = Mapping[str, Rows | MeanOfParts | None]
@@ -142,6 +150,51 @@ def joined(
             _told(tensors[-1]), requires_grad=leaf.requires_grad, name=names[index]
         )
     return pytree.tree_unflatten(leaves, spec), tensors
+
+
+def grads_of_parts(
+    grads: Sequence[Tensor | None],
+    outputs: Sequence[Any],
+    rows: Returned | None,
+    sizes: Sequence[int],
+) -> list[list[Tensor | None]]:
+    """Take apart the gradients of what :func:`joined` put together.
+
+    Args:
+        grads: Of every joined tensor with a graph, in order; None of those that were not used.
+        outputs: Of every micro-batch, in order.
+        rows: Where the rows are; not needed for a single micro-batch.
+        sizes: Rows of every micro-batch.
+
+    Returns:
+        For every micro-batch, of its tensors with a graph.
+    """
+    leaves = pytree.tree_leaves(outputs[-1])
+    names = [
+        name
+        for name, leaf in zip(leaf_names(outputs[-1]), leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    columns = [
+        [None] * len(sizes) if grad is None else _parts(grad, (rows or {}).get(name), sizes)
+        for name, grad in zip(names, grads, strict=True)
+    ]
+    return [list(parts) for parts in zip(*columns, strict=True)]
+
+
+def _parts(
+    grad: Tensor, at: Rows | MeanOfParts | None, sizes: Sequence[int]
+) -> list[Tensor | None]:
+    if len(sizes) == 1:
+        return [grad]
+    if not isinstance(at, Rows):
+        # Equal for all micro-batches: the first one's was given to the program.
+        return [grad, *[None] * (len(sizes) - 1)]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        rows_within(grad, at, start, size, sum(sizes))
+        for start, size in zip(starts, sizes, strict=False)
+    ]
 
 
 def _joined(

@@ -28,7 +28,7 @@ from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar
 from vescale_parallel._torch_private import pytree
 
-from .predict import Sent
+from .joined import Sent
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,13 @@ class AgreedOutputs:
         if self.only_last:
             return self._share_scalars(form, told, tensors, flags)
         return self._share(form, told, tensors, flags)
+
+    def share_flags(self) -> Tensor:
+        """Return what each rank gives, one row a rank. Every rank must call this."""
+        flags = self.own_flags()
+        assert flags is not None
+        self.flags = all_gather(flags.to(self.mesh.device_type), self.group)
+        return self.flags
 
     def _share_scalars(
         self, form: object, told: Any, tensors: Sequence[Tensor], flags: Tensor | None
