@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import announced_failures, profiler_range
+from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import call_after_backward, is_in_backward
@@ -29,7 +30,7 @@ from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
-from .public_gradients import accumulate, refuse_stray_gradients, settle
+from .public_gradients import hand_over, refuse_stray_gradients
 from .unsynced import UnsyncedGradients, scale_gradients
 
 
@@ -50,6 +51,7 @@ class ZeroState:
     Attributes:
         while_backward: Makes what is entered while backward runs.
         after_backward: Called after every backward pass.
+        asked: Gradients that programs ask for, by ``inputs=`` or ``autograd.grad``.
         writes: Of forward, to parameters.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
             ranks itself.
@@ -108,6 +110,7 @@ class ZeroState:
         self._end = EndOfPass(mesh, params, self._order, self._exchanges if within else None)
         self.rows_are_coupled, self.syncs = any(param.is_expert for param in params), True
         self._unsynced = UnsyncedGradients(self._order)
+        self.asked = AskedGradients(params, lambda: self._reduces_at_once)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
         self._reduced_early, self._held_back = list[ParamGroup](), False
         if self._writes:
@@ -187,13 +190,7 @@ class ZeroState:
     def end_microbatch(self) -> None:
         """Be ready for the next forward and backward within one call."""
         self._num_backwards += 1
-        if self._reduces_early and self._open:
-            self._pass_on(self._open)
-        for param_group in self._open:
-            param_group.show_sharded()
-            if self._frees:
-                self._gathers.let_go(param_group)
-        self._open.clear()
+        self._leave_backward()
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -251,11 +248,7 @@ class ZeroState:
             reduced |= param_group.take()
         self._free_all()
         self._root.buffers.trim()
-        for param in self.params:
-            settle(param)
-            if used[param]:
-                grad = reduced.get(param)
-                accumulate(param, torch.zeros_like(param.local) if grad is None else grad, scale)
+        hand_over(used, reduced, scale, with_hooks=not self.asked.is_running)
 
     def _reduce_complete(self) -> None:
         """Reduce groups of parameters that have all their gradients, unless earlier ones wait."""
@@ -314,24 +307,32 @@ class ZeroState:
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        self._leave_backward()
+        self._open = [param_group]
+        if self._frees:
+            self._gathers.need(param_group)
+        param_group.show_unsharded()
+
+    def _leave_backward(self) -> None:
         if self._reduces_early and self._open:
             self._pass_on(self._open)
         for done in self._open:
             done.show_sharded()
             if self._frees:
                 self._gathers.let_go(done)
-        self._open = [param_group]
-        if self._frees:
-            self._gathers.need(param_group)
-        param_group.show_unsharded()
+        self._open.clear()
 
     @property
     def _reduces_now(self) -> bool:
         return self.syncs or not self._end.has_copies
 
+    @property
+    def _reduces_at_once(self) -> bool:
+        return self._reduces_now and not self._unsynced.num_passes
+
     def _pass_on(self, param_groups: Sequence[ParamGroup]) -> None:
         """Reduce, or keep, the gradients that backward is through with."""
-        if not self._in_backward and not (self._reduces_now and not self._unsynced.num_passes):
+        if not self._in_backward and not self._reduces_at_once:
             # Of a micro-batch: with which scale they are added is known when all have run.
             self._held_back = True
             return
@@ -346,8 +347,7 @@ class ZeroState:
         if not self._reduces_early and not self._reduced_early:
             return self._order[self._num_reduced :]
         if self._reduces_early and not self._unsynced.num_passes and not self._held_back:
-            root = [] if self._root in self._reduced_early else [self._root]
-            return [*self._open, *root]
+            return [*self._open, *({self._root} - {*self._reduced_early})]
         # Also blocks through which this pass did not go.
         done = {*map(id, self._reduced_early)}
         done -= {*map(id, self._open if self._reduces_early else ())}
@@ -358,7 +358,7 @@ class ZeroState:
         if scale is None:
             return None
         self._unsynced.look_for_dropped()
-        if self._reduces_now and not self._unsynced.num_passes:
+        if self._reduces_at_once:
             return scale
         if self._reduced_early:
             raise ValueError(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from vescale_dtensor import announced_failures
 from vescale_parallel._loss.output import Scalar
+from vescale_parallel._parameters.asked_gradients import CallGraph
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import comes_to, pytree
 
 
 def with_deferred_backward(
@@ -20,6 +21,7 @@ def with_deferred_backward(
     finish: Callable[[Tensor], None],
     device: str,
     check: Callable[[], None] = lambda: None,
+    graph: CallGraph | None = None,
 ) -> Any:
     """Return a step's output with a tensor for each :class:`Scalar`; others refuse backward.
 
@@ -28,7 +30,7 @@ def with_deferred_backward(
 
     ``output`` is what :meth:`Pipeline.run` returned; ``finish`` reduces gradients, scaled;
     ``device`` is where the scalars shall be. ``check`` raises, before anything is handed out, if
-    the gradients must not be any more.
+    the gradients must not be any more. ``graph`` stands for the public parameters.
     """
     grads: dict[ShardedParameter, Tensor | None] = {}
     for param in params:
@@ -42,28 +44,36 @@ def with_deferred_backward(
             param.unsharded.grad = grad
         finish(scale)
 
-    anchor = torch.zeros((), requires_grad=True)
+    anchors = _anchors(graph)
+    given = hand_out if graph is None else graph.handing_out(hand_out)
 
     def differentiable(scalar: Scalar) -> Any:
         if not scalar.requires_grad:
             return scalar.tensor(device)
-        return _HandOut.apply(
-            anchor, scalar.tensor(device), hand_out if scalar.is_loss else _refuse
-        )
+        called = given if scalar.is_loss else _refuse
+        return _HandOut.apply(*anchors, scalar.tensor(device), called)
 
     def refused(tensor: Tensor) -> Any:
-        return _HandOut.apply(anchor, tensor.detach(), _refuse) if tensor.requires_grad else tensor
+        held = tensor.detach()
+        return _HandOut.apply(*anchors, held, _refuse) if tensor.requires_grad else tensor
 
     output = pytree.tree_map_only(Tensor, refused, output)
     return pytree.tree_map_only(Scalar, differentiable, output)
 
 
-def refusing_backward(output: Any) -> Any:
+def _anchors(graph: CallGraph | None) -> tuple[Tensor, Tensor]:
+    """Return what a loss leads to: something with a gradient, and the public parameters."""
+    if graph is None:
+        return torch.zeros((), requires_grad=True), torch.zeros(())
+    return graph.whole, graph.node
+
+
+def refusing_backward(output: Any, graph: CallGraph | None = None) -> Any:
     """Return the output of a call without a loss, so that differentiating it says what to do."""
-    anchor = torch.zeros((), requires_grad=True)
+    anchors = _anchors(graph)
 
     def refusing(x: Tensor) -> Tensor:
-        return _HandOut.apply(anchor, x, _refuse_outside) if x.is_floating_point() else x  # pyright: ignore[reportReturnType]
+        return _HandOut.apply(*anchors, x, _refuse_outside) if x.is_floating_point() else x  # pyright: ignore[reportReturnType]
 
     return pytree.tree_map_only(Tensor, refusing, output)
 
@@ -90,13 +100,13 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, anchor: Tensor, loss: Tensor, finish: Callable[[Tensor], None]
+        ctx: Any, anchor: Tensor, publics: Tensor, loss: Tensor, finish: Callable[[Tensor], None]
     ) -> Tensor:
-        ctx.finish = finish
+        ctx.finish, ctx.whole = finish, anchor.grad_fn
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.finish is None:
             raise RuntimeError(
                 "backward was called a second time on the loss of one pipeline step, which "
@@ -105,4 +115,5 @@ class _HandOut(torch.autograd.Function):
         finish, ctx.finish = ctx.finish, None
         with announced_failures():
             finish(grad)
-        return None, None, None
+        asked = ctx.whole is not None and not comes_to(ctx.whole)
+        return None, torch.zeros(()) if asked else None, None, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
+from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import pytree
@@ -28,6 +29,7 @@ class EarlyReductions(Protocol):
     """Gradients of a step before its loss is differentiated."""
 
     stale_graphs: StaleGraphs
+    asked: AskedGradients
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -117,9 +119,12 @@ class PipelineStep:
                 self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
             check = partial(self._reduced.stale_graphs.as_now(), with_grad)
-            return with_deferred_backward(output, self._params, finish, device, check)
+            graph = self._reduced.asked.of_call()
+            return with_deferred_backward(output, self._params, finish, device, check, graph)
         output = pytree.tree_map_only(Scalar, lambda x: x.tensor(device), output)
-        return refusing_backward(output) if torch.is_grad_enabled() else output
+        if not torch.is_grad_enabled():
+            return output
+        return refusing_backward(output, self._reduced.asked.of_call())
 
     def _plain_tensors(self) -> Iterator[Tensor]:
         yield from (param.unsharded for param in self._params if param.unsharded is not None)

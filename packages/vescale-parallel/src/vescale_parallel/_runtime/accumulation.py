@@ -154,7 +154,8 @@ class AccumulatedStep:
             self.parameters.stale_graphs.as_now(), {*has_grad, *early}
         )
         marked = marked_scalars(outputs, self._mean, self.loss_of)
-        return with_deferred_backward(marked, params, finish, self.device, refuse_stale)
+        graph = self.parameters.asked.of_call()
+        return with_deferred_backward(marked, params, finish, self.device, refuse_stale, graph)
 
     def _microbatches(
         self,
