@@ -7,6 +7,7 @@ import pytest
 from vescale_testing import World
 
 from . import (
+    habits_of_gradients as gradients,
     habits_of_loops as loops,
     habits_of_models as models,
     habits_of_optimizers as optimizers,
@@ -36,11 +37,13 @@ RIGHT: list[Program] = [
     models.averaged_before, models.average_by_hand, models.average_swapped_in,
     optimizers.switches, optimizers.zeroed_in_place, optimizers.clipped_by_a_hook,
     optimizers.unfrozen_in_steps, optimizers.scheduled_by_two, optimizers.averaged_by_torch,
-    models.copied, optimizers.averaged_model,
+    models.copied, optimizers.averaged_model, gradients.backward_to_parameters,
+    gradients.backward_to_some, gradients.backward_to_some_then_all, gradients.gradients_by_grad,
+    gradients.gradients_of_two_losses, gradients.asked_with_hooks,
 ]  # fmt: skip
 RIGHT_WITHOUT_PIPELINE: list[Program] = [
     loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
-    models.without_elements,
+    models.without_elements, gradients.asked_twice, gradients.asked_beside_inputs,
 ]  # fmt: skip
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
@@ -50,6 +53,10 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "lbfgs": (
         loops.lbfgs,
         "LBFGS couples all parameters and calls the model in a closure; make it after",
+    ),
+    "asked_for_graph": (
+        gradients.asked_for_graph,
+        "create_graph=True\\) of the parameters of a parallelized model asks for a graph through",
     ),
     "plain_grad": (loops.plain_grad, "gradient of a parameter .* to be a distributed tensor"),
     "halved": (models.halved, "'embed.weight' was replaced after parallelize"),
@@ -113,3 +120,12 @@ def test_training_around_a_call_of_the_model_is_refused(
 def test_a_gradient_that_no_call_started_is_refused(world2: World, plan: str) -> None:
     message = "'embed.weight' got a gradient from a backward pass that did not start"
     check(world2, ValueError, message, both, loops.penalty_alone, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+def test_gradients_that_a_program_asks_for_within_no_sync_are_refused(
+    world2: World, plan: str
+) -> None:
+    message = "ask for them outside of no_sync\\(\\), and after its step"
+    check(world2, ValueError, message, both, gradients.asked_within_no_sync, PLANS[plan])

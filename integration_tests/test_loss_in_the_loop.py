@@ -136,7 +136,7 @@ def frozen(run: Run) -> None:
     model = Scores()
     for module in (model.embed, *model.blocks[:3]):
         module.requires_grad_(False)
-    model, _ = run.start(model, lambda m: sgd(m.head))
+    model, _ = run.start(model)
     F.mse_loss(model(rows()[0]["x"])["scores"], rows()[0]["y"]).backward()
     gradients(run, model)
 

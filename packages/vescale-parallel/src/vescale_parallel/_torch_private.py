@@ -76,6 +76,7 @@ __all__ = [
     "TorchDispatchMode",
     "backward_within_modes",
     "call_after_backward",
+    "comes_to",
     "compiled_graph",
     "current_dispatch_mode",
     "current_function_mode",
@@ -90,6 +91,7 @@ __all__ = [
     "group_timeout",
     "is_dynamo_error",
     "is_in_backward",
+    "keeps_graph",
     "loss_kernels",
     "make_wrapper",
     "num_views",
@@ -223,6 +225,23 @@ def set_timeout(group: ProcessGroup) -> None:
 def is_in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def comes_to(node: Any) -> bool:
+    """Return whether the backward pass in progress comes to a node of its graph.
+
+    Those that end at some tensors (``inputs=``) leave out what does not lead there. FSDP2's hooks
+    on several gradients ask the same, through ``torch.autograd.graph.register_multi_grad_hook``.
+    """
+    return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass in progress leaves its graph for another one.
+
+    ``retain_graph`` of a pass within it has to be the same; compiled autograd asks it, too.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[..., Any]:

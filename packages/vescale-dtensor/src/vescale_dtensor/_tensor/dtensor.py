@@ -36,12 +36,14 @@ from vescale_dtensor._torch_private import (
 
 from .checks import check_count, check_local_shape, check_replicas, is_first_replica
 from .events import tell_redistribution
+from .gradient_hooks import GradientHooks
 from .infer_global_shape import infer_layout
+from .python_values import PythonValues
 from .strides import are_alike, as_laid_out, in_memory_order
 from .watched_memory import handed_out
 
 
-class DTensor(DTensorBase):
+class DTensor(GradientHooks, PythonValues, DTensorBase):
     """A tensor of global shape of which every rank holds the part its placements say.
 
     Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators give
@@ -231,10 +233,6 @@ class DTensor(DTensorBase):
             f"placements={self.placements}, local={local})"
         )
 
-    def __format__(self, spec: str) -> str:
-        """Format a scalar as the number it is on one device; every rank must call this."""
-        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
             copy = wrap(self._settled(alone=True)._local_tensor.detach().clone(), layout_of(self))
@@ -242,12 +240,6 @@ class DTensor(DTensorBase):
                 copy = torch.nn.Parameter(copy)
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
         return memo[id(self)]
-
-    def tolist(self) -> Any:
-        """Return the global tensor as nested lists; every rank must call this."""
-        with torch.no_grad():
-            full = self.full_tensor()
-        return full.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         made = layout_of(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,30 @@ from vescale_dtensor import DTensor
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 
 
-def settle(param: ShardedParameter) -> None:
+def hand_over(
+    used: Mapping[ShardedParameter, int],
+    reduced: Mapping[ShardedParameter, Tensor],
+    scale: Tensor | None,
+    *,
+    with_hooks: bool,
+) -> None:
+    """Add reduced gradients to the ``.grad`` of parameters, as autograd does.
+
+    Args:
+        used: Of every parameter, whether some rank has a gradient of it.
+        reduced: The gradients of those of which this rank has a shard.
+        scale: What they are multiplied with, None being 1.
+        with_hooks: Whether hooks of the parameters are called.
+    """
+    for param, is_used in used.items():
+        _settle(param)
+        if is_used:
+            grad = reduced.get(param)
+            grad = torch.zeros_like(param.local) if grad is None else grad
+            accumulate(param, grad, scale, with_hooks=with_hooks)
+
+
+def _settle(param: ShardedParameter) -> None:
     """Cut a gradient that autograd gave the sharded parameter itself as the parameter is cut."""
     sharded: Any = param.sharded
     grad: Any = sharded.grad
@@ -22,7 +45,9 @@ def settle(param: ShardedParameter) -> None:
         sharded.grad = grad.redistribute(placements=sharded.placements)
 
 
-def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> None:
+def accumulate(
+    param: ShardedParameter, grad: Tensor, scale: Tensor | None, *, with_hooks: bool = True
+) -> None:
     """Add a reduced gradient to a parameter's ``.grad``, as autograd does, hooks included."""
     if scale is not None:
         grad = grad * scale.to(grad.device, grad.dtype)
@@ -30,14 +55,15 @@ def accumulate(param: ShardedParameter, grad: Tensor, scale: Tensor | None) -> N
     if grad.stride() != param.local.stride():
         grad = torch.empty_like(param.local, dtype=grad.dtype).copy_(grad)
     total: Any = sharded.with_local(grad)
-    for hook in (sharded._backward_hooks or {}).values():
+    before, after = sharded._backward_hooks, sharded._post_accumulate_grad_hooks
+    for hook in (before or {}).values() if with_hooks else ():
         changed = hook(total)
         total = total if changed is None else changed
     if sharded.grad is None:
         sharded.grad = total
     else:
         sharded.grad.add_(total)
-    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+    for hook in (after or {}).values() if with_hooks else ():
         hook(sharded)
 
 

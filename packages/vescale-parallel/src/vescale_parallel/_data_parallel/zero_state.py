@@ -13,12 +13,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import announced_failures, profiler_range
+from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import call_after_backward, is_in_backward
@@ -29,10 +31,8 @@ from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
-from .public_gradients import accumulate, refuse_stray_gradients, settle
+from .public_gradients import hand_over, refuse_stray_gradients
 from .unsynced import UnsyncedGradients, scale_gradients
-
-_Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class ZeroState:
@@ -52,6 +52,7 @@ class ZeroState:
     Attributes:
         while_backward: Makes what is entered while backward runs.
         after_backward: Called after every backward pass.
+        asked: Gradients that programs ask for, by ``inputs=`` or ``autograd.grad``.
         writes: Of forward, to parameters.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
             ranks itself.
@@ -73,7 +74,7 @@ class ZeroState:
         self.params = params
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
         self._exchanges, self._reductions = root.exchanges, root.reductions
-        self.while_backward: _Context = contextlib.nullcontext
+        self.while_backward: Callable[[], Any] = contextlib.nullcontext
         self.after_backward: Callable[[], None] = lambda: None
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
@@ -108,6 +109,7 @@ class ZeroState:
         self._end = EndOfPass(mesh, params, self._order, self._exchanges if within else None)
         self.rows_are_coupled, self.syncs = any(param.is_expert for param in params), True
         self._unsynced = UnsyncedGradients(self._order)
+        self.asked = AskedGradients(params, lambda: self._reduces_at_once)
         # Of one pass, or call: groups that were reduced, and whether some were held back.
         self._reduced_early, self._held_back = list[ParamGroup](), False
         if self._writes:
@@ -122,8 +124,7 @@ class ZeroState:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether data-parallel ranks need each other for a forward pass alone."""
-        cut = (param.place is not None and param.place.is_cut for param in self.params)
-        return any(cut) or any(param.is_expert for param in self.params)
+        return any(p.is_expert or (p.place is not None and p.place.is_cut) for p in self.params)
 
     def recover(self) -> None:
         """Drop what a backward pass left that raised; refuse other gradients."""
@@ -187,13 +188,7 @@ class ZeroState:
     def end_microbatch(self) -> None:
         """Be ready for the next forward and backward within one call."""
         self._num_backwards += 1
-        if self._reduces_early and self._open:
-            self._pass_on(self._open)
-        for param_group in self._open:
-            param_group.show_sharded()
-            if self._frees:
-                self._gathers.let_go(param_group)
-        self._open.clear()
+        self._leave_blocks()
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -246,16 +241,10 @@ class ZeroState:
         self._show_sharded()
         used = self._end.used_anywhere({*self._unsynced.end_sync(), *on_stages})
         self._end.reduce_late(used)
-        reduced: dict[ShardedParameter, Tensor] = {}
-        for param_group in self._order:
-            reduced |= param_group.take()
+        reduced = dict(item for each in self._order for item in each.take().items())
         self._free_all()
         self._root.buffers.trim()
-        for param in self.params:
-            settle(param)
-            if used[param]:
-                grad = reduced.get(param)
-                accumulate(param, torch.zeros_like(param.local) if grad is None else grad, scale)
+        hand_over(used, reduced, scale, with_hooks=not self.asked.is_running)
 
     def _reduce_complete(self) -> None:
         """Reduce groups of parameters that have all their gradients, unless earlier ones wait."""
@@ -279,8 +268,7 @@ class ZeroState:
         self._unsynced.look_for_dropped()
         if self._reduces_now:
             self._unsynced.begin_sync()
-        forward = self._gathers.order_of(("forward", True))
-        self._gathers.begin("backward", [*reversed(forward)])
+        self._gathers.begin("backward", [*reversed(self._gathers.order_of(("forward", True)))])
         if self._writes:
             for param_group in self._order:
                 param_group.begin_writing()
@@ -319,24 +307,32 @@ class ZeroState:
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        self._leave_blocks()
+        self._open = [param_group]
+        if self._frees:
+            self._gathers.need(param_group)
+        param_group.show_unsharded()
+
+    def _leave_blocks(self) -> None:
         if self._reduces_early and self._open:
             self._pass_on(self._open)
         for done in self._open:
             done.show_sharded()
             if self._frees:
                 self._gathers.let_go(done)
-        self._open = [param_group]
-        if self._frees:
-            self._gathers.need(param_group)
-        param_group.show_unsharded()
+        self._open.clear()
 
     @property
     def _reduces_now(self) -> bool:
         return self.syncs or not self._end.has_copies
 
+    @property
+    def _reduces_at_once(self) -> bool:
+        return self._reduces_now and not self._unsynced.num_passes
+
     def _pass_on(self, param_groups: Sequence[ParamGroup]) -> None:
         """Reduce, or keep, the gradients that backward is through with."""
-        if not self._in_backward and not (self._reduces_now and not self._unsynced.num_passes):
+        if not self._in_backward and not self._reduces_at_once:
             # Of a micro-batch: with which scale they are added is known when all have run.
             self._held_back = True
             return
@@ -351,8 +347,7 @@ class ZeroState:
         if not self._reduces_early and not self._reduced_early:
             return self._order[self._num_reduced :]
         if self._reduces_early and not self._unsynced.num_passes and not self._held_back:
-            root = [] if self._root in self._reduced_early else [self._root]
-            return [*self._open, *root]
+            return [*self._open, *({self._root} - {*self._reduced_early})]
         # Also blocks through which this pass did not go.
         done = {*map(id, self._reduced_early)}
         done -= {*map(id, self._open if self._reduces_early else ())}
@@ -363,7 +358,7 @@ class ZeroState:
         if scale is None:
             return None
         self._unsynced.look_for_dropped()
-        if self._reduces_now and not self._unsynced.num_passes:
+        if self._reduces_at_once:
             return scale
         if self._reduced_early:
             raise ValueError(

@@ -16,6 +16,7 @@ from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
+from vescale_parallel._trace.generators import untouched_generators
 
 from .call_order import no_buffer, no_parameter, staged
 from .cuts.placeholders import Placeholder, placeholder
@@ -88,7 +89,7 @@ def _check(
     compute_nothing(copied)
     usable = Placeholder.usable
     try:
-        with torch.random.fork_rng(devices=[]):
+        with untouched_generators():
             _run_all(copied, stages, staging, args, kwargs)
     finally:
         Placeholder.usable = usable

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar
+from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import pytree
@@ -28,6 +29,7 @@ class EarlyReductions(Protocol):
     """Gradients of a step before its loss is differentiated."""
 
     stale_graphs: StaleGraphs
+    asked: AskedGradients
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -108,7 +110,8 @@ class PipelineStep:
                 return self._plain(pipeline.predict(*call, form=form))
             if not self._returns_loss(form, *call[:4]):
                 output, run_backward = pipeline.run_apart(*call, form=form)
-                return with_graph(self._plain(output), partial(self._run_backward, run_backward))
+                run = partial(self._run_backward, run_backward)
+                return with_graph(self._plain(output), run, self._reduced.asked.of_call())
             output = pipeline.run(*call, form=form)
         return_tied_gradients(self._params, pipeline.group_of("B"), placement)
         put_back = self._reduced.take_reduced()
@@ -120,7 +123,8 @@ class PipelineStep:
             self._finish(pipeline.loss_scale.correction(scale, used), with_grad)
 
         check, device = partial(self._reduced.stale_graphs.as_now(), with_grad), self._device
-        return with_deferred_backward(output, self._params, finish, device, check)
+        graph = self._reduced.asked.of_call()
+        return with_deferred_backward(output, self._params, finish, device, check, graph)
 
     def _run_backward(self, passes: RunBackward, grads: Sequence[Tensor | None]) -> None:
         """Run the backward passes of a call that returned no loss, and reduce gradients."""

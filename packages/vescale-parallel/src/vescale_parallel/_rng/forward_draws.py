@@ -16,8 +16,10 @@ from vescale_parallel._trace.fake_run import FakeRun, Listener
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 
+from .host_generators import Words, places, total_words, words_between
 from .moves import Chosen, Filled, Moves, drawn_by, in_a_row, moves_of
 
+_OUTSIDE = "forward outside of the blocks"
 Border = tuple[str, Literal["enter", "leave"]]
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -33,14 +35,21 @@ class ForwardDraws:
     Attributes:
         borders: Calls of the modules, in order.
         moves: Before each border, since the one before it; and after the last one.
+        host: Likewise, of Python's generator and NumPy's; none if nothing is drawn there.
     """
 
     borders: Sequence[Border] = ()
     moves: Sequence[Moves] = ((),)
+    host: Sequence[Words] = ()
     total: Moves = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", in_a_row(self.moves))
+
+    @property
+    def words_of_host(self) -> Words:
+        """What is drawn of Python's generator and of NumPy's."""
+        return total_words(self.host) if self.host else (0, 0)
 
 
 def draws_of_forward(
@@ -53,7 +62,8 @@ def draws_of_forward(
 
     Raises:
         UnknownDrawsError: Naming the operator or the module that keeps it from being known.
-        ValueError: Naming those that draw from a generator of the program's own.
+        ValueError: Naming those that draw from a generator of the program's own, or so from
+            Python's or NumPy's that it is not known.
     """
     recorder = _Recorder(modules)
 
@@ -82,9 +92,13 @@ def draws_of_forward(
             "draw the same numbers for other rows; draw from torch's default generator, or "
             "before the model is called, or use pipeline_parallel.size 1"
         )
+    if recorder.uncounted is not None:
+        raise recorder.uncounted
     for first, others in equal_blocks(model):
         recorder.repeat(first, others)
-    return ForwardDraws(tuple(recorder.borders), tuple(map(_moves, recorder.drawn)))
+    moves = tuple(map(_moves, recorder.drawn))
+    host = tuple(recorder.host) if any(map(any, recorder.host)) else ()
+    return ForwardDraws(tuple(recorder.borders), moves, host)
 
 
 def _moves(drawn: Sequence[_Draw]) -> Moves:
@@ -115,6 +129,8 @@ class _Recorder(Listener):
 
     Attributes:
         own_generators: Draws that are from no default generator.
+        host: Words of Python's generator and NumPy's before each border, and after the last one.
+        uncounted: What says that these are not known.
     """
 
     run: FakeRun
@@ -123,7 +139,18 @@ class _Recorder(Listener):
         self.own_generators: list[_Draw] = []
         self.borders: list[Border] = []
         self.drawn: list[list[_Draw]] = [[]]
+        self.host: list[Words] = []
+        self.uncounted: ValueError | None = None
+        self._host_at = places()
         self._modules = frozenset(modules)
+
+    def begin(self) -> None:
+        """Forward begins."""
+        self._host_at = places()
+
+    def end(self) -> None:
+        """Forward has ended."""
+        self._note_host(_OUTSIDE)
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._cross(fqn, "enter")
@@ -144,26 +171,39 @@ class _Recorder(Listener):
     def repeat(self, first: str, others: Sequence[str]) -> None:
         """Have modules draw what an equal one drew, which was not run again for them."""
         drawn: list[_Draw] | None = None
+        host: Words = (0, 0)
         for index, (fqn, kind) in enumerate(self.borders):
             if kind != "leave":
                 continue
             if fqn == first:
-                drawn = self.drawn[index]
+                drawn, host = self.drawn[index], self.host[index]
             elif fqn in others and drawn is not None:
-                self.drawn[index] = drawn
+                self.drawn[index], self.host[index] = drawn, host
 
     def _cross(self, fqn: str, kind: Literal["enter", "leave"]) -> None:
         if fqn in self._modules:
+            self._note_host(repr(fqn) if kind == "leave" else _OUTSIDE)
             self.borders.append((fqn, kind))
             self.drawn.append([])
+
+    def _note_host(self, where: str) -> None:
+        before, self._host_at = self._host_at, places()
+        try:
+            words = words_between(before, self._host_at, where)
+        except ValueError as error:
+            words, self.uncounted = (0, 0), error
+        self.host.append(words)
 
 
 def _watch(model: nn.Module, recorder: _Recorder) -> None:
     forward = model.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        recorder.begin()
         with _Watching(recorder):
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        recorder.end()
+        return output
 
     model.forward = run
 

@@ -23,6 +23,7 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .forward_draws import ForwardDraws, Given, UnknownDrawsError, draws_of_forward
+from .host_generators import HostPass, HostStep, Places, moved, places, refuse_unseen, set_places
 from .moves import Moves
 from .own_streams import OwnStreams
 from .stage_passes import StagePass, StepPoints, repeated
@@ -40,7 +41,7 @@ class _Found:
 
     @property
     def draws_some(self) -> bool:
-        return self.draws is None or bool(self.draws.total)
+        return self.draws is None or bool(self.draws.total) or bool(self.draws.host)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class StageDraws:
         self._streams: OwnStreams | None = None
         self._group: dist.ProcessGroup | None = None
         self._points: StepPoints | None = None
+        self._host: HostStep | None = None
         self._left_at: Tensor | None = None
         self._said: set[str] = set()
         self.borders = PassBorders()
@@ -160,25 +162,30 @@ class StageDraws:
                 yield
             return
         assert found.draws is not None
-        first, end = spans
+        first, end, host_first, host_end = spans
         self._points, self._left_at = StepPoints(found.draws, first), None
+        self._host = HostStep(found.draws.host or [(0, 0)], host_first)
         try:
             yield
         finally:
-            self._points = None
+            self._points = self._host = None
         torch.default_generator.set_state(end.state())
+        set_places(*host_end)
 
     @contextlib.contextmanager
     def of_pass(self, stage: int, microbatch: int) -> Iterator[None]:
         """Draw for a pass of a micro-batch, by its number among those of this rank."""
-        if self._points is None:
+        if self._points is None or self._host is None:
+            before = places()
             yield
+            refuse_unseen(before, "forward")
             return
         held = torch.default_generator.get_state()
         if self._left_at is not None and not torch.equal(held, self._left_at):
             self._say("", "between forward passes, in backward for example,")
         own = self._points.entered_on(stage, self._stages_of)
-        now = self.borders.now = StagePass(self._points, microbatch, own, self._say)
+        host = HostPass(self._host, microbatch)
+        now = self.borders.now = StagePass(self._points, microbatch, own, self._say, host)
         try:
             yield
             now.end()
@@ -252,8 +259,8 @@ class StageDraws:
             )
         return self._agreed[kind]
 
-    def _span(self, found: _Found, count: int) -> tuple[Point, Point] | None:
-        """Return where this rank's micro-batches begin, and those of all end.
+    def _span(self, found: _Found, count: int) -> tuple[Point, Point, Places, Places] | None:
+        """Return where this rank's micro-batches begin, and those of all end: torch's, the host's.
 
         Data-parallel ranks tell each other in every step how many numbers they draw: their
         batches need not be equal. None if that is no number, and they draw otherwise.
@@ -265,17 +272,22 @@ class StageDraws:
             words = -1
         digest = int.from_bytes(hashlib.sha256(repr((moves, count)).encode()).digest()[:6], "big")
         rank, size, ranks = self._ranks.part, self._ranks.num_parts, self._ranks.size
-        told = torch.zeros(size, 3, dtype=torch.float64)
-        told[rank] = torch.tensor([found.draws is not None, words, digest], dtype=torch.float64)
+        host = (0, 0) if found.draws is None else found.draws.words_of_host
+        told = torch.zeros(size, 5, dtype=torch.float64)
+        own = [found.draws is not None, words, digest, *(count * each for each in host)]
+        told[rank] = torch.tensor(own, dtype=torch.float64)
         if size > 1:
             # Ranks that share a sequence all tell the numbers of their part.
-            told = self._ranks.total(told.flatten()).view(size, 3) / (ranks // size)
-        known, numbers, digests = (list(map(int, column)) for column in told.T.tolist())
+            told = self._ranks.total(told.flatten()).view(size, 5) / (ranks // size)
+        known, numbers, digests, *of_host = (list(map(int, each)) for each in told.T.tolist())
         if not all(known):
             return None
+        held = places()
+        host_first = moved(held, [sum(each[:rank]) for each in of_host])
+        host_end = moved(held, [*map(sum, of_host)])
         if min(numbers) >= 0:
-            return now.after(sum(numbers[:rank])), now.after(sum(numbers))
+            return now.after(sum(numbers[:rank])), now.after(sum(numbers)), host_first, host_end
         if len(set(digests)) > 1:
             return None
         first = repeated(now, moves, rank * count)
-        return first, repeated(first, moves, (size - rank) * count)
+        return first, repeated(first, moves, (size - rank) * count), host_first, host_end

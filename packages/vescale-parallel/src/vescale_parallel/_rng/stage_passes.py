@@ -19,6 +19,7 @@ import torch
 from vescale_dtensor.random import Point
 
 from .forward_draws import ForwardDraws
+from .host_generators import HostPass
 from .moves import Moves, advanced
 
 
@@ -76,6 +77,7 @@ class StagePass:
         microbatch: Its number among those of this rank.
         own: The borders at which this stage enters a module that it runs.
         say: Called, with where, if something draws otherwise than was seen.
+        host: What places Python's generator and NumPy's.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class StagePass:
         microbatch: int,
         own: Collection[int],
         say: Callable[[str], None],
+        host: HostPass,
     ) -> None:
-        self._draws, self._own, self._say = points.draws, own, say
+        self._draws, self._own, self._say, self._host = points.draws, own, say, host
         self._points = points.at_borders(microbatch)
         self._index = 0
         self._is_lost, self._is_placed, self._has_left = False, False, False
@@ -100,6 +103,7 @@ class StagePass:
         if index >= len(borders) or borders[index] != (fqn, "enter"):
             self._lose(fqn)
             return
+        self._host.comes_to(index, "forward outside of the blocks", drew=True)
         point = self._points[index]
         draws = index in self._own and bool(self._draws.moves[index + 1])
         # What was drawn outside for other stages' activations, of no value here, may have been
@@ -115,6 +119,7 @@ class StagePass:
         moves = self._draws.moves[self._index + 1]
         self._index += 2
         point = self._points[self._index - 1]
+        self._host.comes_to(self._index - 1, repr(fqn), drew=self._index - 2 in self._own)
         if self._index - 2 in self._own:
             self._check(point, fqn)
         elif moves:
@@ -126,6 +131,7 @@ class StagePass:
         """Forward of the whole model has returned, or the stage has left it."""
         if not (self._is_lost or self._has_left) and self._index == len(self._draws.borders):
             self._check(self._points[-1], "")
+            self._host.comes_to(self._index, "forward outside of the blocks", drew=True)
 
     def _place_before(self, point: Point) -> None:
         """Set the generator, if it is not there, to what comes until the next module is left.

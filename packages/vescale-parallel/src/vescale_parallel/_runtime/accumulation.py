@@ -39,6 +39,7 @@ from vescale_parallel._pipeline.targets import (
     run_counting,
     summed_counts,
 )
+from vescale_parallel._rng.drawn_again import GeneratorStates
 from vescale_parallel._rng.sharded_rng import ShardedRng
 
 _MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -154,7 +155,8 @@ class AccumulatedStep:
             self.parameters.stale_graphs.as_now(), {*has_grad, *early}
         )
         marked = marked_scalars(outputs, self._mean, self.loss_of)
-        return with_deferred_backward(marked, params, finish, self.device, refuse_stale)
+        graph = self.parameters.asked.of_call()
+        return with_deferred_backward(marked, params, finish, self.device, refuse_stale, graph)
 
     def _microbatches(
         self,
@@ -165,7 +167,7 @@ class AccumulatedStep:
         check: Callable[[Any], None],
     ) -> list[Any]:
         outputs: list[Any] = []
-        state = _GeneratorStates()
+        state = GeneratorStates()
         for index, (args, kwargs) in enumerate(microbatches):
             state.put_back()
             means = TokenMeans(self._num_parts, functools.partial(self._known_count, totals))
@@ -258,19 +260,6 @@ class AccumulatedStep:
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         return mean_of_parts(losses, self.ranks.total, self._num_parts)
-
-
-class _GeneratorStates:
-    """The states of the generators that forward draws from, before the first micro-batch."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
 
 
 def _num_rows(

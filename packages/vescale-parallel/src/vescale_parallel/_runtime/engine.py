@@ -210,13 +210,22 @@ class Engine:
         return output
 
     def _watched(self, output: Any) -> Any:
-        """Have backward through any output begin with gathered parameters."""
-        if torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self.parameters.watch(leaf)
-                    self.logits.plain_gradient_of(leaf)
-        return output
+        """Have backward from any result gather parameters as it begins, and find public ones."""
+        if not torch.is_grad_enabled():
+            return output
+        graph = self.parameters.asked.of_call()
+        watched: dict[int, Tensor] = {}
+
+        def watch(leaf: Tensor) -> Tensor:
+            if not leaf.requires_grad:
+                return leaf
+            if id(leaf) not in watched:
+                self.parameters.watch(leaf)
+                self.logits.plain_gradient_of(leaf)
+                watched[id(leaf)] = leaf if graph is None else graph.led_to_by(leaf)
+            return watched[id(leaf)]
+
+        return pytree.tree_map_only(Tensor, watch, output)
 
     def _check_plain(self, output: Any) -> None:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""

@@ -61,6 +61,18 @@ def set_generators(states: States) -> None:
 
 
 @contextlib.contextmanager
+def python_and_numpy_as(states: States) -> Iterator[None]:
+    """Have Python's generator and NumPy's draw what they drew behind some states."""
+    held = states_of_generators()
+    set_generators(States(held.torch, states.python, states.numpy))
+    try:
+        yield
+    finally:
+        now = torch.default_generator.get_state()
+        set_generators(States(now, held.python, held.numpy))
+
+
+@contextlib.contextmanager
 def forked_generators(seed: int, *, cuda: bool) -> Iterator[None]:
     """Draw from torch's generators of the host, and of this CUDA device, as seeded anew.
 

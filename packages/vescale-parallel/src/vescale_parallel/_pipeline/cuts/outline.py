@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
+from vescale_parallel._trace.generators import untouched_generators
 
 from .hooks import without_global_hooks
 
@@ -61,7 +62,12 @@ def outline_of(
 def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) -> Outline:
     try:
         # Tensors of inference mode do not tell that they are written to.
-        with torch.inference_mode(False), torch.no_grad(), _GroupedShapes():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _GroupedShapes(),
+            untouched_generators(),
+        ):
             return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
     except Exception as error:
         failed = error
@@ -70,7 +76,8 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
         device = held[0].device if held else torch.device("cpu")
         with torch.inference_mode(False), torch.no_grad(), device:
             copied = _of_zeros(skeleton, device)
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices), untouched_generators():
                 found = _run(copied, *pytree.tree_map_only(Tensor, _same_values, given))
             return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
     for name, held in modules_in_closures(skeleton):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vescale_parallel._loss.token_mean import TokenCounts
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
 from vescale_parallel._torch_private import pytree
+from vescale_parallel._trace.generators import untouched_generators
 
 from .replay import CountProgram, CountRecorder
 
@@ -127,7 +128,7 @@ def run_counting(
     args, kwargs = microbatch
     staging.run = run
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), mode:
+        with torch.no_grad(), torch.random.fork_rng(devices), untouched_generators(), mode:
             return forward(*args, **kwargs), mode.counts
     finally:
         staging.run = None

@@ -16,6 +16,7 @@ from vescale_parallel._loss.token_mean import means_as_now
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
 from vescale_parallel._plan.recomputation import RecomputeMode
+from vescale_parallel._rng.drawn_again import PythonAndNumpy
 
 from .kept_operators import Contexts, keep_nothing, keep_operators
 
@@ -83,6 +84,7 @@ def _run(
     form = buffers.form()
     held = buffers.now(form)
     ran: list[Around] = []
+    draws = PythonAndNumpy()
     means = means_as_now()
     # Not by checkpoint's context_fn: of both runs they have to be within what draws numbers.
     first, second = contexts()
@@ -90,12 +92,12 @@ def _run(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not ran:
             ran.append(as_now())
-            with first:
+            with draws.noted(), first:
                 output = forward(*args, **kwargs)
             _learn(buffers, form, held)
             return output
         args, kwargs = snapshot(before)
-        with ran[0](), means(), held.back(), second:
+        with ran[0](), means(), held.back(), draws.again(), second:
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,29 @@
+"""The values of a distributed tensor as Python's own, or NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+
+class PythonValues:
+    """Mixed into the distributed tensor, before its base."""
+
+    def __format__(self: Any, spec: str) -> str:
+        """Format a scalar as the number it is on one device; every rank must call this."""
+        return self.item().__format__(spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    def tolist(self: Any) -> Any:
+        """Return the global tensor as nested lists; every rank must call this."""
+        with torch.no_grad():
+            full = self.full_tensor()
+        return full.tolist()
+
+    def numpy(self: Any, *, force: bool = False) -> NoReturn:
+        """Refuse: an array would have to share this rank's memory, which is a part."""
+        raise TypeError(
+            f"a distributed tensor of shape {tuple(self.shape)} has no NumPy array: ranks hold "
+            "parts of it. Take tensor.full_tensor().detach().numpy(), on every rank alike, for a "
+            "copy of the whole, or tensor.to_local().detach().numpy() for this rank's part"
+        )
