@@ -29,6 +29,7 @@ from torch.nn.modules.module import (
     _global_forward_hooks as global_forward_hooks,
     _global_forward_pre_hooks as global_forward_pre_hooks,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 # The function modes, of which the last one sees calls first; without them one could not leave a
 # mode for a while.
@@ -234,6 +235,11 @@ def comes_to(node: Any) -> bool:
     on several gradients ask the same, through ``torch.autograd.graph.register_multi_grad_hook``.
     """
     return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_in_ddp() -> bool:
+    """Return whether a `DistributedDataParallel` calls its module now, as torch.compile asks."""
+    return DistributedDataParallel._get_active_ddp_module() is not None  # pyright: ignore[reportPrivateUsage]
 
 
 def keeps_graph() -> bool:

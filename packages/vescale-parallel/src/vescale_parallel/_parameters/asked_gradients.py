@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import announced_failures
-from vescale_parallel._torch_private import comes_to, keeps_graph
+from vescale_parallel._torch_private import comes_to, is_in_ddp, keeps_graph
 
 from .sharded_parameter import ShardedParameter
 
@@ -54,7 +54,8 @@ class AskedGradients:
     def of_call(self) -> CallGraph | None:
         """Return the node of a call's graph; None if there is no graph."""
         trained = any(param.sharded.requires_grad for param in self._params)
-        return CallGraph(self._params, self._made_by) if trained else None
+        # Whose reducer takes every public parameter that a pass comes to, also with nothing.
+        return CallGraph(self._params, self._made_by) if trained and not is_in_ddp() else None
 
     def _made_by(self, run: Callable[[], None]) -> tuple[Tensor | None, ...]:
         """Return the gradients that a backward pass gives the public parameters."""
