@@ -17,6 +17,7 @@ from vescale_ckpt._format.safetensors import read_header
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt._io.file_handles import kind_of_special
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._load.fill import fill
 from vescale_ckpt._load.match import Matched, match
 from vescale_ckpt._load.read_items import read_items_of
@@ -62,7 +63,7 @@ def load_safetensors(
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
-            files = open_safetensors(Path(os.path.abspath(path)), rename or dict[str, str]())
+            files = open_safetensors(absolute_path(path), rename or dict[str, str]())
             reader = opened.enter_context(files)
             step.message = this_host()
         with AllOrNone(ranks):
