@@ -15,6 +15,12 @@ from vescale_dtensor._layout.layout import Layout, Placements
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.execute import redistribute_local
 
+NO_ARRAY = (
+    "a distributed tensor cannot be a numpy array, which would share its memory: take "
+    "x.full_tensor().numpy() for the global values, on every rank, or x.to_local().numpy() "
+    "for this rank's part"
+)
+
 
 def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
     """Whether no earlier coordinate, along axes that do not shard, holds the same elements."""
