@@ -228,6 +228,8 @@ def finisher(
             # The dtype is what the kernel chose: that of statistics may be another one.
             return wrap(local, next(rest).typed(local.dtype))
 
+        if isinstance(result, Tensor):
+            return wrap_next(result)
         if type(result) is tuple and not any(names):
             return tuple(wrap_next(x) if isinstance(x, Tensor) else x for x in result)
         wrapped = pytree.tree_map_only(Tensor, wrap_next, result)
