@@ -96,7 +96,7 @@ class Cluster:
     half_width: float = 256.0
 
     def __post_init__(self) -> None:
-        peaks = self.flops_per_second
+        peaks: Any = self.flops_per_second
         if not isinstance(peaks, Mapping) or not peaks or min(peaks.values()) <= 0:
             raise ValueError(
                 "expected Cluster.flops_per_second as numbers above 0 by element size, "

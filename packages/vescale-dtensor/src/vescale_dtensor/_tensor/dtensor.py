@@ -246,7 +246,7 @@ class DTensor(DTensorBase):
 
     def tolist(self) -> Any:
         """Return the global tensor as nested lists; every rank must call this."""
-        return self.detach().full_tensor().tolist()
+        return gather(self._settled()).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse to be an array, which shares memory: no rank has that of the global tensor."""
