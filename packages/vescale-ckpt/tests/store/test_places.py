@@ -73,6 +73,18 @@ def test_a_path_of_any_kind_is_the_same_place(
     assert vescale_ckpt.load(path, {"w": torch.zeros(2)})["w"].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize(
+    ("file", "loader"),
+    [(".metadata", "load_dcp"), ("model.safetensors", "load_safetensors"), ("x", "latest")],
+)
+def test_a_directory_of_another_format_is_refused_with_what_loads_it(
+    tmp_path: Path, file: str, loader: str
+) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=f"vescale.json.*missing.*vescale_ckpt.{loader}"):
+        vescale_ckpt.load(tmp_path, {"w": torch.zeros(2)})
+
+
 def test_a_tilde_is_the_home_of_whoever_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,12 +57,14 @@ def load_safetensors(
             that is missing in the files but tied to one that is there is never an error.
 
     Raises:
+        CheckpointError: If ``model`` is no module.
         CorruptCheckpointError: If the files are incomplete or make no sense.
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
+            _check_module(model)
             files = open_safetensors(absolute_path(path), rename or dict[str, str]())
             reader = opened.enter_context(files)
             step.message = this_host()
@@ -81,6 +83,14 @@ def load_safetensors(
         with AllOrNone(ranks), ranks.together():
             fill(reader, items, ranks, step.messages)
             settle(twins)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise CheckpointError(
+            f"expected model to be an nn.Module, got {type(model).__name__}; for a dict of "
+            "tensors use import_safetensors(path, checkpoint) and load(checkpoint, {'model': ...})"
+        )
 
 
 def _tied(model: torch.nn.Module, stored: Collection[str]) -> set[str]:
