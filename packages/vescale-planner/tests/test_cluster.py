@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,25 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         Cluster.preset("z9000")
 
 
-def test_numbers_that_no_machine_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="memory_bytes above 0, got 0"):
-        replace(Cluster.preset("cpu"), memory_bytes=0)
-    with pytest.raises(ValueError, match="efficiency between 0 and 1, got 2"):
-        replace(Cluster.preset("cpu"), efficiency=2)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes to be a whole number above 0, got 0"),
+        ({"ranks_per_node": 2.5}, r"ranks_per_node to be a whole number above 0, got 2\.5"),
+        ({"reserved_bytes": -1}, "reserved_bytes of 0 or more, got -1"),
+        ({"inter_bytes_per_second": float("nan")}, "inter_bytes_per_second above 0, got nan"),
+        ({"intra_latency_seconds": -1e-6}, "intra_latency_seconds of 0 or more, got -1e-06"),
+        ({"efficiency": 2}, "efficiency above 0, at most 1, got 2"),
+        ({"overlap": -1}, "overlap between 0 and 1, got -1"),
+        ({"half_width": -5}, "half_width of 0 or more, got -5"),
+        ({"flops_per_second": {}}, r"by element size, \{2: 1e15.*got \{\}"),
+        ({"flops_per_second": {4: 0.0}}, r"above 0 by element size.*got \{4: 0\.0\}"),
+        ({"flops_per_second": 1e12}, r"by element size.*got 1000000000000\.0"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Cluster.preset("cpu"), **changes)
 
 
 def test_ranks_of_this_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,3 +488,20 @@ class _WithoutElements(nn.Module):
 def test_parameters_without_elements_are_planned(example: torch.Tensor | None) -> None:
     plan = generate_plan(_WithoutElements(), world_size=2, cluster="cpu", example_batch=example)
     assert plan.world_size == 2
+
+
+class _Scaled(nn.Module):
+    """A layer whose only parameter is a number, as a learned temperature or residual gate is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_layer_may_have_nothing_but_a_number() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _Scaled())
+    plan = generate_plan(model, world_size=2, cluster=CPU, example_batch=torch.zeros(4, 8))
+    assert plan.data_parallel.size == 2

@@ -203,7 +203,9 @@ ODD_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "complex32": lambda: torch.ones(2, dtype=torch.complex32),
     "csr": lambda: torch.ones(2, 2).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "packed": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
 }
 
 
@@ -271,5 +273,20 @@ def test_the_same_state_saved_twice_is_the_same_bytes(tmp_path: Path) -> None:
 def test_a_tree_that_contains_itself_is_refused(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CheckpointError, match=r"Recursion|itself"):
+    with pytest.raises(CheckpointError, match="'v': it contains itself"):
         vescale_ckpt.save(tmp_path / "ckpt", {"v": value})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "way_out"),
+    [
+        (torch.ones(2, dtype=torch.complex128), "view_as_real"),
+        (torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), r"view\(torch.uint8\)"),
+    ],
+    ids=["complex128", "packed"],
+)
+def test_a_dtype_that_files_lack_is_refused_with_what_to_store_instead(
+    tmp_path: Path, tensor: torch.Tensor, way_out: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"cannot hold; store .*{way_out}"):
+        vescale_ckpt.save(tmp_path / "ckpt", {"w": tensor})

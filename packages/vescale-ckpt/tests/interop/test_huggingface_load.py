@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,9 @@ def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, file: obj
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither"):
         load_safetensors(tmp_path, Net())
+
+
+def test_what_is_no_module_is_refused_before_the_files_are_opened(tmp_path: Path) -> None:
+    given: Any = {"w": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"to be an nn.Module, got dict.*import_safetensors"):
+        load_safetensors(tmp_path, given)

@@ -73,6 +73,39 @@ def test_a_path_of_any_kind_is_the_same_place(
     assert vescale_ckpt.load(path, {"w": torch.zeros(2)})["w"].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize(
+    ("file", "loader"),
+    [(".metadata", "load_dcp"), ("model.safetensors", "load_safetensors"), ("x", "latest")],
+)
+def test_a_directory_of_another_format_is_refused_with_what_loads_it(
+    tmp_path: Path, file: str, loader: str
+) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=f"vescale.json.*missing.*vescale_ckpt.{loader}"):
+        vescale_ckpt.load(tmp_path, {"w": torch.zeros(2)})
+
+
+def test_a_tilde_is_the_home_of_whoever_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    state = {"model": {"w": torch.ones(2)}}
+    vescale_ckpt.save("~/run/step-1", state)
+    vescale_ckpt.load(Path("~/run/step-1"), state)
+    vescale_ckpt.export_safetensors("~/run/step-1", "~/hf")
+    vescale_ckpt.import_safetensors("~/hf", "~/run/step-2")
+    vescale_ckpt.save_safetensors("~/saved", {"w": torch.ones(2)})
+    vescale_ckpt.export_dcp("~/run/step-2", "~/dcp")
+    vescale_ckpt.import_dcp("~/dcp", Path("~/run/step-3"))
+    assert vescale_ckpt.latest("~/run") == home / "run" / "step-3"
+    assert sorted(entry.name for entry in home.iterdir()) == ["dcp", "hf", "run", "saved"]
+    assert list(here.iterdir()) == []
+
+
 @pytest.mark.parametrize("path", [Path("s3://bucket/step-1"), "s3:/bucket/step-1", "gs:/b"])
 def test_a_url_that_has_become_a_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any

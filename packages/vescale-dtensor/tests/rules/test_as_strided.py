@@ -13,6 +13,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale_dtensor import (
     DTensor,
     GatherWarning,
+    InterleavedShard,
+    RaggedShard,
     RankTensor,
     Unsupported,
     distribute_tensor,
@@ -79,3 +81,34 @@ def test_strides_beyond_a_part_are_refused_and_those_beyond_a_whole_are_not(
         return
     with pytest.raises(Unsupported, match="may reach elements of the storage"):
         _run(BEYOND[name], mesh, placement)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[1:],
+    "row": lambda x: x[2],
+    "of rows": lambda x: x[1:][1:],
+    "diagonal": lambda x: x[1:].diagonal(),
+    "one of several": lambda x: x.chunk(2)[1],
+    "reshaped": lambda x: x[1:].reshape(-1),
+}
+
+
+@pytest.mark.parametrize(
+    "placement", [InterleavedShard(0, 2), RaggedShard((0, 1), 1, (5, 8, 11))], ids=str
+)
+@pytest.mark.parametrize("name", VIEWS)
+def test_gathered_views_begin_in_the_storage_where_they_do_on_one_device(
+    mesh: DeviceMesh, name: str, placement: Placement
+) -> None:
+    view = VIEWS[name]
+    full = torch.arange(24.0).reshape(4, 6)
+    x = distribute_tensor(full, mesh, (placement,))
+    assert view(x).storage_offset() == view(full).storage_offset()
+    _run(lambda x: view(x).as_strided((2,), (1,), view(full).storage_offset()), mesh, placement)
+
+
+def test_strides_before_the_base_of_a_gathered_view_are_refused(mesh: DeviceMesh) -> None:
+    full = torch.arange(24.0).reshape(4, 6)
+    x = distribute_tensor(full, mesh, (Shard(0),))
+    with pytest.raises(Unsupported, match="may reach elements of the storage"):
+        x[1:].diagonal().as_strided((2,), (1,), 0)

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,3 +155,12 @@ def test_writes_to_data_are_not_seen_by_autograd_and_writes_to_views_are() -> No
             part.detach().mul_(3)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
+
+
+@pytest.mark.parametrize("read", [np.asarray, np.exp, lambda x: x.numpy()])
+def test_an_array_is_refused_with_what_to_ask_for(read: Callable[[Any], Any]) -> None:
+    with emulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(4.0), mesh, (Shard(0),))
+        with pytest.raises(TypeError, match=r"full_tensor\(\)\.detach\(\)\.numpy\(\).*every rank"):
+            read(x)

@@ -86,11 +86,6 @@ class Candidate:
         return max(self.replicate, self.layout.ep)
 
     @property
-    def state_shard(self) -> int:
-        """Ranks that share one copy of the optimizer state."""
-        return self.layout.dp * self.layout.cp if self.shares_state else self.shard
-
-    @property
     def stages(self) -> int:
         """Pipeline stages over all ranks."""
         return self.layout.pp * self.virtual_stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,33 @@ import torch.distributed as dist
 
 from ._machines.calibrate import measured
 from ._machines.presets import EFFICIENCY, PRESETS
+
+_Range = tuple[str, Callable[[float], bool]]
+_COUNT: _Range = ("to be a whole number above 0", lambda value: value >= 1 and value % 1 == 0)
+_SPEED: _Range = ("above 0", lambda value: value > 0)
+_NOT_NEGATIVE: _Range = ("of 0 or more", lambda value: value >= 0)
+_REACHED: _Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
+_PART: _Range = ("between 0 and 1", lambda value: 0 <= value <= 1)
+# What the numbers of a cluster may be, in words and as a test.
+_EXPECTED: dict[str, _Range] = {
+    "memory_bytes": _COUNT,
+    "reserved_bytes": _NOT_NEGATIVE,
+    "memory_bytes_per_second": _SPEED,
+    "ranks_per_node": _COUNT,
+    "intra_bytes_per_second": _SPEED,
+    "inter_bytes_per_second": _SPEED,
+    "nics_per_node": ("of 0 (one a rank) or more", lambda value: value >= 0),
+    "intra_latency_seconds": _NOT_NEGATIVE,
+    "inter_latency_seconds": _NOT_NEGATIVE,
+    "launch_seconds": _NOT_NEGATIVE,
+    "efficiency": _REACHED,
+    "attention_efficiency": _REACHED,
+    "memory_efficiency": _REACHED,
+    "link_efficiency": _REACHED,
+    "overlap": _PART,
+    "interference": _PART,
+    "half_width": _NOT_NEGATIVE,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +96,17 @@ class Cluster:
     half_width: float = 256.0
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected Cluster.{name} above 0, got {getattr(self, name)!r}")
-        speeds = ("memory_bytes_per_second", "intra_bytes_per_second", "inter_bytes_per_second")
-        for name in speeds:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"expected Cluster.{name} above 0, got {getattr(self, name)!r}")
-        if self.nics_per_node < 0:
+        peaks: Any = self.flops_per_second
+        if not isinstance(peaks, Mapping) or not peaks or min(peaks.values()) <= 0:
             raise ValueError(
-                f"expected Cluster.nics_per_node of 0 (one a rank) or more, got "
-                f"{self.nics_per_node!r}"
+                "expected Cluster.flops_per_second as numbers above 0 by element size, "
+                f"{{2: 1e15, 4: 5e14}} for example, got {peaks!r}"
             )
-        parts = [each.name for each in fields(self) if each.name.endswith("efficiency")]
-        for name in (*parts, "overlap", "interference"):
-            if not 0 <= getattr(self, name) <= 1 or (name in parts and not getattr(self, name)):
+        for name, (expected, fits) in _EXPECTED.items():
+            if not fits(getattr(self, name)):
                 raise ValueError(
-                    f"expected Cluster.{name} between 0 and 1, got {getattr(self, name)!r}"
+                    f"expected Cluster.{name} {expected}, got {getattr(self, name)!r}"
                 )
-        if not self.flops_per_second:
-            raise ValueError("expected Cluster.flops_per_second for one element size, got none")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

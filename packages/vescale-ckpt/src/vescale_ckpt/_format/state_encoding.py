@@ -65,7 +65,13 @@ def encode(state: Mapping[str, Any]) -> Encoded:
     for key, value in state.items():
         if type(key) is not str or not key:
             raise CheckpointError(f"expected non-empty strings as keys of the state, got {key!r}")
-        encoded.tree[key] = _encode(value, key, key, encoded)
+        try:
+            encoded.tree[key] = _encode(value, key, key, encoded)
+        except RecursionError as error:
+            raise CheckpointError(
+                f"cannot store {key!r}: it contains itself, or is nested deeper than Python "
+                "recurses"
+            ) from error
     return encoded
 
 

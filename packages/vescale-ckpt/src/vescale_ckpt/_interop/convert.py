@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 
 from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.sequential_writer import Progress
 from vescale_ckpt._state.key_filter import KeyFilter
 from vescale_ckpt._store.atomic_directory import interrupted
@@ -54,7 +54,7 @@ def open_source(path: Path | str, key: str) -> Iterator[FileSource | DcpSource]:
         with open_checkpoint(path) as reader:
             yield FileSource(reader)
         return
-    path = Path(os.path.abspath(path))
+    path = absolute_path(path)
     match format_of(path):
         case "vescale":
             with open_checkpoint(path) as reader:

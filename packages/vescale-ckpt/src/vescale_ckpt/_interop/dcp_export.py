@@ -9,7 +9,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from vescale_ckpt._format.state_tree import (
     ranks_of,
     references,
 )
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._store.open import open_checkpoint
 from vescale_ckpt.exceptions import CheckpointError
@@ -77,7 +77,7 @@ def write_dcp(
     source: FileSource, directory: str | os.PathLike[str], progress: Progress = no_progress
 ) -> None:
     """Write all that any safetensors files hold as :func:`export_dcp` does."""
-    target = Path(os.path.abspath(directory))
+    target = absolute_path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty; write to another directory")
     stand = _Stand(source)

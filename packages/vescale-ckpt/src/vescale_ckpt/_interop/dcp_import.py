@@ -15,7 +15,6 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, StoredTensor
 from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_encoding import encode
 from vescale_ckpt._format.state_tree import Json, reference_to
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._io.tensor_bytes import flat_bytes
 from vescale_ckpt._load.match import match
@@ -138,7 +138,7 @@ class DcpSource:
     """
 
     def __init__(self, path: str | os.PathLike[str], key_filter: KeyFilter) -> None:
-        self._path = Path(os.path.abspath(path))
+        self._path = absolute_path(path)
         self._reader = FileSystemReader(self._path)
         try:
             metadata = self._reader.read_metadata()

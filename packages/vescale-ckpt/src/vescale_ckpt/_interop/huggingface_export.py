@@ -13,6 +13,7 @@ import torch
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
 from vescale_ckpt._format.file_layout import TensorInfo, plan_files
 from vescale_ckpt._format.state_tree import below, references
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.sequential_writer import (
     Progress,
     created_in,
@@ -94,7 +95,7 @@ def import_safetensors(
     Raises:
         CheckpointError: If the files make no sense, or two tensors would get the same name.
     """
-    path = Path(os.path.abspath(directory))
+    path = absolute_path(directory)
     with open_safetensors(path, rename or {}, below=key) as reader:
         write_checkpoint_from(FileSource(reader), checkpoint, progress=progress)
 
@@ -117,7 +118,7 @@ def write_safetensors(
     progress: Progress = no_progress,
 ) -> None:
     """Write tensors of any source as :func:`export_safetensors` does."""
-    target = Path(os.path.abspath(directory))
+    target = absolute_path(directory)
     _check_empty(target)
     table = _table(source, names)
     if not table:

@@ -17,6 +17,7 @@ from vescale_ckpt._format.safetensors import read_header
 from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._format.strict_json import strict_json
 from vescale_ckpt._io.file_handles import kind_of_special
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._load.fill import fill
 from vescale_ckpt._load.match import Matched, match
 from vescale_ckpt._load.read_items import read_items_of
@@ -56,13 +57,15 @@ def load_safetensors(
             that is missing in the files but tied to one that is there is never an error.
 
     Raises:
+        CheckpointError: If ``model`` is no module.
         CorruptCheckpointError: If the files are incomplete or make no sense.
         MismatchError: If names or shapes do not fit.
     """
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
-            files = open_safetensors(Path(os.path.abspath(path)), rename or dict[str, str]())
+            _check_module(model)
+            files = open_safetensors(absolute_path(path), rename or dict[str, str]())
             reader = opened.enter_context(files)
             step.message = this_host()
         with AllOrNone(ranks):
@@ -80,6 +83,14 @@ def load_safetensors(
         with AllOrNone(ranks), ranks.together():
             fill(reader, items, ranks, step.messages)
             settle(twins)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise CheckpointError(
+            f"expected model to be an nn.Module, got {type(model).__name__}; for a dict of "
+            "tensors use import_safetensors(path, checkpoint) and load(checkpoint, {'model': ...})"
+        )
 
 
 def _tied(model: torch.nn.Module, stored: Collection[str]) -> set[str]:

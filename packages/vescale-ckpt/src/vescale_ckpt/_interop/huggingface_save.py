@@ -18,6 +18,7 @@ from torch import Tensor
 from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup, current_control_group
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
 from vescale_ckpt._format.file_layout import FilePlan, PlannedFile, TensorInfo, file_names, lay_out
+from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._store.atomic_directory import sync_directory
 from vescale_ckpt.exceptions import CheckpointError
@@ -75,7 +76,7 @@ def save_safetensors(
             raise ranks.common(
                 CheckpointError("ranks were given other tensors to write: names, shapes or dtypes")
             )
-        target = Path(os.path.abspath(directory))
+        target = absolute_path(directory)
         with AllOrNone(ranks):
             if ranks.rank == 0:
                 _begin(target / _STAGING, plan)

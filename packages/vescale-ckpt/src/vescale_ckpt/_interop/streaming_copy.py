@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -167,7 +166,7 @@ def write_checkpoint_from(
     progress: Progress = no_progress,
 ) -> None:
     """Write and commit a checkpoint of our format with all that ``source`` has."""
-    storage = DirectoryStorage(Path(local_path(path)))
+    storage = DirectoryStorage(local_path(path))
     storage.check_replaceable()
     groups = groups_of(source.tree, source.tensors)
     plan = plan_files(table_of(source, groups), max_file_nbytes)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from vescale_ckpt.exceptions import CheckpointError
@@ -207,11 +208,14 @@ def object_store_of(path: str | os.PathLike[str]) -> ObjectStore | None:
     return None
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Return where a path leads whatever the working directory becomes; ``~`` is one's home."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
     """Return an absolute path of a directory; a URL of something else is a ValueError."""
-    storage = object_store_of(path)
-    if storage is None:
-        return os.path.abspath(path)
-    if not storage.is_local:
+    store = object_store_of(path)
+    if store is not None and not store.is_local:
         raise ValueError(f"expected the path of a directory, got the URL {path!r}")
-    return storage.root
+    return absolute_path(path if store is None else store.root)

@@ -23,7 +23,7 @@ from vescale_ckpt._comm.control_group import (
     current_control_group,
 )
 from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
-from vescale_ckpt._format.file_layout import MAX_FILE_NBYTES, FilePlan, plan_files
+from vescale_ckpt._format.file_layout import FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile
 from vescale_ckpt._format.state_encoding import Encoded, encode
 from vescale_ckpt._state.arguments import check_arguments, checked
@@ -138,7 +138,6 @@ def write_checkpoint(
     take: Callable[[], Snapshot],
     ranks: ControlGroup,
     *,
-    max_file_nbytes: int = MAX_FILE_NBYTES,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Write and commit what ``take`` returns. Every rank of ``ranks`` must call this.
@@ -148,14 +147,13 @@ def write_checkpoint(
     """
     ranks.meet()
     with ranks.together():
-        _write_checkpoint(choose, take, ranks, max_file_nbytes, progress)
+        _write_checkpoint(choose, take, ranks, progress)
 
 
 def _write_checkpoint(
     choose: Callable[[], Destination],
     take: Callable[[], Snapshot],
     ranks: ControlGroup,
-    max_file_nbytes: int,
     progress: Callable[[int], None],
 ) -> None:
     begin = time.perf_counter()
@@ -174,7 +172,7 @@ def _write_checkpoint(
     collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.shards, ranks)
     storage, staged = destination.storage, None
     directory = None if destination.has_rank_files else storage.staging_directory(token)
-    plan = plan_files(save_plan.table if directory else (), max_file_nbytes)
+    plan = plan_files(save_plan.table if directory else ())
     try:
         with AllOrNone(ranks):
             if ranks.rank == 0:

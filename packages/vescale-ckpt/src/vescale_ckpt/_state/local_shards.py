@@ -165,19 +165,27 @@ def _ranges_of_boxes(
 def _checked_dtype(key: str, local: torch.Tensor) -> str:
     """Return the name of the dtype of a tensor, if that is one of plain bytes in memory."""
     dtype = NAMES.get(local.dtype)
-    if type(local) not in _PLAIN or local.layout is not torch.strided:
+    if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_nested:
+        kind = "nested" if local.is_nested else str(local.layout)
         raise CheckpointError(
-            f"tensor {key!r} is a {type(local).__name__} of layout {local.layout}, which has no "
+            f"tensor {key!r} is a {type(local).__name__} of layout {kind}, which has no "
             f"plain bytes; convert it to a dense tensor"
         )
     if local.is_meta:
         raise CheckpointError(f"tensor {key!r} is on the meta device; give it memory first")
     if dtype is None:
         raise CheckpointError(
-            f"tensor {key!r} has {local.dtype}, which safetensors cannot hold; convert it "
-            f"(complex128: torch.view_as_real)"
+            f"tensor {key!r} has {local.dtype}, which safetensors cannot hold; {_way_out(local)}"
         )
     return dtype
+
+
+def _way_out(local: torch.Tensor) -> str:
+    if local.is_complex():
+        return "store torch.view_as_real(tensor)"
+    if local.is_quantized:
+        return "store tensor.int_repr(), its scale and its zero point"
+    return "store its bytes, tensor.view(torch.uint8)"
 
 
 @lru_cache(maxsize=4096)

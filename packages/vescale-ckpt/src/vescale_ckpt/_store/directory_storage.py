@@ -69,7 +69,7 @@ class DirectoryStorage:
             raise CorruptCheckpointError(
                 f"there is no checkpoint at {self.where}: {MANIFEST_NAME}, the file written "
                 "last, is missing; the save did not finish, or this is another kind of directory. "
-                "Of a directory of checkpoints load one: vescale_ckpt.latest(directory)"
+                f"{_other_loader(where)}"
             )
         return CheckpointReader(where)
 
@@ -139,3 +139,12 @@ class DirectoryStorage:
                     shutil.rmtree(self.where / name, ignore_errors=True)
                 else:
                     remove_leftovers(self.where / found[1])
+
+
+def _other_loader(where: Path) -> str:
+    """Return what to call with a directory that is no checkpoint of this format."""
+    if (where / ".metadata").exists():
+        return "A checkpoint of torch.distributed.checkpoint: vescale_ckpt.load_dcp, import_dcp"
+    if any(where.glob("*.safetensors")):
+        return "A HuggingFace model: vescale_ckpt.load_safetensors, import_safetensors"
+    return "Of a directory of checkpoints load one: vescale_ckpt.latest(directory)"

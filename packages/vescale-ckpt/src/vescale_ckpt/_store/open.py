@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from vescale_ckpt._io.object_store import object_store_of
+from vescale_ckpt._io.object_store import absolute_path, object_store_of
 
 from .directory_storage import DirectoryStorage
 from .object_storage import ObjectStorage
@@ -22,7 +21,7 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
     """
     store = object_store_of(path)
     if store is None or store.is_local:
-        return DirectoryStorage(Path(os.path.abspath(path if store is None else store.root)))
+        return DirectoryStorage(absolute_path(path if store is None else store.root))
     return ObjectStorage(store)
 
 

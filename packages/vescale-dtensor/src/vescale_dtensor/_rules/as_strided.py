@@ -33,9 +33,11 @@ def _restrided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     start = 0 if offset is None or 0 in size else int(offset) - int(tensor.storage_offset())
     is_dense = Window(tuple(made.shape), made.stride, 0, made.dtype).is_dense
     # A rank that has the whole has the storage, too, unless it was gathered to there.
-    if made.is_replicated and local.stride() == made.stride:
+    has_storage = made.is_replicated and local.stride() == made.stride
+    if has_storage:
+        # Of a gathered view it is the storage of its base, which may itself be a slice.
         start += offset_of(local)
-    elif not is_dense or not _is_within(size, stride, start, tensor):
+    if start < 0 or not (has_storage or (is_dense and _is_within(size, stride, start, tensor))):
         raise Unsupported(
             f"{func} with size {tuple(size)}, stride {tuple(stride)} and storage offset {offset} "
             f"is refused on {made} with strides {made.stride} at offset "

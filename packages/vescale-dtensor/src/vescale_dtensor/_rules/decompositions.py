@@ -145,15 +145,15 @@ def on_parts(
     return [wrap(local, made) for local, made in zip(results, outputs, strict=True)]
 
 
-def unless_empty(call: OpCall, *, main: int = 0) -> Callable[[RankView], Function]:
-    """Return a ``Signature.function``: zeros where a rank holds nothing of tensor ``main``.
+def unless_empty(call: OpCall) -> Callable[[RankView], Function]:
+    """Return a ``Signature.function``: zeros where a rank holds nothing of the first tensor.
 
     Kernels refuse some empty tensors. Results that are empty too need no value, and those that
     are sums over the dim of which the rank has nothing are zero.
     """
 
     def at(local: RankView) -> Function:
-        made, coordinate = local.inputs[main], local.coordinate
+        made, coordinate = local.inputs[0], local.coordinate
         needed = any(prod(result.local_shape(coordinate)) for result in local.outputs)
         others_have_some = prod(made.shape) and not prod(made.local_shape(coordinate))
         return zeros_of(call, local) if others_have_some or not needed else call.func

@@ -20,9 +20,9 @@ from vescale_dtensor._sharding.local_plan import (
     distributed,
     plain_local,
 )
-from vescale_dtensor._sharding.op_call import OpCall, layout_of, written_names
+from vescale_dtensor._sharding.op_call import OpCall, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
-from vescale_dtensor._tensor.dtensor import DTensor, redistributed, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def plan_foreach(call: OpCall) -> Plan:
         if target is None and any(isinstance(t, DISTRIBUTED) for t in position):
             return gathered
         if any(
-            is_written and not _lies_at(t, target, call)
+            is_written and not _lies_at(t, target)
             for t, is_written in zip(position, written, strict=True)
         ):
             return gathered  # a copy would be written
@@ -92,21 +92,21 @@ def _written_lists(call: OpCall) -> list[bool]:
     return [argument.name in names for argument, arg in arguments if _is_tensor_list(arg)]
 
 
-def _lies_at(tensor: Tensor, target: Layout | None, call: OpCall) -> bool:
+def _lies_at(tensor: Tensor, target: Layout | None) -> bool:
     if target is None:
         return not isinstance(tensor, DISTRIBUTED)
-    return isinstance(tensor, DISTRIBUTED) and layout_of(tensor, call.mesh) is target
+    return isinstance(tensor, DISTRIBUTED) and layout_of(tensor) is target
 
 
 def _is_laid_out(call: OpCall, lists: list[Any], targets: list[Layout | None]) -> bool:
     """Whether local tensors can take all places: in lists, and scalars whole everywhere."""
     listed = [
-        type(tensor) is DTensor and layout_of(tensor, call.mesh) is target
+        type(tensor) is DTensor and layout_of(tensor) is target
         for each in lists
         for tensor, target in zip(each, targets, strict=True)
     ]
     others = [
-        type(arg) is DTensor and layout_of(arg, call.mesh).is_replicated
+        type(arg) is DTensor and layout_of(arg).is_replicated
         for arg in (*call.args, *call.kwargs.values())
         if isinstance(arg, Tensor)
     ]
@@ -115,7 +115,7 @@ def _is_laid_out(call: OpCall, lists: list[Any], targets: list[Layout | None]) -
 
 def _target(position: tuple[Any, ...], call: OpCall, writes: bool) -> Layout | None:
     """Return where the tensors of one position meet, None if nowhere or if all are plain."""
-    layouts = [layout_of(t, call.mesh) for t in position if isinstance(t, DISTRIBUTED)]
+    layouts = [layout_of(t) for t in position if isinstance(t, DISTRIBUTED)]
     if not layouts:
         return None
     if writes:

@@ -14,9 +14,9 @@ from torch import Tensor
 from vescale_dtensor._comm.collectives import all_reduce
 from vescale_dtensor._comm.emulation import part_of
 from vescale_dtensor._sharding.local_plan import Plan, count_writes
-from vescale_dtensor._sharding.op_call import OpCall, layout_of
+from vescale_dtensor._sharding.op_call import OpCall
 from vescale_dtensor._sharding.replicate_fallback import gathered
-from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.dtensor import DTensor, layout_of
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def _is_local(grad: Tensor) -> bool:
     """Whether the elements of a gradient are those of ranks' parts."""
     if not isinstance(grad, DISTRIBUTED):
         return True
-    return type(grad) is DTensor and not layout_of(grad, grad.device_mesh).is_partial
+    return type(grad) is DTensor and not layout_of(grad).is_partial
 
 
 HANDLERS: dict[OpOverload, Plan] = {

@@ -25,14 +25,12 @@ aten = torch.ops.aten
 _GROUPED_ALIGNMENT = 16
 
 
-def product(
-    left: str, right: str, result: str, *, contracted: str = "k"
-) -> Callable[[OpCall], Signature]:
-    """Return the rule of a product of two tensors, in the notation of einsum."""
+def product(left: str, right: str, result: str) -> Callable[[OpCall], Signature]:
+    """Return the rule of a product of two tensors over "k", in the notation of einsum."""
     signature = Signature(
         (tuple(left), tuple(right)),
         (tuple(result),),
-        reduce=dict.fromkeys(contracted, "sum"),
+        reduce={"k": "sum"},
         linear=(frozenset({0}), frozenset({1})),
     )
     return lambda call: signature

@@ -126,7 +126,7 @@ def unversioned(tensor: DTensor) -> DTensor:
 
 
 def follow(base: DTensor, views: Any) -> None:
-    """Let views of a linked view follow it."""
+    """Let views of a gathered view follow it."""
     for view in pytree.tree_leaves(views):
         if isinstance(view, DTensor) and view._alias_of is None:
             view._alias_of = Follower(base)

@@ -20,7 +20,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, redistributed, 
 from vescale_dtensor._tensor.strides import as_laid_out, lies_as
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
-from .op_call import Function, OpCall, RankView, given, layout_of, with_arguments, written_names
+from .op_call import Function, OpCall, RankView, given, layout_on, with_arguments, written_names
 from .signature import OpSpec, Signature
 
 # Takes the arguments of a call, DTensors included, and returns its result.
@@ -133,7 +133,7 @@ def plan_again(call: OpCall, result: Any) -> Plan | None:
     if _VARYING & set(call.func.tags) or not takes_locals(call):
         return None
     leaves = pytree.tree_leaves(result)
-    outputs = tuple(layout_of(leaf, call.mesh) for leaf in leaves if isinstance(leaf, Tensor))
+    outputs = tuple(layout_on(leaf, call.mesh) for leaf in leaves if isinstance(leaf, Tensor))
     finish = finisher(call.func, call.mesh, outputs)
     return LocalCall(call.func, finish, _only(call.func, outputs))
 
@@ -200,7 +200,7 @@ def plain_local(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a plain tensor as one that is whole on every rank of ``mesh``."""
     # What moves elements would move them without the bits of conj().
     local = tensor.detach().resolve_conj().resolve_neg()
-    return wrap(per_rank(lambda _, each: each, mesh, local), layout_of(tensor, mesh))
+    return wrap(per_rank(lambda _, each: each, mesh, local), layout_on(tensor, mesh))
 
 
 def finisher(
@@ -228,6 +228,8 @@ def finisher(
             # The dtype is what the kernel chose: that of statistics may be another one.
             return wrap(local, next(rest).typed(local.dtype))
 
+        if isinstance(result, Tensor):
+            return wrap_next(result)
         if type(result) is tuple and not any(names):
             return tuple(wrap_next(x) if isinstance(x, Tensor) else x for x in result)
         wrapped = pytree.tree_map_only(Tensor, wrap_next, result)

@@ -42,7 +42,7 @@ class OpCall:
         sharded = [t for t in self.tensors if isinstance(t, DISTRIBUTED)]
         self.mesh: DeviceMesh = layout_of_spec(sharded[0]._spec).mesh
         self.meshes = {layout_of_spec(t._spec).mesh for t in sharded}
-        self.layouts = [layout_of(t, self.mesh) for t in self.tensors]
+        self.layouts = [layout_on(t, self.mesh) for t in self.tensors]
 
     def release(self) -> None:
         """Let go of the tensors, but not of what is known of them: a plan outlives its call."""
@@ -105,7 +105,7 @@ def _meta(made: Layout) -> Tensor:
     return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
 
 
-def layout_of(tensor: Tensor, mesh: DeviceMesh) -> Layout:
+def layout_on(tensor: Tensor, mesh: DeviceMesh) -> Layout:
     """Return the layout of a tensor; a plain one is whole on every rank of ``mesh``."""
     if isinstance(tensor, DISTRIBUTED):
         return layout_of_spec(tensor._spec)

@@ -96,7 +96,7 @@ def plan_view(call: OpCall, view: View) -> Plan:
 
         if not is_view(func):
             return _wrapped(of(local), outputs, offsets, source)
-        return _linked(of, local, source, placements, outputs)
+        return _following(of, _wrapped(of(local), outputs, offsets, source), source, placements)
 
     return run
 
@@ -147,20 +147,10 @@ def _wrapped(
     return pytree.tree_map_only(Tensor, wrap_next, result)
 
 
-def _linked(
-    of: Callable[[Tensor], Any],
-    whole: Tensor,
-    base: DTensor,
-    placements: Placements,
-    outputs: tuple[Layout, ...],
+def _following(
+    of: Callable[[Tensor], Any], views: Any, base: DTensor, placements: Placements
 ) -> Any:
-    index = -1
-
-    def link(local: Tensor) -> DTensor:
-        nonlocal index
-        index += 1
-        view = wrap(local, outputs[index])
+    """Let views of a base that was moved to ``placements`` follow it."""
+    for index, view in enumerate(pytree.tree_leaves(views)):
         view._alias_of = GatheredView(base, of, index, placements)
-        return view
-
-    return pytree.tree_map_only(Tensor, link, of(whole))
+    return views

@@ -121,7 +121,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
             check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return wrap(*as_laid_out(local_tensor.detach(), made))
-        wanted = None if grad_placements is None else normalized(grad_placements, len(shape))
+        wanted = _normalized_or_none(grad_placements, len(shape))
         return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
 
     def with_local(self, local_tensor: Tensor) -> DTensor:
@@ -174,7 +174,8 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return handed_out(settled._local_tensor)
         return cast(
-            Tensor, DTensor._ToLocal.apply(settled, _placements_or_none(self, grad_placements))
+            Tensor,
+            DTensor._ToLocal.apply(settled, _normalized_or_none(grad_placements, self.ndim)),
         )
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
@@ -188,7 +189,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return handed_out(gather(settled))  # whole here: it is the memory itself
         return cast(
-            Tensor, DTensor._ToFull.apply(settled, _placements_or_none(self, grad_placements))
+            Tensor, DTensor._ToFull.apply(settled, _normalized_or_none(grad_placements, self.ndim))
         )
 
     def redistribute(  # pyright: ignore[reportIncompatibleMethodOverride]: fewer options than torch's
@@ -243,10 +244,9 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         made = layout_of(self)
-        is_parameter = isinstance(self, torch.nn.Parameter)
         state = (made.mesh, made.placements, tuple(made.shape), made.stride)
         local = self._settled(alone=True)._local_tensor.detach()
-        return rebuild, (local, *state, self.requires_grad, is_parameter)
+        return rebuild, (local, *state, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Return what this rank writes to a torch.distributed.checkpoint checkpoint."""
@@ -379,10 +379,8 @@ def wrap(local: Tensor, made: Layout, *, offset: int = 0) -> DTensor:
     return tensor
 
 
-def _placements_or_none(
-    tensor: DTensor, placements: Sequence[Placement] | None
-) -> Placements | None:
-    return None if placements is None else normalized(placements, tensor.ndim)
+def _normalized_or_none(placements: Sequence[Placement] | None, ndim: int) -> Placements | None:
+    return None if placements is None else normalized(placements, ndim)
 
 
 def as_dtensor(tensor: torch_dtensor.DTensor) -> DTensor:

@@ -23,7 +23,7 @@ class PythonValues:
     def numpy(self: Any, *, force: bool = False) -> NoReturn:
         """Refuse: an array would have to share this rank's memory, which is a part."""
         raise TypeError(
-            f"a distributed tensor of shape {tuple(self.shape)} has no NumPy array: ranks hold "
-            "parts of it. Take tensor.full_tensor().detach().numpy(), on every rank alike, for a "
-            "copy of the whole, or tensor.to_local().detach().numpy() for this rank's part"
+            "a distributed tensor cannot be a NumPy array, which would share its memory: take "
+            "x.full_tensor().detach().numpy() for the global values, on every rank, or "
+            "x.to_local().detach().numpy() for this rank's part"
         )

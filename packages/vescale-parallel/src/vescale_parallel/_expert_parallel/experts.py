@@ -45,11 +45,10 @@ def num_stacked(module: nn.Module) -> int:
     own = [parameter.shape for parameter in module.parameters(recurse=False)]
     if len(own) != len(list(module.parameters())) or not own:
         return 0
-    is_stack = min(map(len, own)) > 1 and max(map(len, own)) > 2
-    lengths = {shape[0] for shape in own}
-    if not is_stack or len(lengths) > 1 or not takes_rows(module):
+    if min(map(len, own)) < 2 or max(map(len, own)) < 3:
         return 0
-    return lengths.pop()
+    lengths = {shape[0] for shape in own}
+    return lengths.pop() if len(lengths) == 1 and takes_rows(module) else 0
 
 
 def takes_rows(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ class Columns:
 
     @cached_property
     def parts(self) -> Counts:
-        """As of a candidate, each; so are the next ones."""
+        """What a replica's rows are cut into, run one after the other."""
         return self.microbatches * self.accumulation
 
     @cached_property

@@ -37,9 +37,9 @@ class Expected:
         moved = max((distance(one, other) for other in others), default=0.0)
         return max(_FACTOR * moved, _LEAST * self.epsilon * max(largest(one), least))
 
-    def unit(self, one: Tensor, least: float = 0.0) -> float:
+    def unit(self, one: Tensor) -> float:
         """Return an epsilon of a tensor's largest element."""
-        return self.epsilon * (max(largest(one), least) or 1.0)
+        return self.epsilon * (largest(one) or 1.0)
 
 
 def largest(x: Tensor) -> float:
