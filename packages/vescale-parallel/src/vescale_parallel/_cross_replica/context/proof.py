@@ -40,7 +40,7 @@ from .draws import DrawKey, DrawsSlices, WholeDraw
 from .find_written import Held, State, Writes, begin_with, first_other, state_of
 from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
-from .watch import ForwardWatch, noted_outputs
+from .watch import ForwardWatch, module_that_raised, noted_outputs
 from .written import Law, Place
 
 _log = package_logger("vescale.parallel")
@@ -50,7 +50,15 @@ DrawsBy = Callable[[SlicedBlocks], DrawsSlices]
 
 
 class NotSlicedError(ValueError):
-    """A model computes something else on slices, or cannot be compared."""
+    """A model computes something else on slices, or cannot be compared.
+
+    Attributes:
+        raised: What its code raised, to be said after what to do about it.
+    """
+
+    def __init__(self, why: str, raised: str = "") -> None:
+        super().__init__(why)
+        self.raised = raised
 
 
 def proven_slicing(
@@ -273,7 +281,15 @@ def _on_ranks(
         notes = noted_outputs(local)
         if slicing.draws:
             draws_by(blocks).install(local)
-        result = run_once(local, given, with_chance=bool(slicing.draws))
+        try:
+            result = run_once(local, given, with_chance=bool(slicing.draws))
+        # Arbitrary user code: whatever it raises means that it does not run on slices.
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            if isinstance(error, ShortSequenceError) or "context_parallel" in raised:
+                raise  # it says what to do
+            where = module_that_raised(error, local)
+            raise NotSlicedError(f"{where!r} does not run on slices", raised) from error
         found.append(blocks.slices)
         state = state_of(local, written)
         discard(local)
@@ -281,7 +297,7 @@ def _on_ranks(
 
     try:
         runs = run_in_threads(size, on_rank, draw_alike=True)
-    except ShortSequenceError:
+    except (ShortSequenceError, NotSlicedError):
         raise
     except Exception as error:
         raise NotSlicedError(f"on slices it raises {type(error).__name__}: {error}") from error

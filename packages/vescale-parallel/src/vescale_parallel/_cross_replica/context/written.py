@@ -149,5 +149,5 @@ def write(module: nn.Module, name: str, value: Tensor) -> None:
     if buffer is None or value.requires_grad or buffer.shape != value.shape:
         setattr(module, name, value)
     else:
-        with torch.no_grad():
-            buffer.copy_(value)
+        # Not counted as a write: what backward kept of the buffer is what one device has there.
+        buffer.data.copy_(value)
