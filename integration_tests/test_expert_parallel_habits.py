@@ -293,13 +293,10 @@ def test_experts_that_ranks_cannot_share_are_refused(
 class Balanced(nn.Module):
     """Keeps a balancing loss in an attribute, which is one of all rows of the batch."""
 
-    def __init__(self, *, listed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.router, self.listed = nn.Linear(8, 4), listed
-        self.experts: Any = (
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)) if listed else Stack(4)
-        )
+        self.router, self.experts = nn.Linear(8, 4), Stack(4)
         self.loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -308,19 +305,13 @@ class Balanced(nn.Module):
         gates, chosen = scores.topk(2)
         load = nn.functional.one_hot(chosen, 4).to(x.dtype).mean((0, 1))
         self.loss = 4 * (load * scores.mean(0)).sum()
-        if not self.listed:
-            return self.experts(flat, chosen, gates).view_as(x)
-        out = torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            row, slot = torch.where(chosen == index)
-            out[row] += expert(flat[row]) * gates[row, slot, None]
-        return out.view_as(x)
+        return self.experts(flat, chosen, gates).view_as(x)
 
 
 class SumOfBalanced(nn.Module):
-    def __init__(self, *, listed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Balanced(listed=listed) for _ in range(2))
+        self.blocks = nn.ModuleList(Balanced() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -350,14 +341,3 @@ def test_stacked_experts_get_each_row_once_where_a_block_keeps_a_loss_of_all_row
         for value, one in zip(made, expected, strict=True):
             # Sums of float64 over tokens of four ranks, in another order.
             torch.testing.assert_close(value, one, rtol=1e-11, atol=1e-13)
-
-
-def balanced_list() -> None:
-    model = SumOfBalanced(listed=True)
-    vescale.parallelize(make_plan({DP: 2, EP: 2}), model)(torch.randn(2, 5, 8))
-
-
-@pytest.mark.slow
-def test_listed_experts_whose_owner_keeps_a_loss_of_all_rows_are_refused(world2: World) -> None:
-    message = r"rows of the batch depend on each other around the experts of 'blocks.0'"
-    check(world2, ValueError, message, balanced_list)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from vescale_dtensor import DTensor, distribute_tensor, emulate
+from vescale_dtensor import distribute_tensor, emulate
 
 
 class _Stops(torch.autograd.Function):
@@ -55,11 +54,3 @@ def test_a_hook_that_is_removed_is_not_called() -> None:
     parameter.register_post_accumulate_grad_hook(heard.append).remove()
     parameter.sum().backward()
     assert heard == []
-
-
-@pytest.mark.parametrize("read", [lambda x: x.detach().numpy(), np.asarray])
-def test_a_numpy_array_of_a_part_is_refused(read: Any) -> None:
-    tensor = _parameter().detach()
-    assert isinstance(tensor, DTensor)
-    with pytest.raises(TypeError, match=r"Take tensor.full_tensor\(\).detach\(\).numpy\(\)"):
-        read(tensor)

@@ -24,7 +24,9 @@ from ._cross_replica.regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
+from ._expert_parallel.dispatch_listed import ListDispatch
 from ._expert_parallel.find import planned_experts
+from ._expert_parallel.found import FoundExperts
 from ._expert_parallel.load import count_once
 from ._loss.kernels import leave_in_blocks
 from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
@@ -216,12 +218,11 @@ def _change(
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
-    dispatch(model, experts, mesh)
+    lists = dispatch(model, experts, mesh)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
-    by_row = [each.fqn for each in experts.stacked]
-    rows = _batch_rows(plan, mesh, row_guard, lift, sliced, by_row)
+    rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
@@ -362,7 +363,8 @@ def _batch_rows(
     guard: RowGuard | None,
     lift: LiftPlain | None,
     sliced: SlicedBlocks | None,
-    by_row: Sequence[str],
+    experts: FoundExperts,
+    lists: Sequence[ListDispatch],
 ) -> BatchRows:
     axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
@@ -371,7 +373,10 @@ def _batch_rows(
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
         with_tp = None if tp_mesh is None and context == 1 else batch_mesh(plan)
         of_rows = mesh[axes] if with_tp is None or context == 1 else with_tp["dp_shard"]
-        regions = RowRegions(of_rows, tp_mesh, with_tp, lift, by_row)
+        sent = [each.fqn for each in experts.stacked], experts.in_lists
+        regions = RowRegions(of_rows, tp_mesh, with_tp, lift, *sent)
+        for each in lists:
+            each.rows_of_all = regions
     num_parts = plan.data_parallel.size * plan.num_microbatches
     stacks = () if sliced is None else sliced.stacks
     return BatchRows(guard, regions, data_groups(mesh), num_parts, sliced=stacks)

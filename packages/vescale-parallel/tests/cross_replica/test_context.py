@@ -210,7 +210,7 @@ def test_blocks_that_mix_positions_by_attention_alone_are_proven(
         (Placed, "'blocks.0.beside' returns something else"),
         (Recurrent, "'blocks.0.beside.*' returns something else|GRU"),
         (BatchNorm, "'blocks.0.beside' returns something else"),
-        (Mixer, "on slices it raises RuntimeError"),
+        (Mixer, "does not run on slices"),
     ],
 )
 def test_what_mixes_positions_otherwise_is_refused_by_name(
@@ -267,7 +267,10 @@ class DropsTwice(Block):
     ("make", "why"),
     [
         (lambda: ByHand(nn.Identity()), "found no list of two or more blocks"),
-        (lambda: OwnMask(nn.Identity()), "on slices it raises RuntimeError"),
+        (
+            lambda: OwnMask(nn.Identity()),
+            "'blocks.0' does not run on slices. Blocks may .*out of the plan. It raised Run",
+        ),
         (lambda: OneHead(nn.Identity()), "there are 1; use a size of at most 1"),
         (lambda: DropsTurned(nn.Identity()), "is not one device's on slices"),
         (

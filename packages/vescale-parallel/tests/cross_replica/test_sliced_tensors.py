@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_parallel._cross_replica.context.sliced_rules import computed
-from vescale_parallel._cross_replica.context.sliced_tensor import (
+from vescale_parallel._cross_replica.context.sliced.rules import computed
+from vescale_parallel._cross_replica.context.sliced.tensor import (
     Along,
     Call,
     SlicedTensor,

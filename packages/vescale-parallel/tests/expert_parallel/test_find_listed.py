@@ -124,6 +124,47 @@ class Handing(Layer):
         return super().forward(x)
 
 
+LOADS = list[float]()
+STATISTICS = {"tokens": 0}
+
+
+class Logging(Layer):
+    """Appends numbers to a list of the module that it is written in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOADS.append(self.router(x).logsumexp(-1).mean().item())
+        return super().forward(x)
+
+
+def count(x: Tensor) -> None:
+    STATISTICS["tokens"] += len(x)
+
+
+class CountingOutside(Layer):
+    """Has a function count what it is called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count(x)
+        return super().forward(x)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Metered(Layer):
+    """Counts in an object that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.calls += 1
+        return super().forward(x)
+
+
 class Latest(Layer):
     """Keeps what its latest call made, which is the same however often it runs."""
 
@@ -196,12 +237,15 @@ def test_finding_draws_and_changes_nothing() -> None:
         (Chain, "not those of its experts"),
         (OfNormalized, "not those of its experts"),
         (Parts, "its forward does not call its experts"),
-        (Noisy, "its forward draws random numbers"),
+        (Noisy, "its forward draws random numbers; set its dropout to 0"),
         (Counting, "its forward writes to its buffers"),
         (Keeping, "or keeps something from call to call"),
         (Totalling, "or keeps something from call to call"),
         (Numbering, "or keeps something from call to call"),
         (Handing, "hands tensors to a list or an object outside of it"),
+        (Logging, "adds to a list or to numbers outside of it"),
+        (CountingOutside, "adds to a list or to numbers outside of it"),
+        (Metered, "adds to a list or to numbers outside of it"),
         (Scaled, "are not called with one tensor"),
         (tied, "an expert and something else share a parameter"),
     ],
@@ -231,6 +275,14 @@ def test_what_is_said_of_layers_is_nothing_of_how_they_were_tried() -> None:
     why = "The list 'layers' is not one of experts: Layers, which has it, does not take rows of "
     with pytest.raises(ValueError, match=f"{why}features alone\\.$"):
         find_experts(Layers(), 2)
+
+
+def test_layers_of_one_kind_are_refused_in_one_sentence() -> None:
+    model = Model(Noisy())
+    model.layers.extend(Noisy() for _ in range(3))
+    with pytest.raises(ValueError, match=r"The list 'layers\.\*\.experts' is not one") as error:
+        find_experts(model, 2)
+    assert str(error.value).count("draws random numbers") == 1
 
 
 def test_a_list_without_a_router_is_none() -> None:

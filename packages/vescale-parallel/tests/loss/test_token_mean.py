@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.context.sliced_tensor import SumOverSlices
+from vescale_parallel._cross_replica.context.sliced.tensor import SumOverSlices
 from vescale_parallel._loss.token_mean import _RETURNED, TokenCounts, TokenMeans
 from vescale_parallel._tensor_parallel.vocab_parallel import Returned
 

@@ -19,20 +19,20 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 
-from vescale_dtensor import DTensor, is_sharded
-from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, is_on
+from vescale_dtensor import DTensor
+from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, pytree
 
-from .borders import NOWHERE, MeanOfParts, ModuleRows, RowCoupling, Rows
-from .part_gradients import ScaledGradient, is_of_a_part
+from .borders import NOWHERE, ModuleRows, RowCoupling, Rows
+from .part_gradients import is_of_a_part
+from .row_converter import RowConverter
 
 
 class RowRegions:
@@ -40,7 +40,8 @@ class RowRegions:
 
     ``with_tp`` are the axes of data- and tensor-parallel ranks together. ``by_row`` are modules of
     which it is known that they take and return rows, in all of their tensors and without a look at
-    other rows: experts that ranks share, which send each its own.
+    other rows: experts that ranks share, which send each its own. ``listed`` are such experts in
+    lists, which get no rows themselves: what calls them sends :meth:`part_of` those of all ranks.
 
     Attributes:
         coupling: Of the call that runs.
@@ -53,9 +54,11 @@ class RowRegions:
         with_tp: DeviceMesh | None,
         lift: LiftPlain | None,
         by_row: Collection[str] = (),
+        listed: Collection[str] = (),
     ) -> None:
         self._by_row = frozenset(by_row)
-        self._converter = _RowConverter(mesh, tp_mesh, with_tp)
+        self._in_lists = tuple(f"{expert}." for expert in listed)
+        self._converter = RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
         self._mode = _WithRows(self._converter)
         self._wrapped: set[str] = set()
@@ -82,7 +85,7 @@ class RowRegions:
     def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
         """Wrap modules now, in case rows depend on each other in them; others wrap them later."""
         for fqn in fqns:
-            if fqn not in self._wrapped:
+            if fqn not in self._wrapped and not self._is_in_list(fqn):
                 self._wrapped.add(fqn)
                 module = model.get_submodule(fqn)
                 module.forward = self._over_all_rows(module, module.forward, fqn)
@@ -92,13 +95,45 @@ class RowRegions:
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
         for fqn in {*names, *self._by_row}:
-            if fqn in self._hooked:
+            if fqn in self._hooked or self._is_in_list(fqn):
                 continue
             self._hooked.add(fqn)
             module = model.get_submodule(fqn)
             leave = functools.partial(self._leave, fqn)
             module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
+
+    def _is_in_list(self, fqn: str) -> bool:
+        """Whether a module is one of experts in a list, of which no row looks at another one.
+
+        The check that looks for rows that do gives experts other numbers of them, and may err.
+        """
+        return f"{fqn}.".startswith(self._in_lists) if self._in_lists else False
+
+    def is_whole(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is of the batch of all ranks."""
+        return self._converter.is_any_whole(tree)
+
+    @contextmanager
+    def on_parts(self) -> Iterator[None]:
+        """Run code that a region calls on plain tensors of this rank."""
+        was_inside, self._is_inside = self._is_inside, False
+        if was_inside:
+            self._mode.pause()
+        try:
+            yield
+        finally:
+            self._is_inside = was_inside
+            if was_inside:
+                self._mode.resume()
+
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of rows that a region has picked, of any number."""
+        return self._converter.to_parts(self._converter.replicated(rows), [Rows(0)])
+
+    def whole_of(self, made: Tensor, rows: Tensor) -> Tensor:
+        """Return what ranks made of their parts of rows, of all of them."""
+        return self._converter.whole_like(made, rows)
 
     def _over_all_rows(
         self, module: nn.Module, forward: Callable[..., Any], fqn: str
@@ -175,7 +210,7 @@ class RowRegions:
 class _WithRows(TorchFunctionMode):
     """Has plain tensors that meet distributed ones be the same on all ranks, gradients too."""
 
-    def __init__(self, converter: _RowConverter) -> None:
+    def __init__(self, converter: RowConverter) -> None:
         super().__init__()
         self._converter = converter
         self.is_paused = False
@@ -251,132 +286,6 @@ def _loses_gradient(tensors: Sequence[Tensor]) -> bool:
     if isinstance(first, DTensor) or first.requires_grad or not torch.is_grad_enabled():
         return False
     return any(tensor.requires_grad for tensor in others)
-
-
-class _RowConverter:
-    """Turns tensors into distributed ones and back.
-
-    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
-
-    Attributes:
-        num_rows: Of this rank's part of the batch.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, with_tp: DeviceMesh | None
-    ) -> None:
-        self._num_ranks, self._num_axes = mesh.size(), mesh.ndim
-        self._mesh, self._tp_mesh = with_tp or mesh, tp_mesh
-        self.num_rows = 0
-
-    def is_inside(self, tensor: Tensor) -> bool:
-        """Whether a tensor is distributed over the ranks that share the batch."""
-        return is_on(tensor, self._mesh)
-
-    def is_any_whole(self, tree: Any) -> bool:
-        """Whether any tensor of a tree is."""
-        return any(map(self._is_whole, pytree.tree_leaves(tree)))
-
-    def divides(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> bool:
-        """Whether every rank has equally many rows of tensors of the whole batch."""
-        return all(
-            leaf.shape[where.dim] % self._num_ranks == 0
-            for leaf, where in zip(pytree.tree_leaves(tree), rows, strict=False)
-            if isinstance(where, Rows) and self._is_whole(leaf)
-        )
-
-    def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
-        """Return this rank's parts as tensors of the whole batch."""
-        leaves, spec = pytree.tree_flatten(tree)
-        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
-        made = [
-            self._whole(x, where) if isinstance(x, Tensor) else x
-            for x, where in zip(leaves, found, strict=True)
-        ]
-        return pytree.tree_unflatten(made, spec)
-
-    def to_parts(
-        self, tree: Any, rows: Sequence[Rows | MeanOfParts | None], *, is_model: bool = False
-    ) -> Any:
-        """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
-
-        Of what the model returns (``is_model``) the gradient of what all ranks hold is the same on
-        all.
-        """
-        leaves, spec = pytree.tree_flatten(tree)
-        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
-        made = [
-            self._part(x, where, is_model=is_model) if self._is_whole(x) else x
-            for x, where in zip(leaves, found, strict=True)
-        ]
-        return pytree.tree_unflatten(made, spec)
-
-    def replicated(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that all ranks hold as a distributed one."""
-        return self._whole(tensor, None)
-
-    def _is_whole(self, x: object) -> TypeGuard[DTensor]:
-        return is_on(x, self._mesh)
-
-    def _whole(self, tensor: Tensor, rows: Rows | MeanOfParts | None) -> Tensor:
-        if self._is_whole(tensor):
-            return tensor
-        if isinstance(rows, MeanOfParts):
-            return self._mean(tensor)
-        over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
-        shape, local = list(tensor.shape), tensor
-        if is_on(tensor, self._tp_mesh):
-            over_tp, local = tensor.placements, tensor.to_local()
-        placement: Placement = Replicate()
-        if rows is not None:
-            placement = rows.placement(shape[rows.dim], self.num_rows)
-            shape[rows.dim] *= self._num_ranks
-        # Kept as it is if it has no gradient: code may write to it, a buffer for example.
-        if torch.is_grad_enabled() and local.requires_grad:
-            local = ScaledGradient.apply(local, self._num_ranks).contiguous()
-        return DTensor.from_local(
-            local if rows is None else local.contiguous(),
-            self._mesh,
-            (placement,) * self._num_axes + over_tp,
-            shape=shape,
-            grad_placements=(Partial() if rows is None else placement,) * self._num_axes + over_tp,
-        )
-
-    def _mean(self, number: Tensor) -> DTensor:
-        """Return the mean over the ranks that share the batch."""
-        over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
-        # Of the mean each rank's number is a part, but it has one device's gradient here.
-        local = ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
-        placements = (Partial(),) * self._num_axes + over_tp
-        return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
-
-    def _part(self, tensor: DTensor, rows: Rows | MeanOfParts | None, *, is_model: bool) -> Tensor:
-        if isinstance(rows, MeanOfParts):
-            rows = None
-        over_tp = tensor.placements[self._num_axes :]
-        is_cut_over_tp = any(map(is_sharded, over_tp))
-        if not is_cut_over_tp:
-            over_tp = (Replicate(),) * len(over_tp)
-        placement: Placement = Replicate()
-        if rows is not None:
-            length = tensor.shape[rows.dim] // self._num_ranks
-            placement = rows.placement(length, self.num_rows)
-        grads: Placement = placement
-        if rows is None and not is_model:
-            grads = Partial()
-        over_data = (placement,) * self._num_axes
-        local = tensor.redistribute(placements=over_data + over_tp).to_local(
-            grad_placements=(grads,) * self._num_axes + over_tp
-        )
-        if local.requires_grad and not (rows is None and is_model):
-            local = ScaledGradient.apply(local, 1 / self._num_ranks)
-        if not is_cut_over_tp:
-            return local
-        assert self._tp_mesh is not None
-        shape = list(tensor.shape)
-        if rows is not None:
-            shape[rows.dim] //= self._num_ranks
-        return DTensor.from_local(local, self._tp_mesh, over_tp, shape=shape)
 
 
 def _settle_buffers(module: nn.Module) -> None:

@@ -30,19 +30,26 @@ from .found import FoundExperts
 from .load import Counted, Load
 
 
-def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> None:
-    """Have modules that hold this rank's experts be called with tokens of all ranks, in place."""
+def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[ListDispatch]:
+    """Have modules that hold this rank's experts be called with tokens of all ranks, in place.
+
+    Returns what calls experts in lists.
+    """
     if not (found.stacked or found.listed):
-        return
+        return []
     group = second_group(mesh, "ep")
     counted = {each.fqn: Counted(each.num_experts) for each in (*found.stacked, *found.listed)}
-    for listed in found.listed:
-        module = model.get_submodule(listed.fqn)
-        ListDispatch(module, listed, group, counted[listed.fqn]).install()
+    lists = [
+        ListDispatch(model.get_submodule(each.fqn), each, group, counted[each.fqn])
+        for each in found.listed
+    ]
+    for each in lists:
+        each.install()
     for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
         _Dispatch(module, module.forward, experts, group, counted[experts.fqn]).install()
     object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
+    return lists
 
 
 class _Dispatch:

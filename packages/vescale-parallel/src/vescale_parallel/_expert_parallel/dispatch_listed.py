@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,32 @@ from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks
 from .load import Counted
 
 
+class SharesRows(Protocol):
+    """Has each rank send its part of rows that code has of the batch of all ranks."""
+
+    def is_whole(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is of all ranks."""
+        ...
+
+    def on_parts(self) -> AbstractContextManager[None]:
+        """Make what runs code on this rank's plain tensors."""
+        ...
+
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of rows."""
+        ...
+
+    def whole_of(self, made: Tensor, rows: Tensor) -> Tensor:
+        """Return what all ranks made of their parts of rows."""
+        ...
+
+
 class ListDispatch:
-    """The calls of one module with a list of experts; ranks make them in one order."""
+    """The calls of one module with a list of experts; ranks make them in one order.
+
+    Attributes:
+        rows_of_all: Shares out rows of the batch of all ranks; None if there are none.
+    """
 
     def __init__(
         self,
@@ -38,18 +63,24 @@ class ListDispatch:
         self._own = modules[start : start + self._num_on[rank]]
         self._run_own = [expert.forward for expert in self._own]
         self._played: PlayedBack | None = None
+        self.rows_of_all: SharesRows | None = None
 
     def install(self) -> None:
         """Take the place of the forward of the module, and of its experts."""
 
         @functools.wraps(self._forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            refuse_whole_batch(self._experts.fqn, (args, kwargs))
+            of_all = self.rows_of_all
+            if of_all is None or not of_all.is_whole((args, kwargs)):
+                refuse_whole_batch(self._experts.fqn, (args, kwargs))
+                of_all = None
+            noted = first_pass(self._module, self._forward, self._experts, *args, **kwargs)
             with profiler_range("experts"):
-                noted = first_pass(self._module, self._forward, self._experts, *args, **kwargs)
-                sent, shapes = self._flat(noted.calls, (args, kwargs))
-                returned = self._exchange(sent, shapes)
-                self._played = PlayedBack(self._experts.fqn, self._calls(returned, shapes))
+                if of_all is None:
+                    returned, played = self._sent(noted.calls, (args, kwargs))
+                else:
+                    returned, played = self._sent_of_all(noted.calls, of_all)
+            self._played = PlayedBack(self._experts.fqn, played)
             try:
                 made = second_pass(
                     self._module, self._forward, self._experts, noted, *args, **kwargs
@@ -69,6 +100,20 @@ class ListDispatch:
                 f"{self._experts.fqn!r}; with expert_parallel it has one caller"
             )
         return self._played.take(index, rows)
+
+    def _sent(self, calls: CallsOf, given: Any) -> tuple[Tensor, CallsOf]:
+        """Return all that came back, and of each call."""
+        sent, shapes = self._flat(calls, given)
+        returned = self._exchange(sent, shapes)
+        return returned, self._calls(returned, shapes)
+
+    def _sent_of_all(self, calls: CallsOf, of_all: SharesRows) -> tuple[Tensor, CallsOf]:
+        """Likewise of the batch of all ranks, of which each sends a part of every call's rows."""
+        with of_all.on_parts():
+            parts = [[of_all.part_of(rows) for rows in of_expert] for of_expert in calls]
+            returned, made = self._sent(parts, [])
+            whole = [[*map(of_all.whole_of, *each)] for each in zip(made, calls, strict=True)]
+        return returned, whole
 
     def _flat(self, calls: CallsOf, given: Any) -> tuple[Tensor, list[list[torch.Size]]]:
         """Return all rows one after the other, and the shapes of calls."""
@@ -172,4 +217,6 @@ class _WithZeros(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
+        # Of plain tensors, though the first one may be distributed.
+        others = (torch.zeros(s, dtype=d, device=grad.device) for s, d in ctx.shapes)
+        return grad, *others

@@ -58,8 +58,12 @@ def find_experts(model: nn.Module, size: int) -> FoundExperts:
     listed, others = find_listed(model)
     stacked = _stacked(model, size)
     if not stacked and not listed:
+        alike = dict.fromkeys((generalize(fqn), said) for fqn, said in others.items())
+        names = [generalize(fqn) for fqn in others]
+        one = {generalize(fqn): fqn for fqn in others if names.count(generalize(fqn)) == 1}
         why = "".join(
-            f" The list {fqn!r} is not one of experts: {said}." for fqn, said in others.items()
+            f" The list {one.get(name, name)!r} is not one of experts: {said}."
+            for name, said in alike
         )
         raise ValueError(
             f"expert_parallel.size {size}: found no experts in {type(model).__name__}; leave "

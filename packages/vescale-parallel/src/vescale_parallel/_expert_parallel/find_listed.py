@@ -9,24 +9,21 @@ parts: results and all gradients have to be the same; see [Note: two passes].
 from __future__ import annotations
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from vescale_parallel._model.copies import tensors_in_attributes
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, random_copy
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.generators import generator_state, untouched_generators
+from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
 from .experts import takes_rows
+from .left_behind import what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
 _MOST_NUMEL = 2**26  # of a module that is run
@@ -158,61 +155,13 @@ def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExpe
         width=None if watched.width == hidden else watched.width,
         made_width=None if watched.made_width == watched.width else watched.made_width,
     )
-    why = _what_stays(module, given)
+    why = what_stays(module, given)
     if why:
         return why
     made = _with_gradients(module, given, lambda *args: _in_two_passes(proven, module, args))
     if all(map(_close, made, expected)):
         return proven
     return "its results are not those of its experts, each run on rows of its own"
-
-
-def _what_stays(module: nn.Module, given: Made) -> str:
-    """Return what a call of a module in training leaves behind; empty if that is nothing.
-
-    What a call assigns to attributes may stay, if the next one of the same inputs does so alike.
-    """
-    drawn, written, made = generator_state(), [*module.buffers()], _Results()
-    before = [buffer.clone() for buffer in written]
-    module.train()
-    with torch.no_grad():
-        module(*given)
-        state = _kept(module)
-        with made:
-            module(*given)
-        same = _same(state, _kept(module))
-        module(*given)
-    module.eval()
-    if generator_state() != drawn:
-        return "its forward draws random numbers"
-    if not same or not all(map(torch.equal, before, written)):
-        return "its forward writes to its buffers, or keeps something from call to call"
-    if made.num_alive():
-        return "its forward hands tensors to a list or an object outside of it, in each call"
-    return ""
-
-
-class _Results(TorchFunctionMode):
-    """Notes the tensors that are made while code runs, and which are still there later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made = list[weakref.ref[Tensor]]()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in given:  # as x.contiguous() may be
-                self._made.append(weakref.ref(leaf))
-        return result
-
-    def num_alive(self) -> int:
-        """Return how many there are, of those that no graph of autograd and no cycle holds."""
-        gc.collect()
-        return sum(each() is not None for each in self._made)
 
 
 def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
@@ -282,23 +231,6 @@ class _Watched:
             self.why = "its experts do not return a row for each row that they are called with"
             return
         self.width, self.made_width, self.why = rows.shape[-1], made.shape[-1], ""
-
-
-def _kept(module: nn.Module) -> list[Any]:
-    """Return what a module keeps from call to call: tensors, numbers, and lengths of lists."""
-    kept = [*module.buffers(), *(tensor for *_, tensor in tensors_in_attributes(module))]
-    values = [value for each in module.modules() for value in vars(each).values()]
-    numbers = [value for value in values if isinstance(value, int | float)]
-    lists = [len(value) for value in values if isinstance(value, list | dict)]
-    return [*(tensor.detach().clone() for tensor in kept), [*numbers, *lists]]
-
-
-def _same(before: list[Any], after: list[Any]) -> bool:
-    *tensors, numbers = before
-    *tensors_after, numbers_after = after
-    if numbers != numbers_after or len(tensors) != len(tensors_after):
-        return False
-    return all(map(torch.equal, tensors, tensors_after))
 
 
 def _in_two_passes(experts: ListedExperts, module: nn.Module, given: Made) -> Any:

@@ -18,6 +18,11 @@ class FoundExperts:
     stacked: Sequence[Experts] = ()
     listed: Sequence[ListedExperts] = ()
 
+    @property
+    def in_lists(self) -> list[str]:
+        """FQNs of the experts that are modules of a list."""
+        return [each.fqn_of(i) for each in self.listed for i in range(each.num_experts)]
+
     def parameters(self, model: nn.Module, num_ranks: int) -> dict[str, int | None]:
         """Return the FQNs of experts' parameters, and the one rank that has each, None if all do.
 

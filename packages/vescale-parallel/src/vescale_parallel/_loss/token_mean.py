@@ -144,7 +144,7 @@ class TokenMeans(TorchFunctionMode):
 # Backward nodes of what a scalar loss is put together with from other scalars.
 _SCALAR_NODES = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Alias", "View", "Squeeze", "Clone")
 # A scalar that was distributed over tensor-parallel ranks (vocab_parallel.Returned), or over
-# those that share a sequence (sliced_tensor.SumOverSlices).
+# those that share a sequence (sliced.tensor.SumOverSlices).
 _RETURNED = ("Returned", "SumOverSlices")
 
 

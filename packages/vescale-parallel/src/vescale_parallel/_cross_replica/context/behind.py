@@ -1,7 +1,7 @@
 """What runs behind the last stack of blocks, on this rank's slice: norms, heads and losses.
 
 [Note: behind the blocks] What the last block returns becomes a sliced tensor, see
-:mod:`.sliced_tensor`, by a hook behind all others. Modules behind the blocks that were seen to
+:mod:`.sliced.tensor`, by a hook behind all others. Modules behind the blocks that were seen to
 return one tensor of the positions that they were given get this rank's slice and return it, with
 their own code and hooks on plain tensors; as of blocks, that this is what one device computes is
 seen where the model is compared with it. Other modules with parameters get the whole. Code between
@@ -28,8 +28,8 @@ from vescale_parallel._loss.output import is_loss
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
 
-from .sliced_rules import computed
-from .sliced_tensor import WHOLE, Along, Call, SlicedTensor, gathered
+from .sliced.rules import computed
+from .sliced.tensor import WHOLE, Along, Call, SlicedTensor, gathered
 from .slices import ContextRanks, SequenceSlices
 
 

@@ -95,12 +95,13 @@ class ContextGuard:
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:
+                raised = f". It raised {error.raised}" if error.raised else ""
                 raise ValueError(
                     f"context_parallel.size {self._size}: {self._class} is not one device's on "
                     f"slices of its sequence, in calls with ({form[0]}): {error}. Blocks may mix "
                     "positions by F.scaled_dot_product_attention (batch, heads, positions, "
                     "features) or transformers' attention interface alone, and get positions, "
-                    f"rotary tables and masks from outside; or {_LEFT_OUT}"
+                    f"rotary tables and masks from outside; or {_LEFT_OUT}{raised}"
                 ) from error
         return self._known[form]
 

@@ -77,15 +77,15 @@ class Leaving:
             if place is None or at == activation or place not in self.whole:
                 continue
             if place not in self.dims:
-                self.dims[place] = _differing(self.whole[place], x, slices, ranks.rank, fqn)
+                self.dims[place] = part_of_whole(self.whole[place], x, slices, ranks.rank, fqn)
             found = self.dims[place]
             if found is not None:
-                leaves[at] = _gathered(x, *found, slices, ranks, fqn)
+                leaves[at] = gathered_part(x, *found, slices, ranks, fqn)
                 is_changed = True
         return is_changed
 
 
-def _differing(
+def part_of_whole(
     whole: tuple[int, ...], x: Tensor, slices: SequenceSlices, rank: int, fqn: str
 ) -> tuple[int, bool] | None:
     differing = [dim for dim, size in enumerate(x.shape) if size != whole[dim]]
@@ -101,7 +101,7 @@ def _differing(
     return dim, count > 1
 
 
-def _gathered(
+def gathered_part(
     x: Tensor, dim: int, is_folded: bool, slices: SequenceSlices, ranks: ContextRanks, fqn: str
 ) -> Tensor:
     own = slices.sizes[ranks.rank]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +37,11 @@ from vescale_parallel._verify.whole_model import whole_region
 from .behind import Behind
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
 from .draws import DrawKey, DrawsSlices, WholeDraw
+from .find_written import Held, State, Writes, begin_with, first_other, state_of
 from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
-from .watch import ForwardWatch, noted_outputs
+from .watch import ForwardWatch, module_that_raised, noted_outputs
+from .written import Law, Place
 
 _log = package_logger("vescale.parallel")
 
@@ -48,7 +50,15 @@ DrawsBy = Callable[[SlicedBlocks], DrawsSlices]
 
 
 class NotSlicedError(ValueError):
-    """A model computes something else on slices, or cannot be compared."""
+    """A model computes something else on slices, or cannot be compared.
+
+    Attributes:
+        raised: What its code raised, to be said after what to do about it.
+    """
+
+    def __init__(self, why: str, raised: str = "") -> None:
+        super().__init__(why)
+        self.raised = raised
 
 
 def proven_slicing(
@@ -99,19 +109,41 @@ def _compared(
     behind: bool,
 ) -> Slicing:
     given, begin = Given([*region.inputs], region.spec, []), states_of_generators()
-    whole = sharing_copy(base)
-    seen = noted_outputs(whole)
     run = functools.partial(run_once, with_chance=bool(slicing.draws))
+
+    def on_ranks(
+        given: Given, tried: Slicing, state: State | None = None
+    ) -> tuple[list[_Ran], SequenceSlices]:
+        set_generators(begin)
+        how = size, tried, make, draws_by, writes.once
+        return _on_ranks(given, base, *how, begin=state or {})
+
+    def laws() -> dict[Place, Law]:
+        set_generators(begin)
+        begin_with(whole, writes.multiples)
+        try:
+            run(whole, given)
+            apart, slices = on_ranks(given, replace(slicing, behind=Behind()), writes.multiples)
+        # Arbitrary user code, of numbers that it did not write: what it writes is refused below.
+        except Exception:
+            return {}
+        return writes.laws(whole, [each.state for each in apart], slices, slicing.stacks)
+
+    whole = sharing_copy(base)
+    writes = Writes(whole)
     outputs = run(whole, given).outputs
-    given = replace(given, cotangents=[torch.randn_like(x) for x in outputs])
-    seen.clear()
+    writes.note(whole)
+    if writes.once:
+        slicing = replace(slicing, written=laws())
+    discard(whole)
+    whole, given = sharing_copy(base), replace(given, cotangents=[*map(torch.randn_like, outputs)])
+    seen = noted_outputs(whole)
     set_generators(begin)
-    reference = _Ran(run(whole, given), seen, states_of_generators(), gathered_large=False)
+    reference = _Ran(run(whole, given), seen, states_of_generators(), writes.once)
     discard(whole)
 
     def is_worth_it(tried: Slicing) -> bool:
-        set_generators(begin)
-        ranks = _on_ranks(given, base, size, tried, make, draws_by)
+        ranks = on_ranks(given, tried)
         _check_runs(reference, tried, *ranks)
         return not any(each.gathered_large for each in ranks[0])
 
@@ -149,6 +181,12 @@ def _check_runs(
     notes, end = [each.notes for each in runs], reference.end.torch
     culprit = _first_difference(reference.notes, notes, slices, slicing.stacks)
     _compare(reference.results, [each.results for each in runs], culprit)
+    others = (first_other(reference.state, each.state, slicing.stacks) for each in runs)
+    if (other := next(filter(None, others), None)) is not None:
+        raise NotSlicedError(
+            f"{other[0] or 'the model'!r} keeps {other[1]!r}, which is of all positions on one "
+            "device, and is neither a sum nor a mean over them, nor one value of each"
+        )
     if slicing.draws and any(not torch.equal(each.end.torch, end) for each in runs):
         raise NotSlicedError(
             f"{min(slicing.drawing)!r}, or another module, draws fewer or more random numbers "
@@ -206,7 +244,7 @@ def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDr
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a rank returned, what its modules did, and where its generators are then.
+    """What a rank returned, what its modules did and keep, and where its generators are then.
 
     And whether code behind the blocks gathered what is larger than what left them.
     """
@@ -214,7 +252,8 @@ class _Ran:
     results: Results
     notes: Notes
     end: States
-    gathered_large: bool
+    state: State
+    gathered_large: bool = False
 
 
 def _on_ranks(
@@ -224,12 +263,16 @@ def _on_ranks(
     slicing: Slicing,
     make: Callable[[ContextThreads], SlicedBlocks],
     draws_by: DrawsBy,
+    written: Collection[Held],
+    *,
+    begin: State,
 ) -> tuple[list[_Ran], SequenceSlices]:
-    """Run a model on all ranks; return also the slices."""
+    """Run a model on all ranks, from what another run wrote; return also the slices."""
     found: list[SequenceSlices] = []
 
     def on_rank(rank: int, threads: ThreadExchange) -> _Ran:
         local = sharing_copy(base)
+        begin_with(local, begin)
         blocks = make(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
         blocks.slice_as(slicing)
@@ -238,14 +281,23 @@ def _on_ranks(
         notes = noted_outputs(local)
         if slicing.draws:
             draws_by(blocks).install(local)
-        result = run_once(local, given, with_chance=bool(slicing.draws))
+        try:
+            result = run_once(local, given, with_chance=bool(slicing.draws))
+        # Arbitrary user code: whatever it raises means that it does not run on slices.
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            if isinstance(error, ShortSequenceError) or "context_parallel" in raised:
+                raise  # it says what to do
+            where = module_that_raised(error, local)
+            raise NotSlicedError(f"{where!r} does not run on slices", raised) from error
         found.append(blocks.slices)
+        state = state_of(local, written)
         discard(local)
-        return _Ran(result, notes, states_of_generators(), blocks.behind.gathered_large)
+        return _Ran(result, notes, states_of_generators(), state, blocks.behind.gathered_large)
 
     try:
         runs = run_in_threads(size, on_rank, draw_alike=True)
-    except ShortSequenceError:
+    except (ShortSequenceError, NotSlicedError):
         raise
     except Exception as error:
         raise NotSlicedError(f"on slices it raises {type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -167,3 +168,11 @@ def noted_outputs(module: nn.Module) -> dict[str, Tensor]:
     for fqn, each in module.named_modules():
         each.register_forward_hook(note(fqn))
     return found
+
+
+def module_that_raised(error: Exception, model: nn.Module) -> str:
+    """Return the name of the innermost module of a model in whose code an error was raised."""
+    names = {id(module): fqn for fqn, module in model.named_modules()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = [names[at] for frame in frames if (at := id(frame.f_locals.get("self"))) in names]
+    return found[-1] if found and found[-1] else type(model).__name__

@@ -2,7 +2,7 @@
 
 [Note: sliced tensors] What leaves the last block is a tensor of the whole shape that holds this
 rank's slice. What the model makes of it token by token, logits and losses above all, is computed
-on the slice (:mod:`.sliced_rules`), and a sum over positions is summed over ranks. Whatever is not
+on the slice (:mod:`.rules`), and a sum over positions is summed over ranks. Whatever is not
 known to be so gathers the whole first, as if it had been gathered behind the block, so that code
 of any kind computes what it does on one device. All ranks run the same code, so all gather.
 
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import DTensor, ordered_sum
+from vescale_parallel._cross_replica.context.conversions import gather_slices
+from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 from vescale_parallel._tensor_parallel.vocab_parallel import Returned
 from vescale_parallel._torch_private import make_wrapper, pytree, unseen_functions
-
-from .conversions import gather_slices
-from .slices import ContextRanks, SequenceSlices
 
 _LOW = (torch.float16, torch.bfloat16)
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"

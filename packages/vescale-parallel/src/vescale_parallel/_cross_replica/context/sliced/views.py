@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .sliced_tensor import Along, SlicedTensor
+from .tensor import Along, SlicedTensor
 
 Made = SlicedTensor | None  # None of what is no such view
 _NUM_DIMS = 2  # that a transposition is of

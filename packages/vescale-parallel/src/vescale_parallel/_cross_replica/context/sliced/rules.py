@@ -18,8 +18,8 @@ from vescale_parallel._loss.token_mean import TokenMean
 from vescale_parallel._tensor_parallel.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
-from . import sliced_views as views
-from .sliced_tensor import WHOLE, Along, SlicedTensor, gathered, summed
+from . import views
+from .tensor import WHOLE, Along, SlicedTensor, gathered, summed
 
 Args = Sequence[Any]
 Named = Mapping[str, Any]

@@ -1,0 +1,155 @@
+"""Turn this rank's rows of tensors into distributed ones of the whole batch, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from vescale_dtensor import DTensor, is_sharded
+from vescale_parallel._tensor_parallel.vocab_parallel import is_on
+from vescale_parallel._torch_private import pytree
+
+from .borders import MeanOfParts, Rows
+from .part_gradients import ScaledGradient
+
+
+class RowConverter:
+    """Turns tensors into distributed ones and back.
+
+    ``with_tp`` are the axes of data- and tensor-parallel ranks together.
+
+    Attributes:
+        num_rows: Of this rank's part of the batch.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, tp_mesh: DeviceMesh | None, with_tp: DeviceMesh | None
+    ) -> None:
+        self._num_ranks, self._num_axes = mesh.size(), mesh.ndim
+        self._mesh, self._tp_mesh = with_tp or mesh, tp_mesh
+        self.num_rows = 0
+
+    def is_inside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is distributed over the ranks that share the batch."""
+        return is_on(tensor, self._mesh)
+
+    def is_any_whole(self, tree: Any) -> bool:
+        """Whether any tensor of a tree is."""
+        return any(map(self._is_whole, pytree.tree_leaves(tree)))
+
+    def divides(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> bool:
+        """Whether every rank has equally many rows of tensors of the whole batch."""
+        return all(
+            leaf.shape[where.dim] % self._num_ranks == 0
+            for leaf, where in zip(pytree.tree_leaves(tree), rows, strict=False)
+            if isinstance(where, Rows) and self._is_whole(leaf)
+        )
+
+    def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
+        """Return this rank's parts as tensors of the whole batch."""
+        leaves, spec = pytree.tree_flatten(tree)
+        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
+        made = [
+            self._whole(x, where) if isinstance(x, Tensor) else x
+            for x, where in zip(leaves, found, strict=True)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def whole_like(self, part: Tensor, rows: Tensor) -> Tensor:
+        """Return tensors of ranks' parts as one of as many rows as another one has."""
+        if torch.is_grad_enabled() and part.requires_grad:
+            part = ScaledGradient.apply(part, self._num_ranks)  # pyright: ignore[reportAssignmentType]: torch's own stub
+        over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
+        placements = (Rows(0).placement(0, 0),) * self._num_axes + over_tp
+        shape = (rows.shape[0], *part.shape[1:])
+        return DTensor.from_local(
+            part.contiguous(), self._mesh, placements, shape=shape, grad_placements=placements
+        )
+
+    def to_parts(
+        self, tree: Any, rows: Sequence[Rows | MeanOfParts | None], *, is_model: bool = False
+    ) -> Any:
+        """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
+
+        Of what the model returns (``is_model``) the gradient of what all ranks hold is the same on
+        all.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        found = rows if len(rows) == len(leaves) else [None] * len(leaves)
+        made = [
+            self._part(x, where, is_model=is_model) if self._is_whole(x) else x
+            for x, where in zip(leaves, found, strict=True)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def replicated(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that all ranks hold as a distributed one."""
+        return self._whole(tensor, None)
+
+    def _is_whole(self, x: object) -> TypeGuard[DTensor]:
+        return is_on(x, self._mesh)
+
+    def _whole(self, tensor: Tensor, rows: Rows | MeanOfParts | None) -> Tensor:
+        if self._is_whole(tensor):
+            return tensor
+        if isinstance(rows, MeanOfParts):
+            return self._mean(tensor)
+        over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
+        shape, local = list(tensor.shape), tensor
+        if is_on(tensor, self._tp_mesh):
+            over_tp, local = tensor.placements, tensor.to_local()
+        placement: Placement = Replicate()
+        if rows is not None:
+            placement = rows.placement(shape[rows.dim], self.num_rows)
+            shape[rows.dim] *= self._num_ranks
+        # Kept as it is if it has no gradient: code may write to it, a buffer for example.
+        if torch.is_grad_enabled() and local.requires_grad:
+            local = ScaledGradient.apply(local, self._num_ranks).contiguous()
+        return DTensor.from_local(
+            local if rows is None else local.contiguous(),
+            self._mesh,
+            (placement,) * self._num_axes + over_tp,
+            shape=shape,
+            grad_placements=(Partial() if rows is None else placement,) * self._num_axes + over_tp,
+        )
+
+    def _mean(self, number: Tensor) -> DTensor:
+        """Return the mean over the ranks that share the batch."""
+        over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
+        # Of the mean each rank's number is a part, but it has one device's gradient here.
+        local = ScaledGradient.apply(number, self._num_ranks) / self._num_ranks
+        placements = (Partial(),) * self._num_axes + over_tp
+        return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
+
+    def _part(self, tensor: DTensor, rows: Rows | MeanOfParts | None, *, is_model: bool) -> Tensor:
+        if isinstance(rows, MeanOfParts):
+            rows = None
+        over_tp = tensor.placements[self._num_axes :]
+        is_cut_over_tp = any(map(is_sharded, over_tp))
+        if not is_cut_over_tp:
+            over_tp = (Replicate(),) * len(over_tp)
+        placement: Placement = Replicate()
+        if rows is not None:
+            length = tensor.shape[rows.dim] // self._num_ranks
+            placement = rows.placement(length, self.num_rows)
+        grads: Placement = placement
+        if rows is None and not is_model:
+            grads = Partial()
+        over_data = (placement,) * self._num_axes
+        local = tensor.redistribute(placements=over_data + over_tp).to_local(
+            grad_placements=(grads,) * self._num_axes + over_tp
+        )
+        if local.requires_grad and not (rows is None and is_model):
+            local = ScaledGradient.apply(local, 1 / self._num_ranks)
+        if not is_cut_over_tp:
+            return local
+        assert self._tp_mesh is not None
+        shape = list(tensor.shape)
+        if rows is not None:
+            shape[rows.dim] //= self._num_ranks
+        return DTensor.from_local(local, self._tp_mesh, over_tp, shape=shape)
