@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._data_parallel.zero_state import ZeroState
+from vescale_parallel._loss.inputs_of_means import InputsOfMeans
 from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
@@ -124,6 +125,8 @@ class Engine:
         if not self.has_run and self.mesh.size() > 1:
             refuse_trainers()
         self.has_run = True
+        if torch.is_grad_enabled() and (by := self._parts_by()):
+            self.arguments.refuse_gradients(args, kwargs, by)
         self.inputs.check(args, kwargs)
         self.parameters.recover()
         self.known.check()
@@ -185,6 +188,11 @@ class Engine:
         if ranks.num_parts == 1:  # every rank has the whole batch, and its loss
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
+        inputs = InputsOfMeans(ranks.num_parts)
+        is_cut = ranks.num_parts == ranks.size and not self.rows.coupling.is_region("")
+        if is_cut and torch.is_grad_enabled():
+            rows = self.rows.coupling.rows_of(args, kwargs)
+            args, kwargs = inputs.watched(args, kwargs, rows)
         with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
@@ -194,7 +202,7 @@ class Engine:
             _check_counted(output, means)
         output = self.losses.checked(output, means, knows_rows=self.rows.is_checked)
         return pytree.tree_map(
-            lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
+            lambda x: AverageOverRanks.apply(x, ranks.mean, inputs) if is_loss(x) else x, output
         )
 
     def _watched(self, output: Any) -> Any:
