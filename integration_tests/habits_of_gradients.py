@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .programs import Plain, Run, rows
+from .programs import WIDTH, Plain, Run, rows
 from .training import whole
 
 
@@ -135,3 +136,90 @@ def asked_within_no_sync(run: Run) -> None:
     model, _ = run.start(Plain())
     with model.no_sync():
         model(run.part(rows(1)[0])).backward(inputs=list(model.parameters()))
+
+
+# Inputs
+
+
+def penalty_on_inputs(run: Run) -> None:
+    """Adds the mean square of the gradient of the inputs to the loss."""
+    model, optimizer = run.start(Plain())
+    for batch in rows(3):
+        part = run.part(batch)
+        part["x"].requires_grad_()
+        loss = model(part)
+        (grad,) = torch.autograd.grad(loss, part["x"], create_graph=True)
+        (loss + 100 * grad.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+class Logits(Plain):
+    """Returns a result for each row."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.logits(batch)
+
+
+def penalty_on_norms(run: Run) -> None:
+    """Has the gradient of each row's result be of length one, as critics of GANs have it."""
+    model, optimizer = run.start(Logits())
+    for batch in rows(3):
+        part = run.part(batch)
+        part["x"].requires_grad_()
+        out = model(part)
+        (grad,) = torch.autograd.grad(out.sum(), part["x"], create_graph=True)
+        penalty = (grad.norm(dim=1) - 1).square().mean()
+        (out.square().mean() + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish(model)
+
+
+class Forces(Plain):
+    """Its loss is of the gradient of what it computes, as that of energies is."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with torch.enable_grad():
+            x = batch["x"].detach().requires_grad_()
+            energy = self.logits({"x": x}).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return (force - batch["y"]).square().mean()
+
+
+def forces(run: Run) -> None:
+    run.train(Forces())
+
+
+def attacked(run: Run) -> None:
+    """Moves the inputs along their gradient, by backward and by grad of a frozen model."""
+    model, optimizer = run.start(Plain())
+    for batch in rows(2):
+        part = run.part(batch)
+        part["x"].requires_grad_()
+        model(part).backward()
+        assert part["x"].grad is not None
+        part["x"] = (part["x"] + 10 * part["x"].grad).detach().requires_grad_()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        (grad,) = torch.autograd.grad(model(part), part["x"])
+        model.requires_grad_(True)
+        part["x"] = (part["x"] + 10 * grad).detach()
+        loss = model(part)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+def encoded_outside(run: Run) -> None:
+    """Trains another module through the inputs."""
+    torch.manual_seed(2)
+    encoder = torch.nn.Linear(WIDTH, WIDTH).double()
+    model, _ = run.start(Plain())
+    part = run.part(rows(1)[0])
+    loss = model({**part, "x": encoder(part["x"])})
+    loss.backward()

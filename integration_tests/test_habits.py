@@ -44,6 +44,7 @@ RIGHT: list[Program] = [
 RIGHT_WITHOUT_PIPELINE: list[Program] = [
     loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
     models.without_elements, gradients.asked_twice, gradients.asked_beside_inputs,
+    gradients.penalty_on_inputs, gradients.penalty_on_norms, gradients.forces, gradients.attacked,
 ]  # fmt: skip
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
@@ -129,3 +130,13 @@ def test_gradients_that_a_program_asks_for_within_no_sync_are_refused(
 ) -> None:
     message = "ask for them outside of no_sync\\(\\), and after its step"
     check(world2, ValueError, message, both, gradients.asked_within_no_sync, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [PLANS["pp"], {DP: 2, "batch.gradient_accumulation": 2}])
+@pytest.mark.parametrize("program", [gradients.attacked, gradients.encoded_outside])
+def test_inputs_that_would_get_no_gradient_are_refused(
+    world2: World, program: Program, plan: Constraints
+) -> None:
+    message = r"batch\['x'\] requires a gradient, .* gives inputs no gradients"
+    check(world2, ValueError, message, both, program, plan)

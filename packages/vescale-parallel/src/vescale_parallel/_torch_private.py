@@ -75,6 +75,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "backward_pass",
     "backward_within_modes",
     "call_after_backward",
     "comes_to",
@@ -223,9 +224,14 @@ def set_timeout(group: ProcessGroup) -> None:
         _set_timeout(timeout, group)
 
 
+def backward_pass() -> int:
+    """Return a number of the backward pass that this thread is running, -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def comes_to(node: Any) -> bool:

@@ -11,6 +11,10 @@ which are the same on all ranks, so that ranks start collectives in one order.
 another is needed: backward begins with what forward ended with. Or, if the plan says so, until its
 backward pass. What stays is what one call has gathered: the next call lets go of it.
 
+[Note: passes with a graph] What a backward pass with ``create_graph=True`` computes is
+differentiated in another one, before that comes to any block. So from such a pass on nothing is
+freed, until a pass without a graph has ended.
+
 Where they are not the same, ranks that come to the same groups by and by still exchange the same
 ones, so nothing is mixed up; where they do not, the order in which gathers are started tells; see
 [Note: mixed-up ranks].
@@ -23,6 +27,10 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
+
+import torch
+
+from vescale_parallel._torch_private import is_in_backward
 
 
 class Gatherable(Protocol):
@@ -55,6 +63,8 @@ class Prefetch:
         self._under_way: list[Gatherable] = []
         self._kept: set[Gatherable] = set()
         self._last: Gatherable | None = None
+        # See [Note: passes with a graph]: whether there was one, and whether the last one was.
+        self._holds, self._had_graph = False, False
 
     def order_of(self, kind: Hashable) -> Sequence[Gatherable]:
         """Return what the last pass of a kind needed, in order."""
@@ -70,6 +80,8 @@ class Prefetch:
         self.abandon()
         self._kind, self._at, self._needed = kind, 0, []
         self._expected = self._observed.get(kind, expected)
+        self._had_graph = False
+        self._look_for_graph()
         self._start_next()
 
     def end(self) -> None:
@@ -83,8 +95,9 @@ class Prefetch:
 
     def need(self, group: Gatherable) -> None:
         """Have a group gathered. Every rank must call this."""
+        self._look_for_graph()
         last, self._last = self._last, None
-        if last is not None and last is not group:
+        if last is not None and last is not group and not self._holds:
             last.free()
         if group in self._under_way:
             self._under_way.remove(group)
@@ -105,7 +118,8 @@ class Prefetch:
         self._kept.discard(group)
         if self._last is group:
             self._last = None
-        group.free()
+        if not self._holds:
+            group.free()
 
     def leave(self, group: Gatherable, *, keeps: bool) -> None:
         """Free a group's memory later: see [Note: groups that stay gathered].
@@ -129,7 +143,17 @@ class Prefetch:
         kept, self._kept = self._kept, set()
         last, self._last = self._last, None
         for group in (*kept, *(() if last is None else (last,))):
-            group.free()
+            if not self._holds:
+                group.free()
+
+    def holds_all(self) -> bool:
+        """End a backward pass: whether what it gathered stays; see [Note: passes with a graph]."""
+        self._holds = self._holds and self._had_graph
+        return self._holds
+
+    def _look_for_graph(self) -> None:
+        if is_in_backward() and torch.is_grad_enabled():
+            self._holds = self._had_graph = True
 
     def abandon(self) -> None:
         """Drop all that is under way, and expect nothing."""

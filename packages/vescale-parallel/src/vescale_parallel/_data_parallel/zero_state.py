@@ -164,7 +164,7 @@ class ZeroState:
         self.writes.keep(*self._gathered_first)
         self.stale_graphs.note()
         if self._frees and not torch.is_grad_enabled():
-            self._root.free()
+            self._gathers.let_go(self._root)
             if sys.exception() is None:  # else other ranks may come to no comparison
                 self._end.compare_gathers()
 
@@ -385,7 +385,7 @@ class ZeroState:
 
     def _free_all(self) -> None:
         self._gathers.let_go_of_kept()
-        for param_group in self._order if self._frees else ():
+        for param_group in self._order if self._frees and not self._gathers.holds_all() else ():
             param_group.free()
 
     def _show_unsharded(self) -> None:

@@ -23,6 +23,7 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import FakeTensor, current_function_mode
 
 from . import kernels
+from .inputs_of_means import InputsOfMeans
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
@@ -258,9 +259,13 @@ class AverageOverRanks(torch.autograd.Function):
     """Report the mean over ranks, let every rank differentiate its own part."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, loss: Tensor, mean: Callable[[Tensor], Tensor], inputs: InputsOfMeans
+    ) -> Tensor:
+        ctx.inputs = inputs
         return mean(loss.detach())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.inputs.note_mean()
+        return grad, None, None

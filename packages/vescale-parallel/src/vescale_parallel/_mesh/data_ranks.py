@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +33,21 @@ class DataRanks:
         for group in self._groups:
             value = ordered_sum(all_gather(value, group), accumulate=value.dtype)
         return value
+
+    def mean_beside(self, value: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Average a scalar over ranks, and say whether all gave the same number.
+
+        That travels with it, modulo 251, which every floating-point dtype has. Every rank must
+        call this.
+        """
+        told = torch.stack([value, value.new_full((), number % 251)])
+        for group in self._groups:
+            everyones = all_gather(told, group)
+            numbers = everyones[:, 1]
+            same = torch.where((numbers == numbers[0]).all(), numbers[0], -1)
+            total = ordered_sum(everyones, accumulate=told.dtype)[0]
+            told = torch.stack([total, same.to(told.dtype)])
+        return told[0] / self.size, told[1] >= 0
 
     def mean(self, value: Tensor) -> Tensor:
         """Average over ranks. Every rank must call this."""

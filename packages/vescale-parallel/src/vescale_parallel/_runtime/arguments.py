@@ -52,6 +52,24 @@ class Arguments:
         named: dict[str, Any] = {**batch}
         return ((), named) if binds(self._signature, (), named) else (args, kwargs)
 
+    def refuse_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any], by: str) -> None:
+        """Raise for a tensor whose gradient is wanted, of a call that is differentiated inside.
+
+        ``by`` is who does that.
+        """
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        for name, value in named.items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    raise ValueError(
+                        f"{name}{pytree.keystr(path)} requires a gradient, as for a penalty on "
+                        f"gradients, an attack, or what another module computed; but {by} "
+                        "differentiates micro-batches within the call and gives inputs no "
+                        "gradients. Detach it, have the model's forward compute what needs its "
+                        "gradient, or use pipeline_parallel.size 1 and "
+                        "batch.gradient_accumulation 1"
+                    )
+
     def explain(self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
         """Raise what is wrong with the arguments, if that may be why a call of them failed.
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._data_parallel.zero_state import ZeroState
+from vescale_parallel._loss.equal_rows import EqualRows
+from vescale_parallel._loss.inputs_of_means import InputsOfMeans
 from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
@@ -90,6 +92,9 @@ class Engine:
     is_running: bool = False
     has_run: bool = False
 
+    def __post_init__(self) -> None:
+        self.equal_rows = EqualRows(self.data_ranks, is_delayed=self.mesh.device_type != "cpu")
+
     def call(
         self,
         forward: Callable[..., Any],
@@ -125,6 +130,9 @@ class Engine:
         if not self.has_run and self.mesh.size() > 1:
             refuse_trainers()
         self.has_run = True
+        self.equal_rows.look()
+        if torch.is_grad_enabled() and (by := self._parts_by()):
+            self.arguments.refuse_gradients(args, kwargs, by)
         self.inputs.check(args, kwargs)
         self.parameters.recover()
         self.known.check()
@@ -151,7 +159,7 @@ class Engine:
                     rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
                 with self.rng.of_call(model, args, kwargs, num_rows):
-                    return self._watched(self._call_directly(forward, args, kwargs))
+                    return self._watched(self._call_directly(forward, args, kwargs, num_rows))
         finally:
             self.is_running = False
             self.parameters.end_forward()
@@ -181,12 +189,21 @@ class Engine:
             yield
 
     def _call_directly(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_rows: int,
     ) -> Any:
         ranks = self.data_ranks
         if ranks.num_parts == 1:  # every rank has the whole batch, and its loss
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
+        inputs = InputsOfMeans(ranks.num_parts)
+        is_cut = ranks.num_parts == ranks.size and not self.rows.coupling.is_region("")
+        if is_cut and torch.is_grad_enabled():
+            rows = self.rows.coupling.rows_of(args, kwargs)
+            args, kwargs = inputs.watched(args, kwargs, rows)
         with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
@@ -195,8 +212,9 @@ class Engine:
         if self.is_at_uneven():
             _check_counted(output, means)
         output = self.losses.checked(output, means, knows_rows=self.rows.is_checked)
+        mean = ranks.mean if means.means else self.equal_rows.mean_of(num_rows)
         return pytree.tree_map(
-            lambda x: AverageOverRanks.apply(x, ranks.mean) if is_loss(x) else x, output
+            lambda x: AverageOverRanks.apply(x, mean, inputs) if is_loss(x) else x, output
         )
 
     def _differentiable(self, output: Any) -> Any:

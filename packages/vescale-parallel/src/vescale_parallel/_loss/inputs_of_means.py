@@ -1,0 +1,75 @@
+"""Gradients of a call's inputs, where its loss is a mean over ranks.
+
+A rank differentiates its own part of the loss, and gradients of parameters are averaged over
+ranks. A row is on one rank alone, so the gradient of an input is divided by the number of ranks
+there, in passes that come from such a mean. What comes from results with rows alone, ``out.sum()``
+for example, is of what the program made of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_parallel._torch_private import backward_pass, pytree
+
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
+
+class InputsOfMeans:
+    """The inputs of one call of which somebody wants the gradient.
+
+    Args:
+        num_parts: The ranks over which its results are means.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts, self._pass = num_parts, -1
+
+    def note_mean(self) -> None:
+        """The backward pass in progress comes from a mean over ranks."""
+        self._pass = backward_pass()
+
+    def comes_from_mean(self) -> bool:
+        """Whether it does."""
+        return self._pass == backward_pass()
+
+    def watched(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[object] | None
+    ) -> tuple[Args, Named]:
+        """Return arguments whose gradients are one device's.
+
+        ``rows`` says of every leaf where its rows are, None if it has none; or is None if that is
+        not known. What another module computed has gradients that are averaged like a parameter's.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        has_rows = [True] * len(leaves) if rows is None else [each is not None for each in rows]
+        if not any(map(_is_wanted, leaves)):
+            return tuple(args), dict(kwargs)
+        watched = [
+            _InputOfMeans.apply(leaf, self) if has and _is_wanted(leaf) else leaf
+            for leaf, has in zip(leaves, has_rows, strict=True)
+        ]
+        return pytree.tree_unflatten(watched, spec)
+
+
+def _is_wanted(leaf: object) -> bool:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
+        return False
+    return leaf.requires_grad and leaf.is_leaf and leaf.dim() > 0
+
+
+class _InputOfMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, inputs: InputsOfMeans) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.inputs = inputs
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad / ctx.inputs.num_parts if ctx.inputs.comes_from_mean() else grad, None
