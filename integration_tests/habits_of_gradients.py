@@ -223,3 +223,10 @@ def encoded_outside(run: Run) -> None:
     part = run.part(rows(1)[0])
     loss = model({**part, "x": encoder(part["x"])})
     loss.backward()
+
+
+def mapped_by_rows(run: Run) -> None:
+    model, _ = run.start(Plain())
+    part = run.part(rows(1)[0])
+    with torch.no_grad():
+        torch.vmap(lambda x, y: model({"x": x[None], "y": y[None]}))(part["x"], part["y"])

@@ -55,6 +55,10 @@ REFUSED: dict[str, tuple[Program, str]] = {
         loops.lbfgs,
         "LBFGS couples all parameters and calls the model in a closure; make it after",
     ),
+    "mapped_by_rows": (
+        gradients.mapped_by_rows,
+        "was called within torch.vmap or torch.func.grad",
+    ),
     "asked_for_graph": (
         gradients.asked_for_graph,
         "create_graph=True\\) of the parameters of a parallelized model asks for a graph through",

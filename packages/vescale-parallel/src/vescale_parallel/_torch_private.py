@@ -93,6 +93,7 @@ __all__ = [
     "group_timeout",
     "is_dynamo_error",
     "is_in_backward",
+    "is_transformed",
     "keeps_graph",
     "loss_kernels",
     "make_wrapper",
@@ -232,6 +233,14 @@ def backward_pass() -> int:
 def is_in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return backward_pass() != -1
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func``, or ``torch.vmap``, runs what is called now.
+
+    ``torch.autograd.backward`` asks the same, to refuse it.
+    """
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def comes_to(node: Any) -> bool:

@@ -24,7 +24,7 @@ from vescale_parallel._pipeline.execution import tensors_with_graph
 from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
-from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._torch_private import is_in_backward, is_transformed, pytree
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
@@ -110,6 +110,12 @@ class Engine:
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "
                     "all of it does; checkpoint its blocks instead (recompute='full')"
+                )
+            if is_transformed():
+                raise ValueError(
+                    "a parallelized model was called within torch.vmap or torch.func.grad, which "
+                    "no collective can be part of: call it on the whole batch, and differentiate "
+                    "by backward() or torch.autograd.grad"
                 )
             try:
                 output = self._call(forward, model, args, kwargs)
