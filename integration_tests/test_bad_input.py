@@ -384,7 +384,14 @@ def test_ranks_on_another_axis_than_one_that_raised_stop_and_name_it(
     check_failure(broken4, tmp_path, FAILURES_OF_FOUR[case])
 
 
+class KeepsLoss(HandWritten):
+    def forward(self, batch: Any) -> Any:
+        self.last_loss = super().forward(batch)
+        return {}
+
+
 CALLS: dict[str, tuple[type[nn.Module], int, str]] = {
+    "kept_loss": (KeepsLoss, 8, r"keeps a scalar as KeepsLoss\.last_loss.*Have forward return"),
     "rows": (HandWritten, 3, "at least 4 rows, one for each micro-batch .* got 3 rows"),
     "no rows": (HandWritten, 0, "at least one row, got 0 rows; leave such a batch out"),
 }

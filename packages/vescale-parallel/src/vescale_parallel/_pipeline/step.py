@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
-from vescale_parallel._loss.output import Scalar
+from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
@@ -169,7 +169,24 @@ class PipelineStep:
     ) -> bool:
         """Whether this form of call returns a loss; all stages ask the last one, once."""
         if form not in self._with_loss:
-            self._with_loss[form] = self._pipeline.returns_loss(
-                forward, args, kwargs, rows, form=form
-            )
+            before = {*map(id, _scalars_on(self._model).values())}
+            found = self._pipeline.returns_loss(forward, args, kwargs, rows, form=form)
+            for name, scalar in _scalars_on(self._model).items() if not found else ():
+                if id(scalar) not in before:
+                    raise ValueError(
+                        f"forward returns no loss, but keeps a scalar as {name}: other stages of "
+                        "a pipeline do not come to that line, and the last one does for every "
+                        "micro-batch. Have forward return what the loop differentiates"
+                    )
+            self._with_loss[form] = found
         return self._with_loss[form]
+
+
+def _scalars_on(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors among a model's attributes that may be losses, by their names."""
+    return {
+        f"{type(module).__name__}.{name}": held
+        for module in model.modules()
+        for name, held in vars(module).items()
+        if is_loss(held)
+    }
