@@ -298,3 +298,14 @@ def in_chunks() -> None:
 @pytest.mark.slow
 def test_chunks_refuse_parts_of_several_lengths(world2: World) -> None:
     check_refusal(world2, ValueError, "packs parts of several lengths", in_chunks)
+
+
+@pytest.mark.slow
+def test_chunks_leave_attention_whole_of_which_parts_are_read_whole(world2: World) -> None:
+    chunks: Constraints = {TP: 2, "numerics": "invariant", "numerics_chunks": 2}
+    plan = vescale.generate_plan(build("falcon"), chunks, world_size=2, example_batch=tokens())
+    names = {
+        pattern.split(".")[3] for pattern in plan.tensor_parallel.sharding_plan if ".h." in pattern
+    }
+    assert names == {"mlp"}
+    compare(world2, build, "falcon", chunks)
