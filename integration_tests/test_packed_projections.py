@@ -92,6 +92,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
     },
     "falcon": {**SIZES, "num_attention_heads": 8, "num_kv_heads": 8, "bias": True},
+    "few_key_heads": {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2},
 }  # fmt: skip
 TENSOR, BACKEND = "tensor_parallel", "compile_backend"
 # Parameters that pack parts of several lengths, of a block.
@@ -119,7 +120,8 @@ def build(family: str) -> nn.Module:
     if family in NUM_GROUPS:
         return Blocks(NUM_GROUPS[family]).double()
     attention = "eager" if family == "mamba2" else "sdpa"
-    return hugging_face(family, attention, **EXTRA[family]).double()
+    name = {"few_key_heads": "phi3"}.get(family, family)
+    return hugging_face(name, attention, **EXTRA[family]).double()
 
 
 def placed(lengths: tuple[int, ...]) -> str:
@@ -136,6 +138,15 @@ def test_each_of_their_parts_is_cut(family: str, sequence: bool) -> None:
     blocks = {n.replace(".0.", ".*.") for n, p in model.named_parameters() if p.dim() > 1}
     whole = {name for name in blocks if ".*." in name} - plan.keys()
     assert all(name.endswith("gate.weight") for name in whole)
+
+
+@pytest.mark.slow
+def test_key_heads_that_are_fewer_than_ranks_are_read_whole() -> None:
+    plan = propose_sharding(build("few_key_heads"), "auto", 4, example_batch=tokens()).plan
+    layer = "model.layers.*.self_attn.qkv_proj"
+    # Queries of either key head, and both heads' keys and values behind each other.
+    assert plan[f"{layer}.weight"] == "InterleavedShard(0, 3)"
+    assert plan[f"{layer}.<read:weight>"] == "(Shard(0), Shard(0), Replicate())"
 
 
 @pytest.mark.slow
@@ -159,6 +170,7 @@ PLANS: list[Constraints] = [
         ("mamba2", {TP: 4}),
         ("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
         ("gpt_bigcode", {TP: 4, SEQUENCE: True}),
+        ("few_key_heads", {TP: 4}),
         ("falcon", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("one_key_head", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
@@ -221,11 +233,15 @@ def test_models_with_them_generate(world2: World, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba2", "one_key_head"])
-def test_what_their_layers_return_is_verified_part_by_part(family: str) -> None:
-    plan = vescale.generate_plan(
-        build(family), {TP: 2, DP: 2}, world_size=4, example_batch=tokens()
-    )
+@pytest.mark.parametrize(
+    ("family", "constraints"),
+    [("mamba2", {TP: 2, DP: 2}), ("one_key_head", {TP: 2, DP: 2}), ("few_key_heads", {TP: 4})],
+    ids=str,
+)
+def test_what_their_layers_return_is_verified_part_by_part(
+    family: str, constraints: Constraints
+) -> None:
+    plan = vescale.generate_plan(build(family), constraints, world_size=4, example_batch=tokens())
     batch = tokens() | {"labels": tokens()["input_ids"]}
     report = vescale.verify(plan, lambda: build(family), batch, steps=1)
     assert report.passed, str(report)
