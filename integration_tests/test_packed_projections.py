@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 32)
-        sizes = Sizes()
+        sizes = Sizes(num_groups=num_groups)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(2))
         self.head = nn.Linear(32, VOCABULARY, bias=False)
 
@@ -86,6 +87,12 @@ EXTRA: dict[str, dict[str, Any]] = {
         "n_groups": 4, "chunk_size": 8,
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
     },
+    "gpt_bigcode": {
+        **SIZES, "num_attention_heads": 8, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "falcon": {**SIZES, "num_attention_heads": 8, "num_kv_heads": 8, "bias": True},
+    "few_key_heads": {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2},
 }  # fmt: skip
 TENSOR, BACKEND = "tensor_parallel", "compile_backend"
 # Parameters that pack parts of several lengths, of a block.
@@ -98,16 +105,23 @@ PACKED: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen3_next": {"model.layers.*.linear_attn.conv1d.weight": (32, 32, 64)},
     "nemotron_h": {"model.layers.*.mixer.in_proj.weight": (64, 64, 32, 32, 8)},
     "by_hand": {"blocks.*.qkv.weight": (32, 16, 16)},
+    "one_key_head": {"blocks.*.qkv.weight": (32, 8)},
+    # One key-value head for all queries: keys and values behind each other are one part.
+    "gpt_bigcode": {"transformer.h.*.attn.c_attn.weight": (32, 8)},
+    "falcon": {"transformer.h.*.self_attention.query_key_value.weight": (32, 8)},
 }
 FAMILIES = list(PACKED)
+# Of blocks written by hand.
+NUM_GROUPS = {"by_hand": 4, "one_key_head": 1}
 
 
 def build(family: str) -> nn.Module:
     torch.manual_seed(3)
-    if family == "by_hand":
-        return Blocks().double()
+    if family in NUM_GROUPS:
+        return Blocks(NUM_GROUPS[family]).double()
     attention = "eager" if family == "mamba2" else "sdpa"
-    return hugging_face(family, attention, **EXTRA[family]).double()
+    name = {"few_key_heads": "phi3"}.get(family, family)
+    return hugging_face(name, attention, **EXTRA[family]).double()
 
 
 def placed(lengths: tuple[int, ...]) -> str:
@@ -124,6 +138,15 @@ def test_each_of_their_parts_is_cut(family: str, sequence: bool) -> None:
     blocks = {n.replace(".0.", ".*.") for n, p in model.named_parameters() if p.dim() > 1}
     whole = {name for name in blocks if ".*." in name} - plan.keys()
     assert all(name.endswith("gate.weight") for name in whole)
+
+
+@pytest.mark.slow
+def test_key_heads_that_are_fewer_than_ranks_are_read_whole() -> None:
+    plan = propose_sharding(build("few_key_heads"), "auto", 4, example_batch=tokens()).plan
+    layer = "model.layers.*.self_attn.qkv_proj"
+    # Queries of either key head, and both heads' keys and values behind each other.
+    assert plan[f"{layer}.weight"] == "InterleavedShard(0, 3)"
+    assert plan[f"{layer}.<read:weight>"] == "(Shard(0), Shard(0), Replicate())"
 
 
 @pytest.mark.slow
@@ -146,6 +169,10 @@ PLANS: list[Constraints] = [
         ("phi3", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
         ("mamba2", {TP: 4}),
         ("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
+        ("gpt_bigcode", {TP: 4, SEQUENCE: True}),
+        ("few_key_heads", {TP: 4}),
+        ("falcon", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
+        ("one_key_head", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         *(
             pytest.param(family, plan, marks=pytest.mark.nightly)
@@ -180,7 +207,7 @@ def loaded(family: str, path: str, constraints: Constraints) -> dict[str, Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["phi3", "mamba2"])
+@pytest.mark.parametrize("family", ["phi3", "mamba2", "falcon"])
 def test_their_checkpoints_are_resharded(
     world2: World, world4: World, family: str, tmp_path: Path
 ) -> None:
@@ -190,8 +217,8 @@ def test_their_checkpoints_are_resharded(
         assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-def generated(constraints: Constraints | None) -> Tensor:
-    model: Any = build("phi3").eval()
+def generated(family: str, constraints: Constraints | None) -> Tensor:
+    model: Any = build(family).eval()
     if constraints is not None:
         plan = vescale.generate_plan(model, constraints, world_size=2, example_batch=tokens())
         model = vescale.parallelize(plan, model)
@@ -199,27 +226,34 @@ def generated(constraints: Constraints | None) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_model_that_reads_its_configuration_generates(world2: World) -> None:
-    expected = generated(None)
-    assert all(torch.equal(each, expected) for each in world2.run(generated, {TP: 2}))
+@pytest.mark.parametrize("family", ["phi3", "gpt_bigcode"])
+def test_models_with_them_generate(world2: World, family: str) -> None:
+    expected = generated(family, None)
+    assert all(torch.equal(each, expected) for each in world2.run(generated, family, {TP: 2}))
 
 
 @pytest.mark.slow
-def test_what_their_layers_return_is_verified_part_by_part() -> None:
-    plan = vescale.generate_plan(
-        build("mamba2"), {TP: 2, DP: 2}, world_size=4, example_batch=tokens()
-    )
+@pytest.mark.parametrize(
+    ("family", "constraints"),
+    [("mamba2", {TP: 2, DP: 2}), ("one_key_head", {TP: 2, DP: 2}), ("few_key_heads", {TP: 4})],
+    ids=str,
+)
+def test_what_their_layers_return_is_verified_part_by_part(
+    family: str, constraints: Constraints
+) -> None:
+    plan = vescale.generate_plan(build(family), constraints, world_size=4, example_batch=tokens())
     batch = tokens() | {"labels": tokens()["input_ids"]}
-    report = vescale.verify(plan, lambda: build("mamba2"), batch, steps=1)
+    report = vescale.verify(plan, lambda: build(family), batch, steps=1)
     assert report.passed, str(report)
 
 
-def parallelized(text: str) -> list[int]:
+def parallelized(text: str, **marks: str) -> list[int]:
     """Return the heads that blocks' own configurations have, and the model's, after a plan."""
     model = Blocks()
     shared = vars(model.blocks[0])["sizes"]
     texts = {
         "blocks.*.qkv.weight": text,
+        **{f"blocks.*.qkv.<read:{name}>": said for name, said in marks.items()},
         "blocks.*.out.weight": "Shard(1)",
         "blocks.*.<attr:sizes.num_heads>": "Shard(0)",
         "blocks.*.<attr:sizes.num_groups>": "Shard(0)",
@@ -252,6 +286,21 @@ def test_parts_that_are_not_those_of_the_code_are_refused(
     check_refusal(world2, ValueError, message, parallelized, text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ("(Shard(0), Replicate())", r"sharded in 2 parts.*'blocks.0.qkv.weight' is Interleaved"),
+        ("(Shard(0), Shard(0), Replicate())", "needs an example to compare it"),
+    ],
+)
+def test_parts_that_nothing_shows_to_be_read_whole_are_refused(
+    world2: World, read: str, message: str
+) -> None:
+    text = placed((32, 16, 16))
+    check_refusal(world2, ValueError, message, partial(parallelized, weight=read), text)
+
+
 def in_chunks() -> None:
     plan = vescale.generate_plan(
         build("by_hand"),
@@ -265,3 +314,14 @@ def in_chunks() -> None:
 @pytest.mark.slow
 def test_chunks_refuse_parts_of_several_lengths(world2: World) -> None:
     check_refusal(world2, ValueError, "packs parts of several lengths", in_chunks)
+
+
+@pytest.mark.slow
+def test_chunks_leave_attention_whole_of_which_parts_are_read_whole(world2: World) -> None:
+    chunks: Constraints = {TP: 2, "numerics": "invariant", "numerics_chunks": 2}
+    plan = vescale.generate_plan(build("falcon"), chunks, world_size=2, example_batch=tokens())
+    names = {
+        pattern.split(".")[3] for pattern in plan.tensor_parallel.sharding_plan if ".h." in pattern
+    }
+    assert names == {"mlp"}
+    compare(world2, build, "falcon", chunks)

@@ -7,7 +7,8 @@ that reach the entries sum to those of one device, and if, given these sums, eve
 gradients of one device for its own elements and for every parameter that is whole, but for the
 replicated ones, which sum to them. Biases that are added to partial sums are the first one's.
 Modules that are called with all of the axis are so here, too: gradients of what they return are
-put together, and of those of what they were given a rank keeps its own.
+put together, and of those of what they were given a rank keeps its own. Of parts of a parameter
+that all ranks read whole the gradients sum to those of one device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
@@ -44,6 +45,16 @@ def packed(parameter: torch.Tensor, placement: Placement) -> tuple[torch.Tensor,
     length = parameter.shape[placement.dim]
     lengths = placement.lengths(length) if isinstance(placement, InterleavedShard) else (length,)
     return parameter.split(lengths, placement.dim)
+
+
+def shared_parts(cut: Candidate, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return which elements of a parameter every rank reads."""
+    made, placement = torch.zeros_like(parameter, dtype=torch.bool), cut.parameters[name]
+    read = {f"{module}.{below}": parts for (module, below), parts in cut.reads.items()}
+    if name in read:
+        for part, each in zip(packed(made, placement), read[name], strict=True):
+            part.fill_(each == Replicate())
+    return made
 
 
 @dataclass
@@ -81,8 +92,11 @@ def worst_error(
     for name, gradient in expected.items():
         found = [gradients[name] for _, gradients in ranks]
         if name in cut.parameters:
+            shared = shared_parts(cut, name, gradient)
             masks = [mask(gradient, cut.parameters[name], rank, size) for rank in range(size)]
-            pairs = [(g * m, gradient * m) for g, m in zip(found, masks, strict=True)]
+            own = [each * ~shared for each in masks]
+            pairs = [(g * m, gradient * m) for g, m in zip(found, own, strict=True)]
+            pairs.append((sum(found) * shared, gradient * shared))
         elif name in cut.replicated or name in cut.biases:
             pairs = [(sum(found), gradient)]
         else:

@@ -8,6 +8,7 @@ computed alone, and it is right to compute it elsewhere. Nothing here knows any 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate
 
-from .masked_ranks import packed
+from .masked_ranks import packed, shared_parts
 
 
 def randomize(model: nn.Module) -> None:
@@ -39,13 +40,21 @@ def permutation(length: int) -> torch.Tensor:
 
 
 def permute(
-    parameter: torch.Tensor, placement: Placement, length: int, order: torch.Tensor
+    parameter: torch.Tensor,
+    placement: Placement,
+    length: int,
+    order: torch.Tensor,
+    shared: torch.Tensor,
 ) -> None:
-    """Reorder, in place, the axis of ``length`` elements that a placement would cut."""
+    """Reorder, in place, the axis of ``length`` elements that a placement would cut.
+
+    ``shared`` are the elements of parts that do not have it.
+    """
     assert isinstance(placement, Shard | InterleavedShard)
     dim = placement.dim
     with torch.no_grad():
-        for part in packed(parameter, placement):
+        pairs = zip(packed(parameter, placement), packed(shared, placement), strict=True)
+        for part in (part for part, each in pairs if not each.all()):
             apart = part.unflatten(dim, (length, -1))
             part.copy_(apart.index_select(dim, order).flatten(dim, dim + 1))
 
@@ -62,10 +71,11 @@ def change(
     Relative to the output's standard deviation; parameters are as before afterwards.
     """
     order, placements = permutation(cut.length), {**cut.parameters, **of_norms(model, cut)}
-    distinct = {id(p): (p, placements[n]) for n in names for p in [model.get_parameter(n)]}
+    distinct = {id(p): (p, n) for n in names for p in [model.get_parameter(n)]}
     saved = [(parameter, parameter.detach().clone()) for parameter, _ in distinct.values()]
-    for parameter, placement in distinct.values():
-        permute(parameter, placement, cut.length, order)
+    for parameter, name in distinct.values():
+        shared = shared_parts(replace(cut, parameters=placements), name, parameter)
+        permute(parameter, placements[name], cut.length, order, shared)
     after = run()
     with torch.no_grad():
         for parameter, old in saved:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate, Candidates, find_candidates
@@ -60,6 +60,22 @@ class Attention(nn.Module):
             part.unflatten(-1, (n, self.features)).transpose(1, 2)
             for part, n in zip(parts, counts, strict=True)
         )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class OneKeyHead(nn.Module):
+    """Fused projection of several queries, one key and one value, chosen by slices or lists."""
+
+    def __init__(self, *, by_list: bool = False) -> None:
+        super().__init__()
+        self.chosen: list[Any] = [[-2], [-1]] if by_list else [slice(-2, -1), slice(-1, None)]
+        self.norm, self.qkv, self.out = nn.LayerNorm(24), nn.Linear(24, 36), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 6))
+        kv = [heads[:, :, each] for each in self.chosen]
+        q, k, v = (each.transpose(1, 2) for each in (heads[:, :, :-2], *kv))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
@@ -268,8 +284,34 @@ def test_blocks_are_certified(model: type[nn.Module]) -> None:
     assert_certified(block, x(), found(block, x()))
 
 
+def test_keys_and_values_of_one_head_are_read_whole() -> None:
+    cut = only(found(OneKeyHead().double(), x(24)))
+    assert cut.length == 4
+    assert cut.parameters == {
+        "qkv.weight": InterleavedShard(0, (24, 12)),
+        "qkv.bias": InterleavedShard(0, (24, 12)),
+        "out.weight": Shard(1),
+    }
+    assert set(cut.reads) == {("qkv", "weight"), ("qkv", "bias")}
+    assert set(cut.reads.values()) == {(Shard(0), Replicate())}
+
+
+def test_parts_that_are_read_whole_are_stored_by_ranks_and_have_to_divide() -> None:
+    result = found(Attention(heads=4, key_heads=1, features=3).double(), x(12), size=4)
+    assert not any("qkv.weight" in cut.parameters for cut in result.chosen)
+    why = "is in some segments only of qkv.weight, and another has a length that is not divisible"
+    assert f"{why} by 4" in reasons(result, "qkv.weight")
+
+
+def test_elements_that_a_constant_list_chooses_are_a_slice() -> None:
+    cut = only(found(OneKeyHead(by_list=True).double(), x(24)))
+    assert cut.parameters == only(found(OneKeyHead().double(), x(24))).parameters
+
+
 @pytest.mark.parametrize(
-    ("make", "width"), [(Attention, 24), (GroupedQueries, 48)], ids=["fused", "grouped"]
+    ("make", "width"),
+    [(Attention, 24), (OneKeyHead, 24), (GroupedQueries, 48)],
+    ids=["fused", "one key head", "grouped"],
 )
 def test_attention_is_certified(make: type[nn.Module], width: int) -> None:
     block = make().double()
@@ -284,6 +326,7 @@ def test_attention_is_certified(make: type[nn.Module], width: int) -> None:
         (MixtureOfExperts, 8),
         (ChosenExperts, 8),
         (Attention, 24),
+        (OneKeyHead, 24),
         (GroupedQueries, 48),
     ],
 )
@@ -481,7 +524,7 @@ def test_a_loss_inside_the_model_leaves_its_scores_to_be_cut() -> None:
 
 
 def test_what_no_cut_has_may_be_cut_by_columns_and_gathered() -> None:
-    result = found(Attention(heads=4, key_heads=1).double(), x(24))
+    result = found(Attention(heads=3, key_heads=3).double(), x(18))
     assert [cut.parameters["qkv.weight"] for cut in result.gathered[:1]] == [Shard(0)]
     assert not any(cut.exits for cut in result.gathered)
 

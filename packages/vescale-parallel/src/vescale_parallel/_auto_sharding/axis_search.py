@@ -6,11 +6,24 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, shard_of_parts
-from vescale_parallel._trace.axes import Axes, Dim, Graph, Obstacle, RefusedError, Trace, Value
+from vescale_parallel._tensor_parallel.sharding_spec import (
+    Parts,
+    number_or_lengths,
+    shard_of_parts,
+)
+from vescale_parallel._trace.axes import (
+    Axes,
+    Dim,
+    Graph,
+    Obstacle,
+    RefusedError,
+    Trace,
+    Value,
+    is_within,
+)
 
 
 @dataclass(eq=False)
@@ -71,16 +84,28 @@ class Search:
         pattern = generalize(first.parameter or "")
         self.rejected.append((f"{pattern} dim {dim} length {self.axes.sizes[atom]}", reason))
 
-    def placements(self, atom: int, owners: list[Value]) -> dict[str, Placement]:
-        """Return the placement that shards an atom, of every parameter that has it."""
+    def placements(
+        self, atom: int, owners: list[Value]
+    ) -> tuple[dict[str, Placement], dict[tuple[str, str], tuple[Placement, ...]]]:
+        """Return the placement that shards an atom, of every parameter that has it.
+
+        And of those of which some parts do not have it, what reads these parts whole.
+        """
         found: dict[str, Placement] = {}
+        reads: dict[tuple[str, str], tuple[Placement, ...]] = {}
         for value in owners:
             dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
             if len(dims) > 1:
                 raise RefusedError(f"is in {len(dims)} dimensions of {value.parameter}")
-            parts = self.parts(atom, value.dims[dims[0]], value)
-            found |= dict.fromkeys(self.names[value.index], shard_of_parts(dims[0], parts))
-        return found
+            parts = self._parts(atom, value.dims[dims[0]], value)
+            placement = shard_of_parts(dims[0], number_or_lengths([n for n, _ in parts]))
+            found |= dict.fromkeys(self.names[value.index], placement)
+            if not all(has_it for _, has_it in parts):
+                self._check_whole_parts(value, parts)
+                reads[self._read_at(value)] = tuple(
+                    Shard(dims[0]) if has_it else Replicate() for _, has_it in parts
+                )
+        return found, reads
 
     def parts(self, atom: int, dim: Dim, value: Value) -> Parts:
         """Return the parts of a dimension of each of which an atom is the major axis.
@@ -88,24 +113,61 @@ class Search:
         Raises:
             RefusedError: If some do not have it, or one has it twice.
         """
-        lengths = self._part_lengths(atom, dim, value)
-        return len(lengths) if len(set(lengths)) == 1 else lengths
+        parts = self._parts(atom, dim, value)
+        if not all(has_it for _, has_it in parts):
+            raise RefusedError(f"is in some segments only of {value.parameter}")
+        return number_or_lengths([length for length, _ in parts])
 
-    def _part_lengths(self, atom: int, dim: Dim, value: Value) -> tuple[int, ...]:
+    def _parts(self, atom: int, dim: Dim, value: Value) -> list[tuple[int, bool]]:
+        """Return the lengths of parts that have an atom, and of what is between them."""
         axes = self.axes
         factors = axes.factors(dim)
         having = [k for k, axis in enumerate(factors) if atom in axes.atoms((axis,))]
+        if not having:
+            return [(axes.length(factors), False)]
         if len(having) > 1:
             raise RefusedError(f"is twice in one dimension of {value.parameter}")
         (at,) = having
         outer, inner = axes.length(factors[:at]), axes.length(factors[at + 1 :])
         segments = axes.segments(factors[at])
         if segments is None:
-            return (axes.sizes[factors[at]] * inner,) * outer
-        if not all(atom in axes.atoms(segment.dim) for segment in segments):
+            return [(axes.sizes[factors[at]] * inner, True)] * outer
+        found: list[tuple[int, bool]] = []
+        for segment in segments:
+            for length, has_it in self._parts(atom, segment.dim, value):
+                if found and not has_it and not found[-1][1]:  # whole parts that are neighbours
+                    found[-1] = (found[-1][0] + length * inner, False)
+                else:
+                    found.append((length * inner, has_it))
+        return found * outer
+
+    def _check_whole_parts(self, value: Value, parts: list[tuple[int, bool]]) -> None:
+        whole = [length for length, has_it in parts if not has_it]
+        if 2 * sum(whole) > sum(length for length, _ in parts):
             raise RefusedError(f"is in some segments only of {value.parameter}")
-        lengths = [n for each in segments for n in self._part_lengths(atom, each.dim, value)]
-        return tuple(length * inner for length in lengths) * outer
+        if any(length % self.size for length in whole):
+            raise RefusedError(
+                f"is in some segments only of {value.parameter}, and another has a length that is "
+                f"not divisible by {self.size}"
+            )
+
+    def _read_at(self, value: Value) -> tuple[str, str]:
+        """Return the innermost module in which a parameter is read, and its name from there."""
+        (fqn, *others) = self.names[value.index]
+        module = fqn.rpartition(".")[0]
+        readers = self.graph.readers[value.index]
+        while not (
+            module in self.trace.called and all(is_within(s.module, module) for s in readers)
+        ):
+            if not module:
+                others.append(fqn)
+                break
+            module = module.rpartition(".")[0]
+        if others or not module:
+            raise RefusedError(
+                f"is in some segments only of {value.parameter}, which several modules read"
+            )
+        return module, fqn.removeprefix(f"{module}.")
 
 
 def _is_matrix(value: Value) -> bool:

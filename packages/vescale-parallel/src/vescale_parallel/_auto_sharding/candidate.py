@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch.distributed.tensor import Placement
 
-from vescale_parallel._tensor_parallel.sharding_spec import texts_of
+from vescale_parallel._tensor_parallel.sharding_spec import placements_text, texts_of
 from vescale_parallel._trace.axes import UnknownOperator
 
 Kind = Literal["features", "vocabulary", "experts"]
@@ -29,6 +29,8 @@ class Candidate:
         exits: FQNs of modules that return partial values.
         replicated: FQNs of whole parameters whose gradients are partial values.
         biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
+        reads: (module FQN, name of a parameter below it) to a placement for each part of the
+            parameter, of which some do not have the axis: forward reads these whole.
         whole: Modules that are called with all of the axis, norms over it, and the dim that it is
             in: it is gathered around them.
         flops: Of the forward, of the operators that the axis is part of.
@@ -44,6 +46,9 @@ class Candidate:
     exits: tuple[str, ...]
     replicated: tuple[str, ...]
     biases: tuple[str, ...] = ()
+    reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
+        default_factory=dict[tuple[str, str], tuple[Placement, ...]]
+    )
     whole: Mapping[str, int] = field(default_factory=dict[str, int])
     flops: int
     communicated_bytes: int
@@ -84,6 +89,8 @@ class Group:
             ``num_shared`` parts of their output: key-value heads, fewer than ranks.
         num_shared: Number of those parts; 0 if there are no such layers.
         ratio: Query heads that share a key-value head.
+        reads: (module pattern, name of a parameter below it) to a placement for each part of the
+            parameter, as forward reads it.
         moves: Marks that belong to the parameters: the logits of a head stay cut, a bias that is
             added to partial values is read as one, an axis is gathered around norms over it.
     """
@@ -94,13 +101,17 @@ class Group:
     shared: tuple[str, ...] = ()
     num_shared: int = 0
     ratio: int = 1
+    reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
+        default_factory=dict[tuple[str, str], tuple[Placement, ...]]
+    )
     moves: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     @property
     def placed(self) -> dict[str, str]:
         """What a plan says of the parameters."""
         parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
-        return {**texts_of(self.parameters), **parts, **texts_of(self.moves)}
+        reads = {f"{p}.<read:{name}>": placements_text(r) for (p, name), r in self.reads.items()}
+        return {**texts_of(self.parameters), **parts, **reads, **texts_of(self.moves)}
 
 
 # Groups, each with its part of a plan.

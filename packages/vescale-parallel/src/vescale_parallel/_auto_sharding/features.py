@@ -21,7 +21,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
         where = f" in {obstacle.module!r}" if obstacle.module else ""
         raise RefusedError(f"{obstacle.why}{where}", needed_in=obstacle.module)
     search.check_length(search.axes.sizes[atom])
-    parameters = search.placements(atom, owners)
+    parameters, reads = search.placements(atom, owners)
     flow = follow(search.graph, atom)
     if flow.cut & search.graph.returned:
         raise RefusedError("the model returns this dimension, and what it returns is whole")
@@ -38,6 +38,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
         exits=tuple(sorted(exits)),
         replicated=search.tied(flow.replicated),
         biases=search.tied(flow.biases),
+        reads=reads,
         flops=_flops(search, atom, flow),
         communicated_bytes=_leaving(search, flow),
         sharded_numel=sum(math.prod(value.shape) for value in owners),

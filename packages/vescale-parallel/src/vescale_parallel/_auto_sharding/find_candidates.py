@@ -90,11 +90,12 @@ def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
             return replace(found, whole=whole)
 
 
-def _worth(cut: Candidate) -> tuple[bool, float, int]:
+def _worth(cut: Candidate) -> tuple[bool, bool, float, int]:
     # Not counting what is gathered around norms: without that more would stay whole.
     per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
     # Whole experts to each rank are for ranks of expert parallelism, which send tokens.
-    return cut.kind != "experts", per_byte, cut.sharded_numel
+    # Nor what forward would have to read whole of what another candidate shards.
+    return cut.kind != "experts", not cut.reads, per_byte, cut.sharded_numel
 
 
 def _conflict(one: Candidate, other: Candidate) -> bool:

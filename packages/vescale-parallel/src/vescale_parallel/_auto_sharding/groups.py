@@ -107,6 +107,7 @@ def _group_of(model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]
         parameters={pattern_of(fqn): placement for fqn, placement in cut.parameters.items()},
         entries=tuple(dict.fromkeys(map(pattern_of, cut.entries))),
         exits=tuple(dict.fromkeys(map(pattern_of, cut.exits))),
+        reads={(pattern_of(fqn), name): parts for (fqn, name), parts in cut.reads.items()},
         moves={
             **{f"{pattern_of(fqn)}.<read>": Partial() for fqn in _added_by_hand(model, cut)},
             **{f"{pattern_of(fqn)}.<whole>": Shard(dim) for fqn, dim in cut.whole.items()},

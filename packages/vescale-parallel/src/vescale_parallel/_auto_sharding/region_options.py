@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
@@ -87,8 +87,9 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
     holders = _holders(model, group, holder)
     if not holders:
         return [{}]
-    own = _Countable(_widths(model, group), size)
-    held = _Countable(_widths(model, group), size)
+    widths, reads_heads_whole = _widths(model, group), bool(group.reads)
+    own = _Countable(widths, size, reads_heads_whole=reads_heads_whole)
+    held = _Countable(widths, size, reads_heads_whole=reads_heads_whole)
     ratios: set[str] = set()
     for fqn, module in model.get_submodule(holders[0]).named_modules():
         if linear_kind(module) is not None:
@@ -142,8 +143,9 @@ _NO_WIDTHS = ("kernel", "state", "chunk")
 class _Countable:
     """Integers that may count what is sharded: heads and groups by name, widths by their value."""
 
-    def __init__(self, widths: set[int], size: int) -> None:
+    def __init__(self, widths: set[int], size: int, *, reads_heads_whole: bool) -> None:
         self._widths, self._size = widths, size
+        self._reads_heads_whole = reads_heads_whole
         self._heads: list[str] = []
         self._sizes: list[str] = []
         self._groups: list[str] = []
@@ -163,18 +165,24 @@ class _Countable:
     def options(self) -> list[list[str]]:
         heads, sizes = self._heads, self._sizes
         options = [[], heads, sizes, heads + sizes]
-        # Last, since groups of queries are those of a head, which stay as many.
-        return options + ([each + self._groups for each in options] if self._groups else [])
+        grouped = [each + self._groups for each in options] if self._groups else []
+        # Groups of queries are those of a head, which stay as many unless that head is read whole.
+        return grouped + options if self._reads_heads_whole else options + grouped
 
 
 def _widths(model: nn.Module, group: Group) -> set[int]:
     """Return the lengths that are sharded."""
     found: set[int] = set()
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    read = {f"{module}.{name}": parts for (module, name), parts in group.reads.items()}
     for pattern, placement in group.parameters.items():
         assert isinstance(placement, Shard | InterleavedShard)
         for fqn in matching(pattern, names)[:1]:
-            length = model.get_parameter(fqn).shape[placement.dim]
-            parts = parts_of(placement)
-            found |= {length, *(parts if isinstance(parts, tuple) else (length // parts,))}
+            length, parts = model.get_parameter(fqn).shape[placement.dim], parts_of(placement)
+            lengths = parts if isinstance(parts, tuple) else (length // parts,) * parts
+            if pattern in read:
+                pairs = zip(lengths, read[pattern], strict=True)
+                found |= {length for length, each in pairs if each != Replicate()}
+            else:
+                found |= {length, *lengths}
     return found

@@ -30,7 +30,7 @@ from vescale_parallel._torch_private import pytree
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .chunks import part_sizes
 from .conversions import Boundary
-from .replaced_parameters import add_on_first_rank, replaced
+from .replaced_parameters import ReadParts, add_on_first_rank, read_parts, replaced
 from .shard_module import divide
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
@@ -82,6 +82,7 @@ def install(
     _add_linears(target, keep_cut)
     _add_shared_linears(target)
     _add_biases(target)
+    _add_read_parts(target)
     _add_whole_modules(target)
     _add_exits(target)
 
@@ -156,6 +157,20 @@ def _add_biases(target: _Target) -> None:
     for owner, added in names.items():
         if owner in target.modules:
             add_on_first_rank(target.modules[owner], added, target.boundary.ranks.rank)
+
+
+def _add_read_parts(target: _Target) -> None:
+    """Have modules find parts of sharded parameters whole that every rank uses."""
+    names: dict[str, dict[str, ReadParts]] = {}
+    for (fqn, name), parts in target.spec.read_parts.items():
+        if fqn in target.modules:
+            read = ReadParts(target.placements[f"{fqn}.{name}"], parts)
+            names.setdefault(fqn, {})[name] = read
+    for fqn, read in names.items():
+        bias = target.placements.get(f"{fqn}.bias")
+        if "weight" in read and bias is not None:
+            read.setdefault("bias", ReadParts(bias, read["weight"].parts))
+        read_parts(target.modules[fqn], read, target.boundary)
 
 
 def _add_whole_modules(target: _Target) -> None:

@@ -285,6 +285,10 @@ class Boundary:
         self._tell("gather", x, dim, self.ranks.size)
         return self._convert(x, "gather", "keep", dim, self._length(x, dim, stack))
 
+    def share(self, part: Tensor, dim: int, length: int) -> Tensor:
+        """Put the parts of a weight together that every rank uses with its own heads."""
+        return self._convert(part, "gather", "scatter", dim, length)
+
     def gather_around(self, x: Tensor, dim: int, key: str) -> Tensor:
         """Put the parts together that a norm over them is called with."""
         return self.gather(x, dim, key)

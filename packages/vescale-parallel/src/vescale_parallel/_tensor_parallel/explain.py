@@ -17,7 +17,7 @@ from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.user_line import user_line
 
 from .conversions import Boundary, Crossing
-from .sharding_spec import placement_text
+from .sharding_spec import placement_text, placements_text
 from .tensor_sharding import TensorSharding
 
 Outcome = Literal["erased", "localised", "whole", "DTensor behind"]
@@ -215,6 +215,11 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
         ]
         shared = [f"part of {spec.shared[fqn]}"] if fqn in spec.shared else []
         added = [f"{name} on rank 0" for name in own if f"{fqn}.{name}" in spec.reads]
+        added += [
+            f"{name} read as {placements_text(parts)}"
+            for (module_fqn, name), parts in spec.read_parts.items()
+            if module_fqn == fqn
+        ]
         move = spec.outputs.get(fqn)
         outcome: Outcome = "whole"
         if move is not None and move.source == move.target == Shard(-1):
@@ -224,7 +229,7 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
         elif cut or shared:
             outcome = "erased"
         whole = [f"dim {spec.whole[fqn].dim} is gathered around it"] if fqn in spec.whole else []
-        if own or integers or whole:
+        if own or integers or whole or added:
             why = ", ".join([*cut, *integers, *shared, *added, *whole])
             why = why or _why_whole(fqn, own, applied.left_whole)
             key = (generalize(fqn), outcome, why)

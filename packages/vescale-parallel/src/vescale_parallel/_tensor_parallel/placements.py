@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -11,7 +13,7 @@ from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
 from .chunks import part_sizes
-from .sharding_spec import ShardingSpec, parts_of, placement_text, shard_of_parts
+from .sharding_spec import ShardingSpec, parts_of, placement_text, shard_dim, shard_of_parts
 
 
 def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:
@@ -51,6 +53,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
             continue
         if placement.dim == kind.out_dim:
             placements[f"{owner_fqn}.bias"] = shard_of_parts(0, parts_of(placement))
+    _check_read_parts(spec, model, placements)
     return placements
 
 
@@ -101,6 +104,30 @@ def _check_reads(spec: ShardingSpec, model: nn.Module) -> None:
                 "module adds to its partial sums; sharded ones are none, and of a sharded linear "
                 "layer the bias is added once as it is; leave out <read>"
             )
+
+
+def _check_read_parts(
+    spec: ShardingSpec, model: nn.Module, placements: Mapping[str, Placement]
+) -> None:
+    names = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    for (module, name), parts in spec.read_parts.items():
+        fqn = f"{module}.{name}"
+        placement = placements.get(fqn)
+        (dim,) = {shard_dim(each) for each in parts} - {None}
+        wanted = InterleavedShard(dim or 0, len(parts))
+        is_packed = isinstance(placement, InterleavedShard) and placement.dim == dim
+        if fqn not in names or not is_packed or _num_parts(placement) != len(parts):
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {module}.<read:{name}> is for a parameter below "
+                f"{module!r} that is sharded in {len(parts)} parts, as {placement_text(wanted)!r} "
+                f"or by their lengths; {fqn!r} is "
+                + ("none" if placement is None else placement_text(placement))
+            )
+
+
+def _num_parts(placement: Placement | None) -> int:
+    parts = 1 if placement is None else parts_of(placement)
+    return len(parts) if isinstance(parts, tuple) else parts
 
 
 def _check_divides(

@@ -5,9 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate
+
+from vescale_parallel._model.linear_layout import linear_kind
+
+from .conversions import Boundary
+from .sharding_spec import parts_of
 
 
 @contextlib.contextmanager
@@ -40,6 +48,70 @@ def add_on_first_rank(module: nn.Module, names: Sequence[str], rank: int) -> Non
             return own(*args, **kwargs)
 
     module.forward = forward
+
+
+@dataclass(frozen=True)
+class ReadParts:
+    """A sharded parameter of which forward reads some parts whole.
+
+    Attributes:
+        placement: Of the parameter.
+        parts: Of each of its parts, as forward reads it: sharded, or replicated.
+    """
+
+    placement: Placement
+    parts: Sequence[Placement]
+
+    def local_lengths(self, total: int, size: int) -> list[int]:
+        """Return the lengths of a rank's shards of the parts, ``total`` long together."""
+        parts = parts_of(self.placement)
+        if isinstance(parts, tuple):
+            return [length // size for length in parts]
+        return [total // parts] * parts
+
+    def read_lengths(self, total: int, size: int) -> list[int]:
+        """Return the lengths of the parts that forward reads on a rank."""
+        local = self.local_lengths(total, size)
+        pairs = zip(local, self.parts, strict=True)
+        return [length * size if each == Replicate() else length for length, each in pairs]
+
+
+def read_parts(module: nn.Module, names: Mapping[str, ReadParts], boundary: Boundary) -> None:
+    """Have forward find some parts of parameters whole, named from the module.
+
+    Every rank uses all of such a part, for its own heads: ranks' shards of it are all-gathered,
+    and in backward its gradients, which are partial, reduce-scattered.
+    """
+    kind, size = linear_kind(module), boundary.ranks.size
+    if kind is not None and "weight" in names:
+        total: int = getattr(module, kind.out_attribute)
+        setattr(module, kind.out_attribute, sum(names["weight"].read_lengths(total, size)))
+    own = module.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, read in names.items():
+                owner_fqn, _, last = name.rpartition(".")
+                owner = module.get_submodule(owner_fqn)
+                held = owner._parameters.get(last)
+                assert held is not None
+                stack.enter_context(replaced(owner, {last: _gathered(held, read, boundary)}))
+            return own(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _gathered(held: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:
+    dim: int = getattr(read.placement, "dim", 0)
+    size, total = boundary.ranks.size, held.shape[dim]
+    shards = held.split(read.local_lengths(total, size), dim)
+    whole = read.read_lengths(total, size)
+    found = [
+        boundary.share(shard, dim, length) if each == Replicate() else shard
+        for shard, length, each in zip(shards, whole, read.parts, strict=True)
+    ]
+    return torch.cat(found, dim)
 
 
 def _as_zeros(parameter: Tensor) -> Tensor:

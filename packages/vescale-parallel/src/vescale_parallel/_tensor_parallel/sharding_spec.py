@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +16,8 @@ from vescale_parallel._model.fqns import matching, merged, renamed_owner
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(?:(\d+)|\((\d+(?:, ?\d+)+)\))\)")
+_EITHER = r"(?:Shard\(\d+\)|Replicate\(\))"
+_PLACEMENTS = re.compile(rf"\(({_EITHER}(?:, {_EITHER})+)\)")
 # Of a dim that is made of parts: how many equal ones, or the length of each.
 Parts = int | tuple[int, ...]
 # What a mark of parameters can say; its opposite is said by leaving it out.
@@ -23,8 +25,8 @@ _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
-    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <part>, <whole>, <chunks>, <attr:name>\n"
-    "or <random:k>"
+    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <read:name>, <part>, <whole>, <chunks>,\n"
+    "<attr:name> or <random:k>"
 )
 
 
@@ -63,6 +65,28 @@ def placement_text(placement: Placement) -> str:
             return "Replicate()"
 
 
+def parse_placements(text: str) -> tuple[Placement, ...]:
+    """Read one placement for each part: ``"(Shard(0), Replicate())"``.
+
+    Raises:
+        ValueError: If it is not ``"Shard(d)"`` of one dim and ``"Replicate()"``, both of them.
+    """
+    match = _PLACEMENTS.fullmatch(text)
+    placements = tuple(map(parse_placement, match[1].split(", "))) if match else ()
+    dims = {shard_dim(each) for each in placements}
+    if len(dims) != 2 or None not in dims:
+        raise ValueError(
+            "expected a placement for each part, '(Shard(0), Replicate())': 'Shard(d)' of one dim "
+            f"for those that are read sharded, 'Replicate()' for those read whole, got {text!r}"
+        )
+    return placements
+
+
+def placements_text(placements: Sequence[Placement]) -> str:
+    """Return what :func:`parse_placements` reads."""
+    return f"({', '.join(map(placement_text, placements))})"
+
+
 def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
     """Return what is said of patterns as a sharding plan says it."""
     return {pattern: placement_text(placement) for pattern, placement in plan.items()}
@@ -71,6 +95,11 @@ def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
 def shard_of_parts(dim: int, parts: Parts) -> Placement:
     """Return the placement that shards each of the parts that a dim is made of."""
     return Shard(dim) if parts == 1 else InterleavedShard(dim, parts)
+
+
+def number_or_lengths(lengths: Sequence[int]) -> Parts:
+    """Return parts by their number if they are of one length."""
+    return len(lengths) if len(set(lengths)) == 1 else tuple(lengths)
 
 
 def parts_of(placement: Placement) -> Parts:
@@ -124,6 +153,8 @@ class ShardingSpec:
         grads: Parameter FQN to placement of its gradient.
         reads: Parameter FQN to placement of what forward reads of it: of partial values, its own
             on the first rank and zeros on the others.
+        read_parts: (module FQN, name of a parameter below it) to a placement for each part of the
+            parameter, as the module's forward reads it: those that are whole are all-gathered.
         whole: Module FQN, of norms over a sharded dim, to how what they are called with is
             sharded: it is gathered before them, and what they return is sharded again.
         chunked: Module FQN, of whole parameters that are applied to sharded activations, to how
@@ -143,6 +174,7 @@ class ShardingSpec:
     left: Mapping[str, Placement]
     grads: Mapping[str, Placement]
     reads: Mapping[str, Placement]
+    read_parts: Mapping[tuple[str, str], tuple[Placement, ...]]
     whole: Mapping[str, Shard]
     chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
@@ -175,6 +207,7 @@ class ShardingSpec:
             merged(self.left, module),
             merged(self.grads, parameter),
             merged(self.reads, parameter),
+            merged(self.read_parts, pair),
             merged(self.whole, module),
             merged(self.chunked, module),
             merged(self.shared, module),
@@ -196,6 +229,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     left: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
     reads: dict[str, Placement] = {}
+    read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
     whole: dict[str, Shard] = {}
     chunked: dict[str, Shard] = {}
     shared: dict[str, int] = {}
@@ -210,12 +244,13 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
             parameters |= dict.fromkeys(found, _parameter_placement(pattern, text))
             continue
         base, kind, name = mark[1], mark[2], mark[3] or ""
-        if kind in _ONLY and text != _ONLY[kind]:
+        of_parameters = kind in _ONLY and not name
+        if of_parameters and text != _ONLY[kind]:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
                 f"only placement that <{kind}> can have, got {text!r}"
             )
-        names = _matches(pattern, base, parameter_fqns if kind in _ONLY else module_fqns)
+        names = _matches(pattern, base, parameter_fqns if of_parameters else module_fqns)
         match kind:
             case "in":
                 inputs |= {(fqn, name): parse_change(text) for fqn in names}
@@ -225,10 +260,10 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 entered |= {(fqn, name): parse_placement(text) for fqn in names}
             case "leave":
                 left |= dict.fromkeys(names, parse_placement(text))
-            case "grad":
-                grads |= dict.fromkeys(names, Partial())
+            case "grad" | "read" if of_parameters:
+                (grads if kind == "grad" else reads).update(dict.fromkeys(names, Partial()))
             case "read":
-                reads |= dict.fromkeys(names, Partial())
+                read_parts |= {(fqn, name): parse_placements(text) for fqn in names}
             case "whole" | "chunks":
                 said = dict.fromkeys(names, _argument_dim(pattern, text))
                 (whole if kind == "whole" else chunked).update(said)
@@ -240,13 +275,16 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 index, drawn = _parse_draw(pattern, name, text)
                 draws |= {(fqn, index): drawn for fqn in names}
             case _:
-                raise ValueError(
-                    f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, "
-                    f"got <{kind}>"
-                )
+                raise _no_such_mark(pattern, kind)
     return ShardingSpec(
-        *(parameters, inputs, outputs, entered, left, grads, reads, whole, chunked, shared),
-        *(attributes, draws),
+        *(parameters, inputs, outputs, entered, left, grads, reads, read_parts, whole, chunked),
+        *(shared, attributes, draws),
+    )
+
+
+def _no_such_mark(pattern: str, kind: str) -> ValueError:
+    return ValueError(
+        f"tensor_parallel.sharding_plan: expected {_MARKS} in {pattern!r}, got <{kind}>"
     )
 
 

@@ -86,6 +86,11 @@ def _warn_of_unchecked(result: CheckResult) -> None:
 
 def _check_kinds(model: nn.Module, spec: ShardingSpec) -> None:
     """Refuse placements that only a run can show to be right."""
+    for fqn, name in spec.read_parts:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {fqn}.<read:{name}> needs an example to compare it "
+            "with one device on. Give parallelize a data set"
+        )
     for fqn, placement in spec.parameters.items():
         owner_fqn, _, name = fqn.rpartition(".")
         owner = model.get_submodule(owner_fqn)

@@ -12,6 +12,20 @@ from torch import Tensor
 Place = tuple[int, int]  # on the axes of ranks that share a batch: cp, tp
 Lengths = tuple[int, ...]
 
+
+@dataclass(frozen=True)
+class Packed:
+    """A dim that is made of parts, each sharded on its own or whole on every rank.
+
+    Attributes:
+        lengths: Of the parts, or how they relate.
+        is_whole: Of each part, whether ranks have all of it.
+    """
+
+    lengths: Lengths
+    is_whole: tuple[bool, ...]
+
+
 # Within a dim that is sharded block after block: more than are rows of batches one verifies with.
 _MOST_BLOCKS = 32
 
@@ -41,7 +55,7 @@ def best_match(
     whole: Tensor,
     locals_: Mapping[Place, Tensor],
     bound: float,
-    parts: Collection[Lengths] = (),
+    parts: Collection[Packed] = (),
 ) -> Match | None:
     """Compare one device's tensor with those of the ranks that share its rows.
 
@@ -52,8 +66,7 @@ def best_match(
         whole: One device's tensor.
         locals_: The ranks' tensors.
         bound: A difference that needs no better match.
-        parts: Lengths of the parts that a dim may be made of, each sharded on its own, where
-            they are not equal.
+        parts: That a dim may be made of, where they are not all sharded and of one length.
 
     Returns:
         The first match within the bound, else the closest; None if the shapes fit in no way.
@@ -72,7 +85,7 @@ Pairs = Sequence[tuple[Place, Tensor, Tensor]]  # found on ranks, expected there
 
 
 def _candidates(
-    whole: Tensor, locals_: Mapping[Place, Tensor], parts: Collection[Lengths]
+    whole: Tensor, locals_: Mapping[Place, Tensor], parts: Collection[Packed]
 ) -> Iterator[tuple[str, Pairs]]:
     shapes = {x.shape for x in locals_.values()}
     if shapes == {whole.shape}:
@@ -96,17 +109,14 @@ def _candidates(
         groups = _along(axis, locals_)
         if len(dims) == 1 and len(groups[0]) > 1:
             size = whole.shape[dims[0]]
-            ways = (
-                _joined(groups, locals_, dims[0], size),
-                _packed(groups, locals_, dims[0], parts),
-            )
-            for order, joined in itertools.chain(*ways):
+            text = f"sharded over {name} along dim {dims[0]}"
+            for order, joined in _joined(groups, locals_, dims[0], size):
                 if any(x.shape != whole.shape for x in joined):
                     continue
-                yield (
-                    f"sharded over {name} along dim {dims[0]}{order}",
-                    [(min(group), x, whole) for group, x in zip(groups, joined, strict=True)],
-                )
+                pairs = [(min(group), x, whole) for group, x in zip(groups, joined, strict=True)]
+                yield f"{text}{order}", pairs
+            for order, pairs in _packed(groups, locals_, whole, dims[0], parts):
+                yield f"{text}{order}", pairs
     if dims == [0] and whole.dim() == 2:
         yield from _in_any_order(whole, locals_)
     if len(dims) == 2:
@@ -183,20 +193,34 @@ def _joined(
 def _packed(
     groups: Sequence[Sequence[Place]],
     locals_: Mapping[Place, Tensor],
+    whole: Tensor,
     dim: int,
-    parts: Collection[Lengths],
-) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield ways of putting shards next to each other in each of parts of several lengths."""
-    num_ranks = len(groups[0])
-    for lengths in parts:
-        own = [length // num_ranks for length in lengths]
-        if any(locals_[place].shape[dim] != sum(own) for group in groups for place in group):
+    parts: Collection[Packed],
+) -> Iterator[tuple[str, Pairs]]:
+    """Yield ranks' tensors beside their shards of parts of several lengths, or all of parts."""
+    for each in parts:
+        unit, rest = divmod(whole.shape[dim], sum(each.lengths))
+        if rest:
             continue
-        joined: list[Tensor] = []
-        for group in groups:
-            of_parts = zip(*(locals_[place].split(own, dim) for place in group), strict=True)
-            joined.append(torch.cat([x for part in of_parts for x in part], dim))
-        yield f" of each of parts that are {', '.join(map(str, lengths))} long", joined
+        lengths = [length * unit for length in each.lengths]
+        wholes = whole.split(lengths, dim)
+        pairs = [
+            (place, locals_[place], _of_rank(wholes, each.is_whole, dim, rank, len(group)))
+            for group in groups
+            for rank, place in enumerate(group)
+        ]
+        if any(found.shape != expected.shape for _, found, expected in pairs):
+            continue
+        said = zip(lengths, each.is_whole, strict=True)
+        shown = ", ".join(f"{length} (whole)" if kept else f"{length}" for length, kept in said)
+        yield f" of each of parts that are {shown} long", pairs
+
+
+def _of_rank(
+    parts: Sequence[Tensor], is_whole: Sequence[bool], dim: int, rank: int, size: int
+) -> Tensor:
+    kept = zip(parts, is_whole, strict=True)
+    return torch.cat([x if whole else x.chunk(size, dim)[rank] for x, whole in kept], dim)
 
 
 def _ends(shards: Sequence[Tensor], dim: int) -> Sequence[tuple[int, int]] | None:

@@ -9,9 +9,11 @@ from torch import nn
 
 from vescale_parallel._auto_sharding.place_collectives import ShardingProposal
 from vescale_parallel._auto_sharding.policies import propose_sharding
+from vescale_parallel._model.fqns import matching
 from vescale_parallel._tensor_parallel.invariant.install import check_chunks
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
+from vescale_parallel._trace.axes import is_within
 
 from .chunked_modules import chunk_marks
 
@@ -36,6 +38,8 @@ def propose_in_chunks(
     """
     found = propose_sharding(model, policy, chunks, sequence=sequence, example_batch=example_batch)
     found = _with_even_vocabulary(model, found, chunks)
+    if not sequence:  # around what stays whole a sequence would have to be gathered
+        found = _without_parts_read_whole(model, found)
     if not found.plan:
         why = "; ".join(f"{name}: {reason}" for name, reason in found.left_whole.items())
         raise ValueError(
@@ -59,6 +63,22 @@ def _check_undivided(found: ShardingProposal) -> None:
                 f"numerics 'invariant': {names}: {why}, numerics_chunks; choose fewer, or leave "
                 "numerics out of the plan"
             )
+
+
+def _without_parts_read_whole(model: nn.Module, found: ShardingProposal) -> ShardingProposal:
+    """Leave modules whole that hold layers of which some parts are read whole."""
+    holders = {fqn.rpartition(".")[0] for fqn, _ in resolve(found.plan, model).read_parts}
+    names = [fqn for fqn, _ in model.named_modules()]
+    names += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+
+    def is_held(pattern: str) -> bool:
+        matched = matching(pattern.partition(".<")[0], names)
+        return any(is_within(fqn, holder) for fqn in matched for holder in holders)
+
+    plan = {pattern: text for pattern, text in found.plan.items() if not is_held(pattern)}
+    held = [p for p in found.plan if "<" not in p and p not in plan]
+    why = dict.fromkeys(held, "parts of its layers are read whole, which is not done in chunks")
+    return replace(found, plan=plan, left_whole={**found.left_whole, **why})
 
 
 def _with_even_vocabulary(

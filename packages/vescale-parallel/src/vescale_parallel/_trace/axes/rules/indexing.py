@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from vescale_parallel._torch_private import FakeTensor
 from vescale_parallel._trace.axes.algebra import Dim
 from vescale_parallel._trace.axes.graph import OpCall
 from vescale_parallel._trace.axes.registry import Rules
+
+from .views import replaced, slice_dim
 
 rule = Rules()
 
@@ -25,6 +28,12 @@ def embedding(call: OpCall) -> None:
       linear="first")  # fmt: skip
 def index(call: OpCall) -> None:
     source = call.args["self"]
+    run = None if call.name.startswith("index_put") else _run(call, call.args["indices"])
+    if run is not None:
+        at, start = run
+        part = slice_dim(call, call.dims(source)[at], start, call.out.shape[at])
+        call.give(call.out, replaced(call, source, at, part))
+        return
     dims, taken, made = _indexed(call, source, call.args["indices"])
     for d in taken:
         call.block(dims[d], _CHOSEN)
@@ -52,6 +61,21 @@ def index(call: OpCall) -> None:
         if len(lengths) == len(shape)
         else [call.whole(n) for n in shape],
     )
+
+
+def _run(call: OpCall, indices: list[torch.Tensor | None]) -> tuple[int, int] | None:
+    """Return the dim and start of consecutive elements that constants choose, as a slice does."""
+    given = [(at, entry) for at, entry in enumerate(indices) if entry is not None]
+    if len(given) != 1:
+        return None
+    at, entry = given[0]
+    is_constant = not call.trace.value(entry).from_batch and not isinstance(entry, FakeTensor)
+    if not is_constant or entry.dim() != 1 or entry.dtype != torch.int64 or not entry.numel():
+        return None
+    length = call.args["self"].shape[at]
+    chosen: list[int] = [index % length for index in entry.tolist()]
+    consecutive = list(range(chosen[0], chosen[0] + len(chosen)))
+    return (at, chosen[0]) if chosen == consecutive else None
 
 
 def _is_routed(call: OpCall, indices: list[torch.Tensor | None]) -> bool:
