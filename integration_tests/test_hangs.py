@@ -143,6 +143,27 @@ def test_ranks_that_wait_for_each_other_say_where(broken2: World, tmp_path: Path
     assert "in forward of 'blocks.2' (Stops)" in first, first
 
 
+def evaluates_alone(constraints: Constraints) -> str:
+    model: Any = vescale.parallelize(make_plan(constraints), HandWritten())
+
+    def step() -> None:
+        model(own_rows(constraints, 0)).backward()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(own_rows(constraints, 1))
+
+    return said(lambda: [step() for _ in range(2)])
+
+
+@pytest.mark.slow
+def test_a_loss_that_one_rank_evaluates_is_said_to_be_every_ranks(
+    broken2: World, tmp_path: Path
+) -> None:
+    reports = broken2.run(in_short_group, str(tmp_path), evaluates_alone, TWO["dp"])
+    said_of_all = "every rank has to call the model, backward and the optimizer as often"
+    assert any(said_of_all in report for report in reports), reports
+
+
 def raised_in_a_module() -> str:
     model = vescale.parallelize(make_plan(TWO["dp"]), HandWritten())
 

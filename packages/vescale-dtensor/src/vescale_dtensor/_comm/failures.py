@@ -97,6 +97,12 @@ def announced_failures() -> Iterator[None]:
         raise
 
 
+_APART = (
+    "Ranks came to different places: every rank has to call the model, backward and the optimizer "
+    "as often as the others and in the same order, also for a loss that one rank alone reports"
+)
+
+
 def announce(error: BaseException, waited: str = "") -> None:
     """Write this rank's failure where waiting ranks look, and what it waited for, if it did."""
     if not dist.is_initialized() or is_emulated() or dist.get_world_size() == 1:
@@ -212,7 +218,8 @@ def named_failures(*, completes: bool = True, of: Collective | None = None) -> I
         known, waited, before = _named, waited_for(of), _write_where(of)
         here = f"this rank ({dist.get_rank()}) was waiting for it{waited}"
         if text := _announced():
-            raise PeerError(f"{text}; {here}") from error
+            apart = "; it was waiting" in text and not text.endswith(f"; it was waiting{waited}")
+            raise PeerError(f"{text}; {here}" + (f". {_APART}" if apart else "")) from error
         if known[0] is dist.group.WORLD:
             error.add_note(f"no other rank has reported a failure since {known[2]}")
         if any(text in str(error) for text in _CLOSED):
@@ -244,6 +251,8 @@ def _say_who_waits(error: RuntimeError, of: Collective | None, before: int) -> N
             "ran out, but computes, waits for something else, or is gone"
         )
         error.add_note(f"rank {rank} {heard.get(rank, silence)}")
+    if any(where != f"waits{waited_for(of)}" for where in heard.values() if "waits" in where):
+        error.add_note(_APART)
     if path := dump_flight_recorder(None if of is None else of.peers.group):
         error.add_note(f"torch's flight recorder of this rank is in {path}")
 
