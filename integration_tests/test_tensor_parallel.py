@@ -166,3 +166,54 @@ def test_every_family_on_four_ranks(
             check(world4, family, attention, {**sizes, SEQUENCE: sequence})
         return
     check(world4, family, attention, {**sizes, SEQUENCE: sequence})
+
+
+class MaybeFused(nn.Module):
+    """Computes by a function of its own where it can, as mixers with a kernel do."""
+
+    fuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        if self.fuses:
+            return nn.functional.linear(hidden, self.down.weight, self.down.bias)
+        return self.down(hidden.to(self.down.weight.dtype))
+
+
+class OfMaybeFused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaybeFused() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def fused_later() -> float:
+    torch.manual_seed(0)
+    plain = OfMaybeFused().double()
+    torch.manual_seed(0)
+    x, asked = torch.ones(2, 8, dtype=torch.float64), {TP: 2}
+    plan = vescale.generate_plan(OfMaybeFused().double(), asked, world_size=2, example_batch=x)
+    assert plan.tensor_parallel.sharding_plan
+    torch.manual_seed(0)
+    model: Any = vescale.parallelize(plan, OfMaybeFused().double())
+    for _ in range(2):
+        assert abs((model(x) - plain(x)).item()) < 1e-12
+    for block in model.blocks:
+        block.fuses = True
+    return (model(x) - plain(x)).abs().item()
+
+
+@pytest.mark.slow
+def test_a_kernel_that_leaves_out_a_sum_over_ranks_is_refused(world2: World) -> None:
+    with pytest.raises(
+        RankError, match=r"'blocks\.0' did not call 'down', whose output is summed"
+    ):
+        world2.run(fused_later)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vescale_parallel._model.copies import tensors_in_attributes
+from vescale_parallel._model.names_of_code import names_of_code
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import generator_state
 
@@ -121,19 +122,12 @@ def _named_by(function: types.FunctionType, seen: set[int]) -> Iterator[Any]:
     seen.add(id(function.__code__))
     cells = (cell for cell in function.__closure__ or () if _is_filled(cell))
     yield from (cell.cell_contents for cell in cells)
-    for name in _names_in(function.__code__):
+    for name in names_of_code(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
             yield from _named_by(value, seen)
         elif value is not None:
             yield value
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -28,13 +28,14 @@ from vescale_parallel._model.linear_layout import (
 from vescale_parallel._torch_private import pytree
 
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
+from .bypassed_sums import refuse_bypass
 from .chunks import part_sizes
 from .conversions import Boundary
 from .replaced_parameters import ReadParts, add_on_first_rank, read_parts, replaced
 from .shard_module import divide
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
-from .vocab_embedding import shard_embedding_rows
+from .vocab_parallel import shard_embedding_rows
 
 
 class KeepCut(Protocol):
@@ -75,9 +76,8 @@ def install(
     for (fqn, attribute), parts in sorted(spec.attributes.items()):
         if fqn in modules:
             divide(modules[fqn], fqn, attribute, size if parts is None else parts)
-    # In this order: hooks before forward run in the order in which they are added, and those
-    # after it, which are prepended, in the opposite one. What a region reads enters before its
-    # layers run, and leaves after them.
+    # Hooks before forward run in the order in which they are added, those after it in the
+    # opposite one: what a region reads enters before its layers run, and leaves after them.
     _add_entrances(target)
     _add_linears(target, keep_cut)
     _add_shared_linears(target)
@@ -115,6 +115,7 @@ def _add_entrances(target: _Target) -> None:
 def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
     """Make linear layers column- or row-wise, as their weights are cut."""
     modules, spec, boundary = target.modules, target.spec, target.boundary
+    layers: dict[str, tuple[list[str], list[str]]] = {}
     for fqn, placement in target.placements.items():
         owner, _, name = fqn.rpartition(".")
         if name != "weight" or owner not in modules or isinstance(modules[owner], nn.Embedding):
@@ -122,8 +123,10 @@ def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
         kind = linear_kind(modules[owner])
         if kind is None or not isinstance(placement, Shard | InterleavedShard):
             continue
-        if owner.rpartition(".")[0] in target.attention:
+        outer, _, layer = owner.rpartition(".")
+        if outer in target.attention:
             continue  # whose forward reads the weight
+        layers.setdefault(outer, ([], []))[placement.dim != kind.out_dim].append(layer)
         if placement.dim == kind.out_dim:
             enters = not target.is_in_region(owner)
             boundary.take_columns(modules[owner], owner, kind, placement)
@@ -134,6 +137,9 @@ def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:
             split = (owner, "") in spec.inputs
             boundary.take_rows(modules[owner], owner, kind, placement)
             _row_wise(modules[owner], owner, kind, boundary, spec.left.get(owner), split=split)
+    for outer, (entered, summed) in layers.items():
+        if outer in modules:
+            refuse_bypass(modules[outer], outer, entered, summed)
 
 
 def _add_shared_linears(target: _Target) -> None:
@@ -232,9 +238,8 @@ def _keep_from_nesting(
     """Have torch encoders with sharded attention pass on plain tensors in evaluation, too."""
     for fqn, module in modules.items():
         below = f"{fqn}." if fqn else ""
-        if isinstance(module, nn.TransformerEncoder) and any(
-            a.startswith(below) for a in attention
-        ):
+        is_above = any(each.startswith(below) for each in attention)
+        if is_above and isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
 

@@ -1,4 +1,4 @@
-"""Logits that stay sharded by vocabulary: distributed from the head on, plain again once reduced.
+"""What is sharded by vocabulary: rows of an embedding, and logits until they are reduced.
 
 [Note: sharded logits] A head whose weight is cut by output features computes this rank's part of
 the logits. Gathering them would make every rank hold, and send, tokens x vocabulary elements. So
@@ -18,16 +18,22 @@ Three borders keep the two worlds apart:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor, Replicate, Shard, is_sharded
 from vescale_parallel._torch_private import pytree
+
+from .chunks import part_sizes
+from .conversions import Boundary
+from .sharding_spec import shard_dim
 
 
 def keep_sharded(
@@ -145,3 +151,36 @@ class Returned(torch.autograd.Function):
 def plain_gradient(grad: Tensor) -> Tensor | None:
     """Replace the gradient of a plain tensor that met logits outside of the model, as a hook."""
     return grad.full_tensor() if isinstance(grad, DTensor) else None
+
+
+def shard_embedding_rows(
+    module: nn.Embedding, boundary: Boundary, leaves: Placement | None, stack: str
+) -> None:
+    """Look up the rows of an embedding that are here, sum over ranks.
+
+    Around forward and not in hooks, so that hooks of users see whole tokens and embeddings,
+    whether they were added before or after.
+    """
+    ranks, own, dim = boundary.ranks, module.forward, shard_dim(leaves)
+    sizes = part_sizes(module.num_embeddings, ranks.size)
+    first, num_rows = sum(sizes[: ranks.rank]), sizes[ranks.rank]
+    if module.padding_idx is not None:
+        padding = module.padding_idx - first
+        module.padding_idx = padding if 0 <= padding < num_rows else None
+
+    @functools.wraps(own)
+    def lookup(*args: Any, **kwargs: Any) -> Tensor:
+        name = None if args else next(iter(kwargs))
+        ids: Tensor = args[0] if name is None else kwargs[name]
+        is_row = (ids >= 0) & (ids < sum(sizes))
+        # What is no row on any rank stays, for the lookup to refuse.
+        elsewhere = is_row & ((ids < first) | (ids >= first + num_rows))
+        local = (ids - first).masked_fill(elsewhere, 0)
+        if name is None:
+            output = own(local, *args[1:], **kwargs)
+        else:
+            output = own(**{**kwargs, name: local})
+        here = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return boundary.leave(here, dim, stack)
+
+    module.forward = lookup
