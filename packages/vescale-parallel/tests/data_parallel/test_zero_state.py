@@ -140,14 +140,14 @@ def test_what_a_step_sends(in_threads: InThreads, stage: int) -> None:
         nbytes = sum(event.nbytes for event in gathers)
         return Counter(event.kind for event in sent), nbytes, at
 
-    # Of a gather one rank sends its range, a multiple of 128 bytes; the loss besides.
+    # Of a gather one rank sends its range, a multiple of 128 bytes; the loss and its rows besides.
     root, block = _aligned(8 * WIDTH * WIDTH // WORLD), _aligned(8 * (WIDTH + 1) * WIDTH // WORLD)
     gathered = root + block * (3 if stage == 3 else 2)
     for kinds, nbytes, _ in in_threads(WORLD, step):
         assert kinds["all_to_all"] == 3
         assert kinds["all_reduce"] == 0
         assert kinds["all_gather"] == GATHERED[stage] + 1
-        assert nbytes == gathered + 8
+        assert nbytes == gathered + 2 * 8
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -41,7 +41,7 @@ from .intercept import Interception
 from .leaving import Leaving, around_one_stack
 from .ring_attention import RingAttention
 from .slices import ContextRanks, Method, SequenceSlices, sequence_dim
-from .written import Law, Place, WholeWrites
+from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
@@ -75,7 +75,7 @@ class Slicing:
     drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
     leaving: Leaving = field(default_factory=Leaving)
     behind: Behind = field(default_factory=Behind)
-    written: Mapping[Place, Law] = field(default_factory=dict[Place, Law])
+    written: Mapping[Place, Combination] = field(default_factory=dict[Place, Combination])
 
     @cached_property
     def drawing(self) -> frozenset[str]:
@@ -116,7 +116,7 @@ class SlicedBlocks:
     def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
-        self._writes = WholeWrites(ranks, lambda: self.slices)
+        self._writes = WholeWrites(ranks)
         self._method: Method = method
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         self._interception = Interception(self._attention)
@@ -171,8 +171,11 @@ class SlicedBlocks:
             is_now = functools.partial(self._attends_by, fqn)
             module.forward = self._interception.around(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
-        self._writes.watch(self._model, slicing.written, lambda: self.slicing.written)
+        self._writes.watch(self._model, slicing.written, self._written_now)
         self.behind.slice_as(self._model, slicing.behind)
+
+    def _written_now(self) -> tuple[Mapping[Place, Combination], SequenceSlices]:
+        return self.slicing.written, self.slices
 
     @property
     def rank(self) -> int:

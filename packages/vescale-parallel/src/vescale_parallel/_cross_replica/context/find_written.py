@@ -19,7 +19,7 @@ from vescale_parallel._verify.compared_runs import close, largest_of
 
 from .leaving import part_of_whole
 from .slices import SequenceSlices
-from .written import Law, Place, held_by, write
+from .written import Combination, Place, held_by, write
 
 # By module, name, and place among the tensors that are in the structure of that name.
 Held = tuple[str, str, int]
@@ -69,9 +69,9 @@ class Writes:
         """What a second run begins with, unlike what it writes if it adds nothing."""
         return {at: x + x if x.dtype != torch.bool else x for at, x in self.once.items()}
 
-    def laws(
+    def combinations(
         self, model: nn.Module, parts: Sequence[State], slices: SequenceSlices, stacks: Stacks
-    ) -> dict[Place, Law]:
+    ) -> dict[Place, Combination]:
         """Return how what a second run wrote is made of what ranks wrote, from the same state."""
         return laws_of(self.multiples, state_of(model, self.once), parts, slices, stacks)
 
@@ -91,9 +91,9 @@ def laws_of(
     parts: Sequence[State],
     slices: SequenceSlices,
     stacks: Stacks,
-) -> dict[Place, Law]:
+) -> dict[Place, Combination]:
     """Return how what differs in ranks' blocks becomes that of the whole, where there is a way."""
-    inside, laws = tuple(f"{stack}." for stack in stacks), dict[Place, Law]()
+    inside, combinations = tuple(f"{stack}." for stack in stacks), dict[Place, Combination]()
     for at, expected in whole.items():
         fqn, name, _ = at
         found = [part[at] for part in parts if at in part]
@@ -101,15 +101,15 @@ def laws_of(
             continue
         if all(is_close(x, expected) for x in found):
             continue
-        law = _law(before.get(at), expected, found, slices)
-        if law is not None:
-            laws.setdefault((generalize(fqn), name), law)
-    return laws
+        combination = _combination(before.get(at), expected, found, slices)
+        if combination is not None:
+            combinations.setdefault((generalize(fqn), name), combination)
+    return combinations
 
 
-def _law(
+def _combination(
     before: Tensor | None, whole: Tensor, found: Sequence[Tensor], slices: SequenceSlices
-) -> Law | None:
+) -> Combination | None:
     if any(x.shape != whole.shape for x in found):
         return _gathering(whole, found, slices)
     if whole.dtype == torch.bool:
@@ -118,18 +118,20 @@ def _law(
     if begin.shape != whole.shape:
         return None
     if is_close(_total(found), whole):
-        return Law("sum")
+        return Combination("sum")
     if is_close(begin + _total([x - begin for x in found]), whole):
-        return Law("added")
+        return Combination("added")
     if not whole.is_floating_point():
         return None
     shares = [size / slices.length for size in slices.sizes]
     mean = _total([x * share for x, share in zip(found, shares, strict=True)])
-    return Law("mean") if is_close(mean, whole) else None
+    return Combination("mean") if is_close(mean, whole) else None
 
 
-def _gathering(whole: Tensor, found: Sequence[Tensor], slices: SequenceSlices) -> Law | None:
-    laws = set[Law]()
+def _gathering(
+    whole: Tensor, found: Sequence[Tensor], slices: SequenceSlices
+) -> Combination | None:
+    combinations = set[Combination]()
     for rank, x in enumerate(found):
         if x.dim() != whole.dim():
             return None
@@ -138,8 +140,8 @@ def _gathering(whole: Tensor, found: Sequence[Tensor], slices: SequenceSlices) -
         except ValueError:
             return None
         if where is not None:
-            laws.add(Law("gathered", *where))
-    return laws.pop() if len(laws) == 1 else None
+            combinations.add(Combination("gathered", *where))
+    return combinations.pop() if len(combinations) == 1 else None
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ from .find_written import Held, State, Writes, begin_with, first_other, state_of
 from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
 from .watch import ForwardWatch, module_that_raised, noted_outputs
-from .written import Law, Place
+from .written import Combination, Place
 
 _log = package_logger("vescale.parallel")
 
@@ -118,7 +118,7 @@ def _compared(
         how = size, tried, make, draws_by, writes.once
         return _on_ranks(given, base, *how, begin=state or {})
 
-    def laws() -> dict[Place, Law]:
+    def combinations() -> dict[Place, Combination]:
         set_generators(begin)
         begin_with(whole, writes.multiples)
         try:
@@ -127,14 +127,14 @@ def _compared(
         # Arbitrary user code, of numbers that it did not write: what it writes is refused below.
         except Exception:
             return {}
-        return writes.laws(whole, [each.state for each in apart], slices, slicing.stacks)
+        return writes.combinations(whole, [each.state for each in apart], slices, slicing.stacks)
 
     whole = sharing_copy(base)
     writes = Writes(whole)
     outputs = run(whole, given).outputs
     writes.note(whole)
     if writes.once:
-        slicing = replace(slicing, written=laws())
+        slicing = replace(slicing, written=combinations())
     discard(whole)
     whole, given = sharing_copy(base), replace(given, cotangents=[*map(torch.randn_like, outputs)])
     seen = noted_outputs(whole)

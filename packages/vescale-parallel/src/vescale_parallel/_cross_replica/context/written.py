@@ -33,7 +33,7 @@ How = Literal["added", "sum", "mean", "gathered"]
 
 
 @dataclass(frozen=True)
-class Law:
+class Combination:
     """How one device's value is made of those that ranks wrote.
 
     Attributes:
@@ -66,6 +66,10 @@ class Law:
         return begin + _summed(after - begin, ranks)
 
 
+# What modules write, and the slices of a call, while it runs.
+Now = Callable[[], tuple[Mapping[Place, Combination], SequenceSlices]]
+
+
 def _summed(x: Tensor, ranks: ContextRanks) -> Tensor:
     if x.is_floating_point():
         return SumOverSlices.apply(x, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
@@ -75,35 +79,28 @@ def _summed(x: Tensor, ranks: ContextRanks) -> Tensor:
 class WholeWrites:
     """Has modules leave what one device writes; see [Note: writes on slices]."""
 
-    def __init__(self, ranks: ContextRanks, slices_now: Callable[[], SequenceSlices]) -> None:
-        self._ranks, self._slices_now = ranks, slices_now
+    def __init__(self, ranks: ContextRanks) -> None:
+        self._ranks = ranks
         self._watched = set[str]()
 
-    def watch(
-        self,
-        model: nn.Module,
-        written: Collection[Place],
-        written_now: Callable[[], Mapping[Place, Law]],
-    ) -> None:
-        """Wrap the modules that write, in place, by the laws of the call that runs."""
+    def watch(self, model: nn.Module, written: Collection[Place], now: Now) -> None:
+        """Wrap the modules that write, in place; ``now`` returns what holds for a call."""
         patterns = {pattern for pattern, _ in written}
         for fqn, module in model.named_modules() if patterns else ():
             if generalize(fqn) in patterns and fqn not in self._watched:
                 self._watched.add(fqn)
-                module.forward = self._around(module, fqn, written_now)
+                module.forward = self._around(module, fqn, now)
 
-    def _around(
-        self, module: nn.Module, fqn: str, written_now: Callable[[], Mapping[Place, Law]]
-    ) -> Callable[..., Any]:
+    def _around(self, module: nn.Module, fqn: str, now: Now) -> Callable[..., Any]:
         forward, own = module.forward, generalize(fqn)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            now = sorted(written_now().items(), key=lambda each: each[0])
-            laws = {name: law for (at, name), law in now if at == own}
-            held = {name: held_by(module, name) for name in laws}
+            of_all = sorted(now()[0].items(), key=lambda each: each[0])
+            combinations = {name: combination for (at, name), combination in of_all if at == own}
+            held = {name: held_by(module, name) for name in combinations}
             before = {name: None if x is None else x.clone() for name, x in held.items()}
-            end = functools.partial(self._make_whole, module, fqn, laws, held, before)
+            end = functools.partial(self._make_whole, module, fqn, now, combinations, held, before)
             if is_in_backward():
                 # A checkpoint stops, on all ranks at the same place, once it has what it needs.
                 with contextlib.ExitStack() as ends:
@@ -119,21 +116,22 @@ class WholeWrites:
         self,
         module: nn.Module,
         fqn: str,
-        laws: Mapping[str, Law],
+        now: Now,
+        combinations: Mapping[str, Combination],
         held: Mapping[str, Tensor | None],
         before: Mapping[str, Tensor | None],
         *,
         again: bool = False,
     ) -> None:
-        for name, law in laws.items():
+        for name, combination in combinations.items():
             if again and name not in module._buffers:
                 setattr(module, name, held[name])  # of the first run, and whole
                 continue
             after = held_by(module, name)
             # A tensor of the call before is whole already.
-            is_old = law.how == "gathered" and after is held[name]
+            is_old = combination.how == "gathered" and after is held[name]
             if after is not None and not is_old:
-                value = law.whole(before[name], after, self._slices_now(), self._ranks, fqn)
+                value = combination.whole(before[name], after, now()[1], self._ranks, fqn)
                 write(module, name, value)
 
 
