@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._loss.output import Scalar, is_loss
+from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
@@ -71,7 +72,7 @@ class PipelineStep:
         reduced: EarlyReductions,
     ) -> None:
         self._model, self._forms = model, CallForms(model)
-        self._with_loss: dict[object, bool] = {}
+        self._with_loss: dict[object, tuple[bool, str]] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish, self._reduced = buffers, finish, reduced
         pipeline.reduce = reduced.reduce_stage
@@ -106,9 +107,10 @@ class PipelineStep:
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
             call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)
+            has_loss = self._returns_loss(form, *call[:4])
             if not torch.is_grad_enabled():
                 return self._plain(pipeline.predict(*call, form=form))
-            if not self._returns_loss(form, *call[:4]):
+            if not has_loss:
                 output, run_backward = pipeline.run_apart(*call, form=form)
                 run = partial(self._run_backward, run_backward)
                 return with_graph(self._plain(output), run, self._reduced.asked.of_call())
@@ -171,15 +173,25 @@ class PipelineStep:
         if form not in self._with_loss:
             before = {*map(id, _scalars_on(self._model).values())}
             found = self._pipeline.returns_loss(forward, args, kwargs, rows, form=form)
-            for name, scalar in _scalars_on(self._model).items() if not found else ():
-                if id(scalar) not in before:
-                    raise ValueError(
-                        f"forward returns no loss, but keeps a scalar as {name}: other stages of "
-                        "a pipeline do not come to that line, and the last one does for every "
-                        "micro-batch. Have forward return what the loop differentiates"
-                    )
-            self._with_loss[form] = found
-        return self._with_loss[form]
+            now = _scalars_on(self._model).items() if not found else ()
+            kept = next((name for name, scalar in now if id(scalar) not in before), "")
+            self._with_loss[form] = found, kept
+        found, kept = self._with_loss[form]
+        if kept:
+            _refuse_kept(kept)
+        return found
+
+
+def _refuse_kept(name: str) -> None:
+    """Refuse a scalar that forward keeps and does not return; warn of it in evaluation."""
+    text = (
+        f"forward returns no loss, but keeps a scalar as {name}: other stages of a pipeline do "
+        "not come to that line, and the last one does for every micro-batch. Have forward return "
+        "what the loop reads"
+    )
+    if torch.is_grad_enabled():
+        raise ValueError(text)
+    warn_at_user_line(text)
 
 
 def _scalars_on(model: nn.Module) -> dict[str, Tensor]:
