@@ -104,7 +104,7 @@ class Pipeline:
         self.links = Links(groups, device)
         offloads = self.plan.pipeline_parallel.offload_activations
         self._on_host = activations_on_host(device, lambda: self.stays()) if offloads else None
-        self._calls = StageCalls(
+        self.calls = StageCalls(
             self.staging,
             self.starts,
             self.num_blocks,
@@ -152,12 +152,12 @@ class Pipeline:
         count, num_rows = self.plan.num_microbatches, num_rows_of(args, kwargs, rows) or 0
         microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
         self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, count))
-        seen = self._seen_in(form, forward, args, kwargs, rows)
+        seen = self.seen(forward, args, kwargs, rows, form=form)
         cuts, report = seen.cuts, functools.partial(only_scalars, where="nowhere")
         if self.plan.pipeline_parallel.outputs is not None:
             cuts = seen.all_cuts
             report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
-        counts = self._calls.count(forward, microbatches, form, seen)
+        counts = self.calls.count(forward, microbatches, form, seen)
         roots = LossRoots(
             self._loss_of, self._parts.shares or len(microbatches), self.loss_scale.value
         )
@@ -254,8 +254,8 @@ class Pipeline:
         if count > 1:
             microbatches = split_batch(args, kwargs, count, rows, may_be_uneven=True)
         self._parts = Parts(self.num_ranks, rows_of_parts(num_rows, count))
-        seen = self._seen_in(form, forward, args, kwargs, rows)
-        counts = self._calls.count(forward, microbatches, form, seen)
+        seen = self.seen(forward, args, kwargs, rows, form=form)
+        counts = self.calls.count(forward, microbatches, form, seen)
         report = functools.partial(pytree.tree_map_only, Tensor, without_graph)
         execution = self._execution(forward, microbatches, seen.all_cuts, counts, report, roots)
         operations = operations_of_passes("F", self._rank, self._placement, count)
@@ -266,7 +266,7 @@ class Pipeline:
         output = self._agree((form, signature_of((args, kwargs))), *told)
         return output, execution, outputs
 
-    def returns_loss(
+    def seen(
         self,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -274,24 +274,15 @@ class Pipeline:
         rows: Sequence[Rows | None] | None = None,
         *,
         form: object = None,
-    ) -> bool:
-        """Whether forward returns a scalar for a batch. Every rank must call this."""
-        return self._seen_in(form, forward, args, kwargs, rows).has_loss
-
-    def _seen_in(
-        self,
-        form: object,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        rows: Sequence[Rows | None] | None,
     ) -> SeenCall:
+        """Return what is seen of calls of a form, in the first one. Every rank must call this."""
+
         def first() -> tuple[Any, Any]:
             num_rows = num_rows_of(args, kwargs, rows) or 0
             count = num_microbatches_for(num_rows, self.plan.num_microbatches)
             return split_batch(args, kwargs, count, rows)[0] if count > 1 else (args, kwargs)
 
-        return self._calls.seen(form, forward, first)
+        return self.calls.seen(form, forward, first)
 
     def _execution(
         self,
@@ -308,7 +299,7 @@ class Pipeline:
         def run(stage: int, microbatch: int, receive: Receive) -> Any:
             given, num_parts = microbatches[microbatch], parts.num_like(microbatch)
             with draws.of_pass(stage, microbatch) if draws else contextlib.nullcontext():
-                return self._calls.run(
+                return self.calls.run(
                     stage, cuts, receive, forward, given, num_parts, counts, loss_of
                 )
 
@@ -339,7 +330,7 @@ class Pipeline:
         draws = self.draws.of_step(microbatches, form, signatures) if self.draws else None
         with draws or contextlib.nullcontext():
             outputs = execution.execute(operations)
-        self._calls.check_counts()
+        self.calls.check_counts()
         return outputs
 
     def _may_split(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,7 @@ class StageCalls:
         has_last_stage: Whether this rank has it.
         total: Sums a float64 tensor over data-parallel ranks.
         agree: Given a key and the last stage's object, returns that on all ranks.
+        scalars: Returns what modules keep that may be losses, by their names.
     """
 
     staging: Staging
@@ -42,6 +43,7 @@ class StageCalls:
     has_last_stage: bool
     total: Callable[[Tensor], Tensor]
     agree: Callable[[object, Any], Any]
+    scalars: Callable[[], Mapping[str, Tensor]] = dict
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, SeenCall])
     _checked_loss: bool = False
 
@@ -166,8 +168,13 @@ class StageCalls:
         return counts[index]
 
     def _look(self, forward: Callable[..., Any], microbatch: Microbatch) -> SeenCall:
+        before = {*map(id, self.scalars().values())}
         run = functools.partial(self._run_counting, forward, microbatch)
-        return seen_call(run, self.starts[-1])
+        seen = seen_call(run, self.starts[-1])
+        if seen.has_loss:
+            return seen
+        kept = (name for name, scalar in self.scalars().items() if id(scalar) not in before)
+        return replace(seen, kept=next(kept, ""))
 
     def _run_counting(
         self,

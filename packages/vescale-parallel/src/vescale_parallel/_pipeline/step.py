@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.borders import RowCoupling, Rows
+from vescale_parallel._cross_replica.borders import RowCoupling
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._parameters.asked_gradients import AskedGradients
@@ -72,12 +72,12 @@ class PipelineStep:
         reduced: EarlyReductions,
     ) -> None:
         self._model, self._forms = model, CallForms(model)
-        self._with_loss: dict[object, tuple[bool, str]] = {}
         self._pipeline, self._params = pipeline, params
         self._buffers, self._finish, self._reduced = buffers, finish, reduced
         pipeline.reduce = reduced.reduce_stage
         pipeline.stays = self._plain_tensors
         pipeline.outputs.own_flags = self._has_gradients
+        pipeline.calls.scalars = partial(_scalars_on, model)
 
     def run(
         self,
@@ -107,10 +107,12 @@ class PipelineStep:
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with runs as forward:
             call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)
-            has_loss = self._returns_loss(form, *call[:4])
+            seen = pipeline.seen(*call[:4], form=form)
+            if seen.kept:
+                _refuse_kept(seen.kept)
             if not torch.is_grad_enabled():
                 return self._plain(pipeline.predict(*call, form=form))
-            if not has_loss:
+            if not seen.has_loss:
                 output, run_backward = pipeline.run_apart(*call, form=form)
                 run = partial(self._run_backward, run_backward)
                 return with_graph(self._plain(output), run, self._reduced.asked.of_call())
@@ -160,26 +162,6 @@ class PipelineStep:
             [was or (each is not None and each.grad is not None) for each, was in plain],
             dtype=torch.uint8,
         )
-
-    def _returns_loss(
-        self,
-        form: object,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rows: Sequence[Rows | None] | None,
-    ) -> bool:
-        """Whether this form of call returns a loss; all stages ask the last one, once."""
-        if form not in self._with_loss:
-            before = {*map(id, _scalars_on(self._model).values())}
-            found = self._pipeline.returns_loss(forward, args, kwargs, rows, form=form)
-            now = _scalars_on(self._model).items() if not found else ()
-            kept = next((name for name, scalar in now if id(scalar) not in before), "")
-            self._with_loss[form] = found, kept
-        found, kept = self._with_loss[form]
-        if kept:
-            _refuse_kept(kept)
-        return found
 
 
 def _refuse_kept(name: str) -> None:

@@ -28,12 +28,14 @@ class SeenCall:
         all_cuts: Likewise, where all of the output is.
         counts_early: Whether a token mean comes before the last stage has called a block: then
             an earlier stage computes it, and needs to know the count, too.
+        kept: The name of a scalar that forward keeps on a module, if it does and returns no loss.
     """
 
     has_loss: bool
     cuts: Cuts
     all_cuts: Cuts
     counts_early: bool = False
+    kept: str = ""
 
 
 def seen_call(run: Run, last_start: int) -> SeenCall:
