@@ -37,8 +37,8 @@ GPT_FROM_SCRATCH = Program(
     prepare=data.story,
     plans=(DP, ZERO3, TP, PP),
     local_losses=True,
-    note="Under pp 2 its dropout is drawn for micro-batches, one after the other, and one device's "
-    'is not: with `"drop_rate": 0.0` the difference is < 1e-15.',
+    note="Under pp 2 its dropout is drawn for micro-batches, one after the other, and one "
+    'device\'s is not: with `"drop_rate": 0.0` the difference is < 1e-15.',
 )
 
 X_TRANSFORMERS = Program(
