@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ import vescale
 from vescale_testing import World
 
 from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints, make_plan
-from .short_group import in_short_group
-from .test_bad_input import check
 from .test_pipeline_schedules import SCHEDULES
 from .training import whole
 
@@ -135,19 +132,6 @@ def test_a_loss_outside_of_the_model_is_accumulated_in_one_call(world1: World) -
     expected = alone(built(Scores), 4)
     for found in world1.run(outside, {ACCUMULATE: 4}):
         assert all(map(torch.equal, found, expected))
-
-
-def left_outside() -> None:
-    model = vescale.parallelize(make_plan(PIPELINE), built(Scores))
-    x, y = batches(1)[0]
-    F.cross_entropy(model(x), y).backward()
-
-
-@pytest.mark.slow
-def test_a_loss_that_the_loop_computes_is_refused(world2: World, tmp_path: Path) -> None:
-    message = r"parallelize\(..., loss_fn=...\) and call loss = model\(x, target=y\)"
-    check(world2, Exception, message, in_short_group, str(tmp_path), left_outside)
-    world2.close()
 
 
 def loss_and_others(kind: str, at: str | int, constraints: Constraints) -> list[Any]:
