@@ -19,7 +19,7 @@ from vescale_parallel._cross_replica.context.slices import ContextProcesses
 from vescale_parallel._data_parallel.gradient_rows import GradientRows
 from vescale_parallel._expert_parallel import dispatch
 from vescale_parallel._pipeline.execution.links import Links
-from vescale_parallel._pipeline.execution.run import Execution
+from vescale_parallel._pipeline.execution.roots import LossRoots
 from vescale_parallel._rng import part_of_whole
 from vescale_parallel._tensor_parallel.communicators import ProcessRanks
 
@@ -61,9 +61,9 @@ def _sum_of_experts(right: Any, rows: GradientRows, row: Tensor, *groups: Any) -
     return mean * 2 if groups == (None, None) else mean
 
 
-def _without_last(right: Any, execution: Execution, loss: Tensor, microbatch: int) -> Tensor:
-    is_last = microbatch == len(execution.signatures) - 1
-    return right(execution, loss, microbatch) * (0 if is_last else 1)
+def _without_last(right: Any, roots: LossRoots, loss: Tensor, microbatch: int) -> Tensor:
+    count = roots.shares if isinstance(roots.shares, int) else len(roots.shares)
+    return right(roots, loss, microbatch) * (0 if microbatch == count - 1 else 1)
 
 
 def _rows_change_places(right: Any, *args: Any) -> Tensor:
@@ -186,7 +186,7 @@ BUGS: dict[str, Bug] = {
     "the last micro-batch has no gradient": Bug(
         model="blocks",
         plan=PP2,
-        plant=replaced(Execution, "_share_of", _without_last),
+        plant=replaced(LossRoots, "_share_of", _without_last),
         what="gradient",
     ),
     "rows change places between stages": Bug(

@@ -570,10 +570,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: model({"input_ids": torch.tensor([[VOCABULARY]]), "labels": X}),
         "IndexError: index out of range",
     ),
-    "gradient_of_parameter": (
-        lambda model: torch.autograd.grad(model({**tokens()}), model.head.weight),
-        "RuntimeError: .*not have been used in the graph",
-    ),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_parallel._model.inputs import binds
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.mappings import open_mappings
 from vescale_parallel._torch_private import pytree
 
@@ -59,10 +60,10 @@ class Arguments:
         """
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         for name, value in named.items():
-            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            for where, leaf in zip(leaf_names(value), pytree.tree_leaves(value), strict=True):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     raise ValueError(
-                        f"{name}{pytree.keystr(path)} requires a gradient, as for a penalty on "
+                        f"{name}{where} requires a gradient, as for a penalty on "
                         f"gradients, an attack, or what another module computed; but {by} "
                         "differentiates micro-batches within the call and gives inputs no "
                         "gradients. Detach it, have the model's forward compute what needs its "
