@@ -101,6 +101,7 @@ def check(world: World, kinds: list[str], plan: Constraints) -> None:
         expected = written(kind, None)
         for found in world.run(written, kind, plan):
             for x, whole in zip(found, expected, strict=True):
+                # Sums of float64 over the positions of slices, in another order.
                 torch.testing.assert_close(x, whole, rtol=1e-12, atol=1e-12, msg=kind)
 
 

@@ -134,6 +134,7 @@ def check(world: World, kind: str, plan: Constraints) -> None:
     expected = trained(kind, None)
     for found in world.run(trained, kind, plan):
         for x, one in zip(found, expected, strict=True):
+            # Sums of float64 over the rows of all ranks, in another order.
             torch.testing.assert_close(x, one, rtol=1e-11, atol=1e-13)
 
 
