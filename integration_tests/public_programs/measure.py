@@ -48,18 +48,24 @@ class Outcome:
 
 
 @contextmanager
-def _prepared(program: Program, clone: Path, *, edited: bool) -> Iterator[Path]:
+def _prepared(program: Program, clone: Path, *, edited: bool, drawn: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as place:
         checkout = Path(place, "checkout")
         shutil.copytree(clone, checkout, ignore=shutil.ignore_patterns(".git"))
         program.prepare((checkout / program.script).parent)
         changes = [*program.smaller, *(program.edits if edited else ())]
+        changes += () if drawn else program.undrawn
         apply(changes, checkout, program.script)
         yield checkout
 
 
 def records(
-    program: Program, clone: Path, constraints: Constraints | None, *, programs: str
+    program: Program,
+    clone: Path,
+    constraints: Constraints | None,
+    *,
+    programs: str,
+    drawn: bool = True,
 ) -> Records:
     """Return what every rank of one run wrote down.
 
@@ -68,13 +74,14 @@ def records(
         clone: Its repository, which is copied.
         constraints: Of the plan; None for the script as it is, on one device.
         programs: The module whose ``PROGRAMS`` it is one of.
+        drawn: Whether its dropout is left as it is.
 
     Raises:
         FailedError: If it fails.
     """
     count = 1 if constraints is None else NUM_RANKS
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    with _prepared(program, clone, edited=constraints is not None) as checkout:
+    with _prepared(program, clone, edited=constraints is not None, drawn=drawn) as checkout:
         command = [sys.executable, *(launcher if constraints is not None else [])]
         command += [str(_RUN), f"{programs}:{program.name}", str(checkout)]
         path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
@@ -127,12 +134,15 @@ def measure(program: Program, clone: Path, *, programs: str) -> dict[str, Outcom
     Raises:
         FailedError: If it fails on one device, as it is.
     """
-    expected = records(program, clone, None, programs=programs)
+    one_device = {True: records(program, clone, None, programs=programs)}
+    if program.undrawn:
+        one_device[False] = records(program, clone, None, programs=programs, drawn=False)
     outcomes: dict[str, Outcome] = {}
     for constraints in program.plans:
+        drawn = not (program.undrawn and "pipeline_parallel.size" in constraints)
         try:
-            found = records(program, clone, constraints, programs=programs)
-            outcomes[named(constraints)] = compared(program, expected, found)
+            found = records(program, clone, constraints, programs=programs, drawn=drawn)
+            outcomes[named(constraints)] = compared(program, one_device[drawn], found)
         except FailedError as error:
             print(error, file=sys.stderr)
             outcomes[named(constraints)] = Outcome(error=reason_in(str(error)))

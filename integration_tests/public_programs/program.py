@@ -144,6 +144,8 @@ class Program:
         edits: The lines that it needs to run under a plan, which is made with ``CONSTRAINTS``.
         argv: Its arguments, which make it small.
         smaller: What makes it small or lets it run offline where arguments do not.
+        undrawn: What turns its dropout off where a plan has micro-batches: what these draw, one
+            after the other, a device that takes the batch at once does not.
         paths: Folders of the repository that Python imports from, besides the script's.
         stubs: Modules that are replaced by nothing: loggers, plots.
         requires: Distributions to install, besides torch and numpy.
@@ -162,6 +164,7 @@ class Program:
     edits: tuple[Edit, ...]
     argv: tuple[str, ...] = ()
     smaller: tuple[Swap, ...] = ()
+    undrawn: tuple[Swap, ...] = ()
     paths: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
