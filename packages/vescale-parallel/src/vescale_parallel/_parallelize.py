@@ -74,7 +74,7 @@ from ._runtime.outside import refuse_parts
 from ._runtime.planned_engine import planned_engine
 from ._runtime.recomputation.recompute import recompute_blocks
 from ._runtime.tell_result import tell_result
-from ._tensor_parallel.apply import install, sequence_ends
+from ._tensor_parallel.apply import install
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
@@ -342,7 +342,7 @@ def _add_collectives(
         invariant = InvariantBoundary(ranks, plan.numerics_chunks, even=pipelined)
         install_invariant(model, chunked, invariant)
         if not pipelined:
-            invariant.watch(model, sequence_ends(chunked.spec))
+            invariant.watch(model, chunked.spec.sequence_ends())
         return invariant, None if group is None else LiftPlain(mesh["tp"])
     if group is None:
         return None, None
@@ -353,7 +353,7 @@ def _add_collectives(
     boundary = Boundary(ProcessRanks(group), even=pipelined, beside=beside, num_parts=parts)
     install(model, sharding, boundary, keep_cut=keep_cut)
     if not pipelined:
-        boundary.watch(model, sequence_ends(sharding.spec))
+        boundary.watch(model, sharding.spec.sequence_ends())
     return boundary, lift
 
 

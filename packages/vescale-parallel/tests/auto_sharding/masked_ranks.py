@@ -3,12 +3,12 @@
 A rank is the whole model in which only its elements of the axis count: elsewhere the weights
 that end the axis are zero. What such a module returns is then that rank's partial value, and the
 gradients are that rank's. A cut is right if the partial values sum to the output, if the gradients
-that reach the entries sum to those of one device, and if, given these sums, every rank has the
-gradients of one device for its own elements and for every parameter that is whole, but for the
-replicated ones, which sum to them. Biases that are added to partial sums are the first one's.
-Modules that are called with all of the axis are so here, too: gradients of what they return are
-put together, and of those of what they were given a rank keeps its own. Of parts of a parameter
-that all ranks read whole the gradients sum to those of one device.
+that reach the entries, or sums that ranks read, sum to those of one device, and if, given these
+sums, every rank has the gradients of one device for its own elements and for every parameter that
+is whole, but for the replicated ones, which sum to them. Biases that are added to partial sums are
+the first one's. Modules that are called with all of the axis are so here, too: gradients of what
+they return are put together, and of those of what they were given a rank keeps its own. Of parts
+of a parameter that all ranks read whole the gradients sum to those of one device.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ def _run(
     ]
     handles += [
         model.get_submodule(fqn).register_forward_hook(_exit(record, whole)) for fqn in ends
+    ]
+    # Behind the hooks of exits: what ranks read is the sum.
+    handles += [
+        model.get_submodule(fqn).register_forward_hook(_gathered(record, whole))
+        for fqn in cut.reentered
     ]
     for fqn, dim in cut.whole.items():
         module = model.get_submodule(fqn)

@@ -137,6 +137,21 @@ def test_of_text_and_images_both_models_are_scaled_down() -> None:
     assert plan["model.language_model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "hidden"), [("mamba", 2560), ("falcon_mamba", 4096)], ids=["2.8b", "7b"]
+)
+def test_of_mixers_without_heads_channels_are_few(family: str, hidden: int) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 64}
+    model = _published(family, **sizes, time_step_rank=hidden // 16)
+    scaled = scaled_down(model, 8)
+    assert scaled is not None
+    assert sum(p.numel() for p in scaled.parameters()) < 1e6
+    found = propose_sharding(model, "auto", 8)
+    matrices = {f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
+    assert {f"backbone.layers.*.{name}" for name in matrices} <= found.plan.keys()
+
+
 PHI_4_MINI: dict[str, Any] = {
     "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "vocab_size": 200064,
     "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75,

@@ -27,6 +27,7 @@ class Candidate:
         entries: FQNs of modules that are called with whole activations whose gradients are
             partial values: they are summed at the module's beginning.
         exits: FQNs of modules that return partial values.
+        reentered: FQNs of those of them whose sum is read by what is sharded.
         replicated: FQNs of whole parameters whose gradients are partial values.
         biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
         reads: (module FQN, name of a parameter below it) to a placement for each part of the
@@ -44,6 +45,7 @@ class Candidate:
     parameters: Mapping[str, Placement]
     entries: tuple[str, ...]
     exits: tuple[str, ...]
+    reentered: tuple[str, ...] = ()
     replicated: tuple[str, ...]
     biases: tuple[str, ...] = ()
     reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
@@ -92,7 +94,8 @@ class Group:
         reads: (module pattern, name of a parameter below it) to a placement for each part of the
             parameter, as forward reads it.
         moves: Marks that belong to the parameters: the logits of a head stay cut, a bias that is
-            added to partial values is read as one, an axis is gathered around norms over it.
+            added to partial values is read as one, an axis is gathered around norms over it, a sum
+            enters the region again.
     """
 
     parameters: Mapping[str, Placement]

@@ -36,6 +36,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
         parameters=parameters,
         entries=tuple(sorted(flow.entries)),
         exits=tuple(sorted(exits)),
+        reentered=tuple(sorted(flow.reentered)),
         replicated=search.tied(flow.replicated),
         biases=search.tied(flow.biases),
         reads=reads,

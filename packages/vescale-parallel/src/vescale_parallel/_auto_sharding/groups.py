@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize_first, matching
@@ -111,6 +111,7 @@ def _group_of(model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]
         moves={
             **{f"{pattern_of(fqn)}.<read>": Partial() for fqn in _added_by_hand(model, cut)},
             **{f"{pattern_of(fqn)}.<whole>": Shard(dim) for fqn, dim in cut.whole.items()},
+            **{f"{pattern_of(fqn)}.<reenter>": Replicate() for fqn in cut.reentered},
         },
     )
 

@@ -55,7 +55,9 @@ def sequence_borders(model: nn.Module, together: Kept) -> Iterator[dict[str, str
         # Routed experts beside shared ones, and in the first blocks an MLP in their place: what
         # holds them leaves for all.
         inner = _inner([plan for _, plan in together])
-        exits = {p for group, _ in together for p in group.exits}
+        exits = {
+            p for group, plan in together for p in group.exits if f"{p}.<reenter>" not in plan
+        }
         stay = {f"{p}.<leave>": "Partial()" for p in sorted(exits) if is_linear(model, p)}
         holder = min(holders, key=len)
         if len(stay) < len(exits):
@@ -82,14 +84,16 @@ def _group_borders(
 ) -> Iterator[dict[str, str]]:
     """Yield a group's marks: what enters its region is gathered, what leaves it is sharded."""
     inner = _inner([plan])
-    leaves = {f"{p}.<leave>": "Shard(1)" for p in group.exits}
+    # What enters the region again is summed, and stays whole.
+    ends = [p for p in group.exits if f"{p}.<reenter>" not in plan]
+    leaves = {f"{p}.<leave>": "Shard(1)" for p in ends}
     holder = holder_of(group.entries)
     if any(holder.startswith(f"{other}.") for other in holders if other):
         # Shared experts, inside of the region of all experts: that one leaves for both.
-        yield inner | {f"{p}.<leave>": "Partial()" for p in group.exits}
+        yield inner | {f"{p}.<leave>": "Partial()" for p in ends}
     for entrance in entrances(model, holder, "Shard(1)"):
         yield inner | leaves | entrance
         # Where tokens lie flat inside, as in a mixture of experts, the holder leaves as a whole.
-        if not any(is_linear(model, p) for p in group.exits):
+        if not any(is_linear(model, p) for p in ends):
             yield inner | entrance | {f"{holder}.<leave>": "Shard(1)"}
     yield inner | leaves | {f"{p}.<enter>": "Shard(1)" for p in group.entries}

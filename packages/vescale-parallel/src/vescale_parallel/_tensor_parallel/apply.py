@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import merged, once_each, renamed_owner, stack_of
@@ -84,6 +84,7 @@ def install(
     _add_biases(target)
     _add_read_parts(target)
     _add_whole_modules(target)
+    _add_reentered(target)
     _add_exits(target)
 
 
@@ -189,6 +190,15 @@ def _add_whole_modules(target: _Target) -> None:
             _on_output(module, lambda x, d=dim, key=key: boundary.split_behind(x, d, key))
 
 
+def _add_reentered(target: _Target) -> None:
+    for fqn, arrives in target.spec.reentered.items():
+        if fqn in target.modules:
+            dim, stack = shard_dim(arrives), stack_of(fqn)
+            _on_output(
+                target.modules[fqn], lambda x, d=dim, s=stack: target.boundary.enter(x, d, s)
+            )
+
+
 def _add_exits(target: _Target) -> None:
     modules, spec, boundary = target.modules, target.spec, target.boundary
     for fqn, module in modules.items():
@@ -201,21 +211,6 @@ def _add_exits(target: _Target) -> None:
     for fqn, move in spec.outputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _on_output(modules[fqn], _moved(move, stack_of(fqn), boundary))
-
-
-def sequence_ends(spec: ShardingSpec) -> dict[str, tuple[str, str]]:
-    """Return, of every stack of blocks, which one shards the sequence and which one gathers it."""
-    found: dict[str, tuple[str, str]] = {}
-    lasts = {
-        stack_of(fqn): fqn
-        for fqn, move in spec.outputs.items()
-        if move.source == Shard(1) and move.target == Replicate()
-    }
-    for (fqn, _), move in spec.inputs.items():
-        stack = stack_of(fqn)
-        if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
-            found[stack] = (fqn, lasts[stack])
-    return found
 
 
 def _attention_cuts(fqn: str, spec: ShardingSpec) -> AttentionCuts:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._model.fqns import matching, merged, renamed_owner
+from vescale_parallel._model.fqns import matching, merged, renamed_owner, stack_of
 
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
@@ -25,8 +25,8 @@ _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
-    "<in>, <out>, <enter>, <leave>, <grad>, <read>, <read:name>, <part>, <whole>, <chunks>,\n"
-    "<attr:name> or <random:k>"
+    "<in>, <out>, <enter>, <leave>, <reenter>, <grad>, <read>, <read:name>, <part>, <whole>,\n"
+    "<chunks>, <attr:name> or <random:k>"
 )
 
 
@@ -150,6 +150,8 @@ class ShardingSpec:
         outputs: Module FQN to how what it returns is moved.
         entered: (module FQN, argument) of regions to how the argument arrives.
         left: Module FQN, whose outputs are partial values, to how their sum leaves.
+        reentered: Module FQN, whose outputs' sum is read by what is sharded, so that its
+            gradient is a partial value.
         grads: Parameter FQN to placement of its gradient.
         reads: Parameter FQN to placement of what forward reads of it: of partial values, its own
             on the first rank and zeros on the others.
@@ -172,6 +174,7 @@ class ShardingSpec:
     outputs: Mapping[str, PlacementChange]
     entered: Mapping[tuple[str, str], Placement]
     left: Mapping[str, Placement]
+    reentered: Mapping[str, Placement]
     grads: Mapping[str, Placement]
     reads: Mapping[str, Placement]
     read_parts: Mapping[tuple[str, str], tuple[Placement, ...]]
@@ -205,6 +208,7 @@ class ShardingSpec:
             merged(self.outputs, module),
             merged(self.entered, pair),
             merged(self.left, module),
+            merged(self.reentered, module),
             merged(self.grads, parameter),
             merged(self.reads, parameter),
             merged(self.read_parts, pair),
@@ -214,6 +218,20 @@ class ShardingSpec:
             merged(self.attributes, pair),
             merged(self.draws, pair),
         )
+
+    def sequence_ends(self) -> dict[str, tuple[str, str]]:
+        """Return, of every stack of blocks, which shards the sequence and which gathers it."""
+        found: dict[str, tuple[str, str]] = {}
+        lasts = {
+            stack_of(fqn): fqn
+            for fqn, move in self.outputs.items()
+            if move.source == Shard(1) and move.target == Replicate()
+        }
+        for (fqn, _), move in self.inputs.items():
+            stack = stack_of(fqn)
+            if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
+                found[stack] = (fqn, lasts[stack])
+        return found
 
 
 def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
@@ -227,6 +245,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     outputs: dict[str, PlacementChange] = {}
     entered: dict[tuple[str, str], Placement] = {}
     left: dict[str, Placement] = {}
+    reentered: dict[str, Placement] = {}
     grads: dict[str, Placement] = {}
     reads: dict[str, Placement] = {}
     read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
@@ -246,10 +265,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         base, kind, name = mark[1], mark[2], mark[3] or ""
         of_parameters = kind in _ONLY and not name
         if of_parameters and text != _ONLY[kind]:
-            raise ValueError(
-                f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the "
-                f"only placement that <{kind}> can have, got {text!r}"
-            )
+            raise _other_placement(pattern, kind, text)
         names = _matches(pattern, base, parameter_fqns if of_parameters else module_fqns)
         match kind:
             case "in":
@@ -258,15 +274,16 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 outputs |= dict.fromkeys(names, parse_change(text))
             case "enter":
                 entered |= {(fqn, name): parse_placement(text) for fqn in names}
-            case "leave":
-                left |= dict.fromkeys(names, parse_placement(text))
+            case "leave" | "reenter":
+                target = left if kind == "leave" else reentered
+                target |= dict.fromkeys(names, parse_placement(text))
             case "grad" | "read" if of_parameters:
                 (grads if kind == "grad" else reads).update(dict.fromkeys(names, Partial()))
             case "read":
                 read_parts |= {(fqn, name): parse_placements(text) for fqn in names}
             case "whole" | "chunks":
-                said = dict.fromkeys(names, _argument_dim(pattern, text))
-                (whole if kind == "whole" else chunked).update(said)
+                moved = whole if kind == "whole" else chunked
+                moved |= dict.fromkeys(names, _argument_dim(pattern, text))
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
@@ -277,8 +294,15 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
             case _:
                 raise _no_such_mark(pattern, kind)
     return ShardingSpec(
-        *(parameters, inputs, outputs, entered, left, grads, reads, read_parts, whole, chunked),
-        *(shared, attributes, draws),
+        *(parameters, inputs, outputs, entered, left, reentered, grads, reads, read_parts, whole),
+        *(chunked, shared, attributes, draws),
+    )
+
+
+def _other_placement(pattern: str, kind: str, text: str) -> ValueError:
+    return ValueError(
+        f"tensor_parallel.sharding_plan: expected {_ONLY[kind]!r} for {pattern!r}, the only "
+        f"placement that <{kind}> can have, got {text!r}"
     )
 
 

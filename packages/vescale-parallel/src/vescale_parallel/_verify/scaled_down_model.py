@@ -42,6 +42,8 @@ _FEATURES = (
     "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim",
     "shared_expert_intermediate_size",
 )  # fmt: skip
+# What a mixer of Mamba that has channels instead of heads keeps of each.
+_STATE, _CHANNELS_A_RANK = ("state_size",), 6
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 # Of every rank: grouped products of matrices need rows of 16 bytes, in bfloat16 too.
@@ -81,7 +83,8 @@ def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Modu
         _set(config, _POSITIONS, _FEW_POSITIONS)
     heads = _first(config, _HEADS)
     if heads is None:
-        scaled = _made_of(model, _small_parts(config, size))
+        small = _small_parts(config, size) or _of_channels(config, size)
+        scaled = _made_of(model, small)
         found = scaled if scaled is not None and _layout(scaled) == _layout(model) else None
         return _scaled_down_inside(model, size) if found is None else found
     # Heads have a width of their own in most models: what is between layers may be narrow then.
@@ -122,6 +125,15 @@ def _small_parts(config: Any, size: int) -> Any:
     for name, count in heads.items():
         setattr(config, name, _small_config(parts[name], count, _HEAD_DIM * count, size))
     return config
+
+
+def _of_channels(config: Any, size: int) -> Any:
+    """Return a copy of a configuration whose mixers have channels, with few; None for others."""
+    if _first(config, _STATE) is None or _first(config, _HIDDEN) is None:
+        return None
+    small = _small_config(config, 1, _CHANNELS_A_RANK * size, size)
+    _set(small, ("time_step_rank",), 5)
+    return small
 
 
 def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:

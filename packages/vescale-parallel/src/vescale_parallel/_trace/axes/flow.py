@@ -78,6 +78,8 @@ class Flow:
     Attributes:
         cut: Values that have the axis.
         partial: Values that are partial, and the module at whose end they are summed.
+        reentered: Modules that return partial values which are used by what is cut once they are
+            summed: their gradients are partial values, too, and are summed where they end.
         summed: Values whose gradients are partial values, and the modules at whose beginning they
             are summed.
         replicated: Parameters that are whole and whose gradients are partial values.
@@ -87,6 +89,7 @@ class Flow:
 
     cut: set[int]
     partial: dict[int, str] = field(default_factory=dict[int, str])
+    reentered: set[str] = field(default_factory=set[str])
     summed: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     replicated: set[str] = field(default_factory=set[str])
     biases: set[str] = field(default_factory=set[str])

@@ -31,6 +31,7 @@ def follow_gradients(graph: Graph, flow: Flow) -> None:
     while True:
         flow.summed.clear()
         flow.replicated.clear()
+        flow.reentered.clear()
         try:
             _gradients(graph, flow, unsummed)
         except _Again as again:
@@ -96,7 +97,8 @@ def _collect(
         if further:
             raise _Again(further)
         if value.index in flow.partial:
-            raise RefusedError(f"its partial sums are used by its shards {where(raw[0])}")
+            flow.reentered.add(flow.partial[value.index])
+            raw = []
     flow.summed[value.index] = summed
     return bool(raw)
 
