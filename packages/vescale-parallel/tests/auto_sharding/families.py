@@ -229,7 +229,11 @@ def verdict(family: str, size: int = 2) -> dict[str, Any]:
         "ep": _agreement(model, shipped_plan(model, "ep"), _experts(found)),
     }  # fmt: skip
     record |= {name: value for name, value in sharded(family, size).items() if name != "family"}
-    return record | certify(model, batch, found)
+    torch.set_default_dtype(torch.float64)  # code that makes numbers without a dtype
+    try:
+        return record | certify(model, batch, found)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _experts(found: Candidates) -> list[Candidate]:

@@ -96,6 +96,14 @@ class Ungated(Block):
         return x_BSF + self.down(self.up(x_BSF).relu())
 
 
+class Masked(Block):
+    """Fills with the least number of its dtype, which the default dtype has not."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        least = torch.full((), torch.finfo(x_BSF.dtype).min, device=x_BSF.device)
+        return torch.maximum(super().forward(x_BSF), least)
+
+
 ATTENTION = Group(
     parameters={
         "blocks.*.attention.qkv.weight": InterleavedShard(0, 3),
@@ -128,6 +136,12 @@ def test_gradients_that_are_rounding_alone_are_not_told_apart() -> None:
     plan = {f"blocks.*.{name}.{what}": "Shard(0)" for name in "qkv" for what in ("weight", "bias")}
     plan["blocks.*.out.weight"] = "Shard(1)"
     assert check_plan(DryRuns(model, batch), shard(plan, model, 2)).partial_grads == frozenset()
+
+
+def test_numbers_of_float64_are_made_in_float64() -> None:
+    plan = {**ATTENTION.placed, "blocks.*.attention.<attr:num_heads>": "Shard(0)"}
+    assert run(plan, Model(Masked)) == frozenset()
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_right_plan_is_proven_and_tells_whose_gradients_are_addends() -> None:

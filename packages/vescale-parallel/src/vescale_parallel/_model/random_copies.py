@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-from vescale_parallel._torch_private import pytree
 
 from .copies import copied_without_hooks, deep_copied
 
@@ -60,8 +59,44 @@ def scaled_copy(module: nn.Module, factor: float) -> nn.Module:
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class _MadeInDouble:
+    """Float64 as the default dtype while any thread is within."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_within = threading.Lock(), 0
+        self._default = torch.float32
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._num_within:
+                self._default = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float64)
+            self._num_within += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_within -= 1
+            if not self._num_within:
+                torch.set_default_dtype(self._default)
+
+
+_made_in_double = _MadeInDouble()
+
+
 class InDouble(TorchFunctionMode):
-    """Has code that asks for float32 compute in float64, so that sums can be compared."""
+    """Has code that asks for float32 compute in float64, so that sums can be compared.
+
+    What it makes without a dtype is float64 from the start: the least float64, which masks are
+    filled with, has no float32.
+    """
+
+    def __enter__(self) -> Self:
+        _made_in_double.enter()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _made_in_double.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
@@ -69,14 +104,7 @@ class InDouble(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
             return _grouped_mm(*args, **(kwargs or {}))
         kwargs = {name: _double(value) for name, value in (kwargs or {}).items()}
-        result = func(*map(_double, args), **kwargs)
-        if type(result) is Tensor and result.dtype in _LOW and not _has_tensor(args, kwargs):
-            return result.double()  # made in the default dtype
-        return result
-
-
-def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
+        return func(*map(_double, args), **kwargs)
 
 
 def _grouped_mm(
