@@ -1,6 +1,6 @@
-"""A tensor that stands for others has no memory of its own: who reaches for it without an operator.
+"""A tensor that stands for others has no memory of its own: reads of it are refused.
 
-torch's C++ does not ask a subclass of Tensor there, and reads or writes at address zero.
+Where no operator does them torch's C++ asks no subclass, and reads or writes at address zero.
 """
 
 from __future__ import annotations
