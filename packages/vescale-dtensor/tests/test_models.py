@@ -108,7 +108,7 @@ def test_a_model_on_four_processes_equals_one_device(world4: World, family: str)
     world4.run(check, family, "sdpa", True)
 
 
-def _run_packed(layer: nn.GRU, sequences: Tensor) -> tuple[Tensor, Tensor]:
+def _run_packed(layer: nn.Module, sequences: Tensor) -> tuple[Tensor, Tensor]:
     packed = pack_padded_sequence(sequences, [2, 7, 5], batch_first=True, enforce_sorted=False)
     found, last = layer(packed)
     padded, _ = pad_packed_sequence(found, batch_first=True)
