@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from vescale_dtensor import DTensor, GatherWarning, InterleavedShard, distribute_tensor, emulate
+from vescale_dtensor import (
+    DTensor,
+    GatherWarning,
+    InterleavedShard,
+    distribute_module,
+    distribute_tensor,
+    emulate,
+)
 from vescale_testing import World
 
 from . import hf_models
@@ -97,3 +106,30 @@ def test_a_model_equals_one_device(family: str, attention: str, train: bool) -> 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_model_on_four_processes_equals_one_device(world4: World, family: str) -> None:
     world4.run(check, family, "sdpa", True)
+
+
+def _run_packed(layer: nn.Module, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    packed = pack_padded_sequence(sequences, [2, 7, 5], batch_first=True, enforce_sorted=False)
+    found, last = layer(packed)
+    padded, _ = pad_packed_sequence(found, batch_first=True)
+    (padded.square().sum() + last.sum()).backward()
+    return padded, last
+
+
+@pytest.mark.filterwarnings("ignore:.*were gathered")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
+def test_packed_sequences_of_several_lengths_are_those_of_one_device(placement: Placement) -> None:
+    torch.manual_seed(0)
+    plain, sequences = nn.GRU(4, 5, batch_first=True), torch.randn(3, 7, 4, requires_grad=True)
+    with emulate(3):
+        mesh = init_device_mesh("cpu", (3,))
+        layer = distribute_module(copy.deepcopy(plain), mesh)
+        parts = distribute_tensor(sequences.detach(), mesh, (placement,)).requires_grad_()
+        expected, found = _run_packed(plain, sequences), _run_packed(layer, parts)
+        pairs = [*zip(expected, found, strict=True), (sequences.grad, parts.grad)]
+        grads = zip(plain.parameters(), layer.parameters(), strict=True)
+        pairs += [(one.grad, other.grad) for one, other in grads]
+        for one, other in pairs:
+            assert one is not None
+            assert other is not None
+            assert other.tolist() == one.tolist()

@@ -108,3 +108,18 @@ def test_state_of_more_parameters_than_there_are_is_refused(tmp_path: Path) -> N
     vescale_ckpt.save(tmp_path / "ckpt", {"o": optimizer})
     with pytest.raises(MismatchError, match=r"o\.state\.2"):
         vescale_ckpt.load(tmp_path / "ckpt", {"o": Nested(parameters()[:2])})
+
+
+# Those whose state is of each parameter on its own.
+PER_PARAMETER = [name for name in OPTIMIZERS if name != "sgd" and "lbfgs" not in name]
+
+
+@pytest.mark.parametrize("name", PER_PARAMETER)
+def test_state_of_a_parameter_of_another_shape_does_not_fit(tmp_path: Path, name: str) -> None:
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    step(params, optimizer)
+    vescale_ckpt.save(tmp_path / "ckpt", {"o": optimizer})
+    fresh = OPTIMIZERS[name](parameters()[::-1])
+    with pytest.raises(MismatchError, match=r"o\.state\.2\..*of shape \(\),.*\(3, 2\)"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"o": fresh})

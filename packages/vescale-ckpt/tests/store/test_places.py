@@ -43,6 +43,18 @@ def test_a_mount_point_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     vescale_ckpt.save(tmp_path / "volume" / "step-1", {"x": 1})
 
 
+@pytest.mark.parametrize("path", [".", ""])
+def test_the_working_directory_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"run is the working directory.*run/step-1"):
+        vescale_ckpt.save(path, {"x": 1})
+    vescale_ckpt.save("step-1", {"x": 1})
+    assert (tmp_path / "run" / "step-1").is_dir()
+
+
 @pytest.mark.parametrize("kind", ["relative", "slash", "dots", "pathlike", "unicode", "long"])
 def test_a_path_of_any_kind_is_the_same_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vescale_dtensor import package_logger
 
@@ -22,6 +23,8 @@ from .exceptions import DeferredWarning
 
 M = TypeVar("M", bound=nn.Module)
 _log = package_logger("vescale.deferred")
+# Constants and small tables are not what a module is deferred for.
+_MAX_SILENT_NBYTES = 1 << 20
 
 
 def deferred_init(module_or_factory: M | Callable[..., M], *args: Any, **kwargs: Any) -> M:
@@ -33,7 +36,8 @@ def deferred_init(module_or_factory: M | Callable[..., M], *args: Any, **kwargs:
 
     Where something cannot be deferred, the function or constructor that does it makes real
     tensors, with a :class:`DeferredWarning` that says why; the rest stays deferred. That is found
-    out by trying, so the constructor then runs several times.
+    out by trying, so the constructor then runs several times. Values that are read from a file or
+    an array are real as well, with a warning if they take more than a megabyte.
 
     Args:
         module_or_factory: A module class or any callable that returns a module; or a module,
@@ -77,6 +81,7 @@ requires_grad=True, fqn='weight')
     _name_tensors(module)
     with plainly():
         replace_unregistered(module, construction.generators.real_state)
+    _tell_what_is_real(module)
     if _log.isEnabledFor(logging.INFO):
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters())
         _log.info("constructed %s without its %d bytes", type(module).__name__, nbytes)
@@ -170,6 +175,24 @@ def _name_tensors(module: nn.Module) -> None:
         if isinstance(tensor, DeferredTensor):
             tensor.deferral.fqn = tensor.deferral.fqn or fqn
             tensor.deferral.tape.fqn = tensor.deferral.tape.fqn or fqn
+
+
+def _tell_what_is_real(module: nn.Module) -> None:
+    real: dict[Tensor, str] = {}
+    for fqn, _, _, tensor in registered(module):
+        if not (isinstance(tensor, DeferredTensor) or tensor.is_meta or is_lazy(tensor)):
+            real.setdefault(tensor, fqn)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in real)
+    if nbytes > _MAX_SILENT_NBYTES:
+        warnings.warn(
+            f"{len(real)} tensors of {type(module).__name__} have memory, {nbytes} bytes, the "
+            f"first is {next(iter(real.values()))!r}: values that are read from a file or an "
+            "array, or made where nothing could be deferred, are real. Instead of "
+            "from_pretrained construct the model from its config, say skip_init(model), and "
+            "load the checkpoint into it",
+            DeferredWarning,
+            stacklevel=3,
+        )
 
 
 def _name(factory: Callable[..., Any]) -> str:

@@ -321,3 +321,23 @@ def test_attributes_that_hold_each_other_are_searched_once():
 
     module = materialize(deferred_init(factory))
     assert module.cycle[0] is module.weight
+
+
+class Backbone(nn.Module):
+    """Has values from an array, as those of a file are, and others of its own."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.pretrained = nn.Parameter(torch.from_numpy(np.ones((rows, 1024), np.float32)))
+        self.head = nn.Linear(1024, 2)
+
+
+def test_values_from_elsewhere_that_take_memory_are_named() -> None:
+    with pytest.warns(DeferredWarning, match=r"1 tensors.*1228800 bytes.*'pretrained'.*skip_init"):
+        model = deferred_init(Backbone, 300)
+    assert is_deferred(model.head.weight)
+    assert not is_deferred(model.pretrained)
+
+
+def test_small_constants_are_real_without_a_warning() -> None:
+    assert not is_deferred(deferred_init(Backbone, 3).pretrained)

@@ -123,6 +123,15 @@ def test_sharing_the_storage_of_one_rank_is_refused(mesh: DeviceMesh) -> None:
         x.set_(torch.zeros(3))  # pyright: ignore[reportArgumentType]: torch's stub forgets tensors
 
 
+@pytest.mark.filterwarnings("ignore:.*were gathered")
+def test_a_write_that_is_an_error_leaves_a_gathered_view_as_it_was(mesh: DeviceMesh) -> None:
+    one = distribute_tensor(torch.ones(1), mesh, (Shard(0), Replicate()))
+    view = one.expand(2, 1).reshape(-1)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        view.add_(1)
+    assert torch.equal(of_all_ranks(view), torch.ones(2))
+
+
 def test_gradients_flow_through_writes_to_gathered_views(mesh: DeviceMesh) -> None:
     value = torch.randn(6, 6)
 

@@ -32,6 +32,7 @@ LOCAL_READS: dict[str, Callable[[Any], Any]] = {
     "pickle": pickle.dumps,
     "save": lambda x: torch.save(x, io.BytesIO()),
     "boxes": lambda x: x.local_boxes(),
+    "is_pinned": lambda x: (x.is_pinned(), x.is_shared()),
     "is_first_replica": lambda x: x.is_first_replica,
     "requires_grad": lambda x: (x.requires_grad, x.grad, x.is_leaf, x.grad_fn),
     "view": lambda x: x.view(-1) if x.is_contiguous() else x,
@@ -164,3 +165,23 @@ def test_an_array_is_refused_with_what_to_ask_for(read: Callable[[Any], Any]) ->
         x = distribute_tensor(torch.arange(4.0), mesh, (Shard(0),))
         with pytest.raises(TypeError, match=r"full_tensor\(\)\.detach\(\)\.numpy\(\).*every rank"):
             read(x)
+
+
+# What torch's C++ would do at address zero, without asking the tensor's class.
+MEMORY_READS: dict[str, Callable[[Any], Any]] = {
+    "torch.from_dlpack": torch.from_dlpack,
+    "numpy.from_dlpack": np.from_dlpack,
+    "share_memory_": lambda x: x.share_memory_(),
+    "module.share_memory": lambda x: torch.nn.ParameterList([x]).share_memory(),
+    "apply_": lambda x: x.apply_(lambda element: element + 1),
+}
+
+
+@pytest.mark.parametrize("read", MEMORY_READS.values(), ids=MEMORY_READS)
+def test_whatever_reaches_for_the_memory_is_refused(read: Callable[[Any], Any]) -> None:
+    with emulate(2):
+        x: Any = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), (Shard(0),))
+        with pytest.raises(TypeError, match=r"no memory of its own.*take x.full_tensor\(\)"):
+            read(x)
+        with pytest.raises(TypeError, match=r"no memory of its own.*take x.of_rank\(rank\)"):
+            read(x.to_local())

@@ -10,6 +10,12 @@ import torch
 
 from vescale_ckpt.types import SavedTensor, Stateful, StateTemplate
 
+# What torch's own optimizers keep for each element of a parameter. Others may keep it factored.
+_ELEMENTWISE = frozenset({
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq",
+    "momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance",
+})  # fmt: skip
+
 
 def template_of(
     given: Stateful,
@@ -36,11 +42,17 @@ def _optimizer_template(
     State of the shape of its parameter is sharded like the parameter; all other state is plain
     tensors on the CPU, and ``load_state_dict`` moves it to where it belongs. Lists and dicts of
     the state of a parameter have the lengths that were saved: LBFGS has a history.
-    What is larger than a matrix of all elements is no state, whatever the checkpoint says.
+    What is larger than a matrix of all elements is no state, whatever the checkpoint says. What
+    torch's optimizers keep for each element has the shape of the parameter, whatever was saved:
+    that of another parameter does not fit then.
     """
     current = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    template = _Template(max(1, sum(p.numel() for p in parameters)) ** 2)
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    template = _Template(
+        max(1, sum(p.numel() for p in parameters)) ** 2,
+        elementwise=_ELEMENTWISE if is_torchs else frozenset(),
+    )
     state: dict[Any, Any] = {index: dict(item) for index, item in current["state"].items()}
     stored = structure.get("state") if isinstance(structure, Mapping) else None
     if isinstance(stored, Mapping):
@@ -48,13 +60,13 @@ def _optimizer_template(
             if isinstance(items, Mapping) and (place := _index(number, parameters)) is not None:
                 own = state.setdefault(place, {})
                 for name, item in items.items():
-                    own[name] = template.like(item, own.get(name), parameters[place])
+                    own[name] = template.of(name, item, own.get(name), parameters[place])
         return {**current, "state": state}
     for path, tensor in saved.items():
         match path.split(".", 2):
             case ["state", number, name] if (place := _index(number, parameters)) is not None:
                 own = state.setdefault(place, {})
-                own[name] = template.like(tensor, own.get(name), parameters[place])
+                own[name] = template.of(name, tensor, own.get(name), parameters[place])
             case _:
                 pass
     return {**current, "state": state}
@@ -71,8 +83,20 @@ def _index(number: Any, parameters: Sequence[torch.Tensor]) -> int | None:
 class _Template:
     """Makes places for what is stored of the state of a parameter."""
 
-    def __init__(self, max_numel: int) -> None:
+    def __init__(self, max_numel: int, *, elementwise: frozenset[str]) -> None:
         self._max_numel = max_numel
+        self._elementwise = elementwise
+
+    def of(self, name: str, stored: Any, current: Any, parameter: torch.Tensor) -> Any:
+        """Return what to fill of the state ``name``: what exists, or something like ``stored``."""
+        if (
+            isinstance(stored, SavedTensor)
+            and name in self._elementwise
+            and not isinstance(current, torch.Tensor)
+            and stored.shape != tuple(parameter.shape)
+        ):
+            return torch.empty_like(parameter.detach(), dtype=stored.dtype)
+        return self.like(stored, current, parameter)
 
     def like(self, stored: Any, current: Any, parameter: torch.Tensor) -> Any:
         """Return something of the structure of ``stored``, with the tensors that exist already."""

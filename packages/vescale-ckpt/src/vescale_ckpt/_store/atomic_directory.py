@@ -126,6 +126,11 @@ def check_replaceable(path: Path) -> None:
             f"{path} is a mount point, which cannot be replaced; save to a directory in it, "
             f"{path / 'step-1'} for example"
         )
+    if path.samefile(os.curdir):
+        raise CheckpointError(
+            f"{path} is the working directory, which cannot be replaced under the process; save "
+            f"to a directory in it, {path / 'step-1'} for example"
+        )
     if not (path / MANIFEST_NAME).exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} holds files but no checkpoint ({MANIFEST_NAME} is missing); it will not be "

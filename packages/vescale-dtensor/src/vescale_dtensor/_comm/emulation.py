@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._caches import forget_with_world, forget_world
 from vescale_dtensor._torch_private import FakeStore, make_wrapper, pytree, seeing_lazy_bits
 
+from .without_memory import WithoutMemory
 
-class RankTensor(Tensor):
+
+class RankTensor(WithoutMemory, Tensor):
     """The tensors of all emulated ranks, used as if they were one.
 
     Shape and strides are those of the rank that the emulation looks through.
@@ -35,6 +37,7 @@ class RankTensor(Tensor):
         parts: One tensor per rank.
     """
 
+    has_memory = "x.of_rank(rank) for the tensor of one rank"
     parts: tuple[Tensor, ...]
 
     def __new__(cls, parts: Sequence[Tensor]) -> RankTensor:

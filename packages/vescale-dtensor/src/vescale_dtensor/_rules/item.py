@@ -1,4 +1,4 @@
-"""Operators that return Python values: they read the global tensor, never a rank's part."""
+"""Operators that return Python values: those of elements are read from the global tensor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,17 @@ def _is_set_to(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return same and func(first._local_tensor, second._local_tensor)
 
 
+def _is_pinned(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this rank's part is in page-locked memory."""
+    call = OpCall(func, args, kwargs)
+    (tensor,) = (distributed(tensor, call) for tensor in call.tensors)
+    return func(tensor._local_tensor, *args[1:], **kwargs)
+
+
 HANDLERS: dict[OpOverload, Plan] = {
     **dict.fromkeys(
         (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default), value
     ),
     aten.is_set_to.default: _is_set_to,
+    aten.is_pinned.default: _is_pinned,
 }

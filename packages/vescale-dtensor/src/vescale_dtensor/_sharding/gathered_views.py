@@ -25,6 +25,8 @@ from vescale_dtensor._torch_private import pytree
 
 from .op_call import Unsupported
 
+_UNKNOWN = -1
+
 
 class GatheredView:
     """How a view follows its base, which is moved to ``placements`` first.
@@ -75,6 +77,8 @@ class GatheredView:
 
     def write_back(self, view: DTensor) -> None:
         """Write what ``view`` holds to its base. All ranks of the mesh call this."""
+        # An error, of a base whose elements share memory, leaves the view to be made again.
+        version, self._version = self._version, _UNKNOWN
         whole = redistributed(self._base, self._placements)._local_tensor
         self._view(whole).copy_(view._local_tensor)
         made = layout_of(self._base)
@@ -82,6 +86,7 @@ class GatheredView:
         self._base._local_tensor.copy_(part)
         if self._base._alias_of is not None:
             self._base._alias_of.write_back(self._base)
+        self._version = version
 
     def _now(self) -> int:
         return _version(self._counter) + _version_of_parts(self._base._local_tensor)

@@ -6,9 +6,16 @@ from typing import Any, NoReturn
 
 import torch
 
+from vescale_dtensor._comm.without_memory import WithoutMemory
 
-class PythonValues:
+
+class PythonValues(WithoutMemory):
     """Mixed into the distributed tensor, before its base."""
+
+    has_memory = (
+        "x.full_tensor() for the global values, on every rank, or x.to_local() for this "
+        "rank's part"
+    )
 
     def __format__(self: Any, spec: str) -> str:
         """Format a scalar as the number it is on one device; every rank must call this."""
