@@ -1,0 +1,268 @@
+"""Plain attributes that forward changes, where forward runs more often than on one device.
+
+[Note: attributes of several runs] Counters, running means and generators of a module's own may be
+plain attributes. Every run of a step begins with them as they were before, as it does with
+buffers, and what the latest run left stays: a counter counts calls of the model. Lists and dicts
+are put back in place, since others may hold them; tensors are put back themselves, as copies if
+they were written to. What objects of other classes hold is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._torch_private import version_of
+
+Place = tuple[str, str]
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MISSING = object()
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, complex, str, type(None))
+_VALUES = (*_PLAIN, tuple, Tensor, *_CONTAINERS)
+
+
+def generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return what gets and what sets the state of a generator; None for anything else."""
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+class _Held:
+    """One attribute as it is now: the object, and what is in it if that may change in place."""
+
+    def __init__(self, value: Any, *, copied: bool) -> None:
+        self.value, self._inside, self._version = value, None, 0
+        if isinstance(value, Tensor):
+            self._version = version_of(value)
+            if copied and not value.requires_grad:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._inside = value.clone()
+        elif isinstance(value, _CONTAINERS):
+            self._inside = value.copy()
+        elif (generator := generator_of(value)) is not None:
+            self._inside = generator[0]()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a tensor was written to since."""
+        return isinstance(self.value, Tensor) and version_of(self.value) != self._version
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether there is a copy of what may change in place."""
+        return self._inside is not None
+
+    def is_other(self, now: Any) -> bool:
+        """Whether an attribute is no longer what it was."""
+        if now is not self.value:
+            are_plain = isinstance(now, _PLAIN) and isinstance(self.value, _PLAIN)
+            return not are_plain or now != self.value
+        if isinstance(now, _CONTAINERS):
+            return _differs(now, self._inside)
+        generator = generator_of(now)
+        if generator is not None:
+            return pickle.dumps(generator[0]()) != pickle.dumps(self._inside)
+        return self.is_written
+
+    def put_inside(self) -> None:
+        """Give the object what was in it."""
+        inside = self._inside
+        if isinstance(self.value, Tensor):
+            if self.is_written and inside is not None:
+                # Not counted as a write: what backward kept of it is what this run left.
+                self.value = inside.clone()
+                self._version = version_of(self.value)
+        elif isinstance(self.value, list):
+            self.value[:] = inside  # pyright: ignore[reportArgumentType]
+        elif isinstance(self.value, dict | set | deque):
+            _fill(self.value, inside)
+        elif (generator := generator_of(self.value)) is not None:
+            generator[1](inside)
+
+
+def _fill(container: Any, inside: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, deque) else container.update)(inside)
+
+
+def _differs(container: Any, inside: Any) -> bool:
+    if len(container) != len(inside):
+        return True
+    if isinstance(container, set):
+        return container != inside
+    if isinstance(container, dict):
+        if list(container) != list(inside):
+            return True
+        container, inside = container.values(), inside.values()
+    return any(x is not y for x, y in zip(container, inside, strict=True))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a run left in an attribute; :data:`_MISSING` if it is gone."""
+
+    now: Any
+    held: _Held | None
+
+
+class Attributes:
+    """The plain attributes of the modules below one, which its forward may change.
+
+    The first time all tensors are copied, later those that were written to.
+    """
+
+    def __init__(self, module: nn.Module, fqn: str = "") -> None:
+        start = f"{fqn}." if fqn else ""
+        self._modules = [
+            (f"{start}{name}".strip("."), vars(m)) for name, m in module.named_modules()
+        ]
+        self._written: set[Place] | None = None
+
+    def now(self) -> AttributesBefore:
+        """Note the attributes as they are before a run."""
+        written = self._written
+        held = {
+            (fqn, name): _Held(value, copied=written is None or (fqn, name) in written)
+            for fqn, attributes in self._modules
+            for name, value in attributes.items()
+            if name not in _OF_TORCH
+        }
+        return AttributesBefore(dict(self._modules), held)
+
+    def learn(self, changes: Mapping[Place, object]) -> None:
+        """Note which attributes runs change."""
+        self._written = {*(self._written or ()), *changes}
+
+
+class AttributesBefore:
+    """Attributes as they were before a run of forward."""
+
+    def __init__(self, modules: dict[str, dict[str, Any]], held: dict[Place, _Held]) -> None:
+        self._modules, self._held = modules, held
+
+    def put_back(self) -> None:
+        """Have modules hold what they held.
+
+        Raises:
+            ValueError: If a tensor was written to of which there is no copy.
+        """
+        for (fqn, name), held in self._held.items():
+            if held.is_written and not held.is_copied:
+                raise ValueError(
+                    f"the attribute {name!r} of {fqn or 'the model'!r} was written to by forward, "
+                    "and was not by the first call. With recompute, batch.gradient_accumulation "
+                    "or pipeline_parallel.size > 1 forward runs several times a step, each time "
+                    "from the same attributes; write to it in the first call as well, or outside "
+                    "of forward"
+                )
+            held.put_inside()
+            if self._modules[fqn].get(name, _MISSING) is not held.value:
+                self._modules[fqn][name] = held.value
+        for fqn, name in self._new():
+            del self._modules[fqn][name]
+
+    def changes(self) -> dict[Place, _Change]:
+        """Return what is not as it was."""
+        found: dict[Place, _Change] = {}
+        for at, held in self._held.items():
+            now = self._modules[at[0]].get(at[1], _MISSING)
+            if held.is_other(now):
+                found[at] = _Change(now, _held_now(now))
+        for fqn, name in self._new():
+            now = self._modules[fqn][name]
+            found[fqn, name] = _Change(now, _held_now(now))
+        return found
+
+    def apply(self, changes: Mapping[Place, _Change]) -> None:
+        """Have modules hold what runs left."""
+        for (fqn, name), change in changes.items():
+            if change.now is _MISSING:
+                self._modules[fqn].pop(name, None)
+                continue
+            if change.held is not None:
+                change.held.put_inside()
+            self._modules[fqn][name] = change.now
+
+    def _new(self) -> list[Place]:
+        return [
+            (fqn, name)
+            for fqn, attributes in self._modules.items()
+            for name, value in attributes.items()
+            if name not in _OF_TORCH
+            and (fqn, name) not in self._held
+            and isinstance(value, _VALUES)
+        ]
+
+    @contextlib.contextmanager
+    def back(self, attributes: Attributes) -> Iterator[None]:
+        """Have forward find the attributes as they were, without a change to the present ones."""
+        present = attributes.now()
+        self.put_back()
+        try:
+            yield
+        finally:
+            present.put_back()
+
+
+def _held_now(value: Any) -> _Held | None:
+    """Return what is in a container or a generator now; None for anything else."""
+    is_filled = isinstance(value, _CONTAINERS) or generator_of(value) is not None
+    return _Held(value, copied=False) if is_filled else None
+
+
+class SeveralRuns:
+    """Runs of forward in one step, from the same attributes; what the latest left stays.
+
+    Of stages the last one that changes an attribute counts.
+    """
+
+    def __init__(self, attributes: Attributes) -> None:
+        self._attributes, self._before = attributes, attributes.now()
+        self.left: dict[Place, tuple[int, _Change]] = {}
+
+    @contextlib.contextmanager
+    def run(self, stage: int, *, is_kept: bool) -> Iterator[None]:
+        """Run forward for a stage; ``is_kept`` says whether what it leaves counts."""
+        self._before.put_back()
+        try:
+            yield
+        finally:
+            for at, change in self._before.changes().items() if is_kept else ():
+                if at not in self.left or stage >= self.left[at][0]:
+                    self.left[at] = stage, change
+
+    def end(self) -> None:
+        """Have modules hold what the runs left."""
+        self._before.put_back()
+        self._before.apply({at: change for at, (_, change) in self.left.items()})
+        self._attributes.learn(self.left)
+
+    @property
+    def generators(self) -> list[str]:
+        """Names of the generators that runs drew from."""
+        return sorted(
+            ".".join(at).strip(".")
+            for at, (_, change) in self.left.items()
+            if generator_of(change.now) is not None
+        )
