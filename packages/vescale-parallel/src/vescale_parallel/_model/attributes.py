@@ -87,15 +87,13 @@ class _Held:
 
     def put_inside(self) -> None:
         """Give the object what was in it."""
-        inside = self._inside
+        inside: Any = self._inside
         if isinstance(self.value, Tensor):
             if self.is_written and inside is not None:
-                # Not counted as a write: what backward kept of it is what this run left.
+                # Another tensor: backward may have kept what this run left.
                 self.value = inside.clone()
                 self._version = version_of(self.value)
-        elif isinstance(self.value, list):
-            self.value[:] = inside  # pyright: ignore[reportArgumentType]
-        elif isinstance(self.value, dict | set | deque):
+        elif isinstance(self.value, _CONTAINERS):
             _fill(self.value, inside)
         elif (generator := generator_of(self.value)) is not None:
             generator[1](inside)
@@ -103,7 +101,7 @@ class _Held:
 
 def _fill(container: Any, inside: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, deque) else container.update)(inside)
+    (container.extend if isinstance(container, list | deque) else container.update)(inside)
 
 
 def _differs(container: Any, inside: Any) -> bool:
