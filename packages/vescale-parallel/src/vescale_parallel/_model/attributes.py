@@ -10,9 +10,11 @@ they were written to. What objects of other classes hold is not looked at.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from vescale_parallel._torch_private import version_of
 Place = tuple[str, str]
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MISSING = object()
+_CODE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, type(None))
 _VALUES = (*_PLAIN, tuple, Tensor, *_CONTAINERS)
@@ -52,7 +55,7 @@ class _Held:
     """One attribute as it is now: the object, and what is in it if that may change in place."""
 
     def __init__(self, value: Any, *, copied: bool) -> None:
-        self.value, self._inside, self._version = value, None, 0
+        self.value, self._inside, self._version, self.was_written = value, None, 0, False
         if isinstance(value, Tensor):
             self._version = version_of(value)
             if copied and not value.requires_grad:
@@ -73,14 +76,11 @@ class _Held:
         """Whether there is a copy of what may change in place."""
         return self._inside is not None
 
-    def is_other(self, now: Any) -> bool:
-        """Whether an attribute is no longer what it was."""
-        if now is not self.value:
-            are_plain = isinstance(now, _PLAIN) and isinstance(self.value, _PLAIN)
-            return not are_plain or now != self.value
-        if isinstance(now, _CONTAINERS):
-            return _differs(now, self._inside)
-        generator = generator_of(now)
+    def is_other(self) -> bool:
+        """Whether what is in it is no longer what it was."""
+        if isinstance(self.value, _CONTAINERS):
+            return _differs(self.value, self._inside)
+        generator = generator_of(self.value)
         if generator is not None:
             return pickle.dumps(generator[0]()) != pickle.dumps(self._inside)
         return self.is_written
@@ -91,10 +91,11 @@ class _Held:
         if isinstance(self.value, Tensor):
             if self.is_written and inside is not None:
                 # Another tensor: backward may have kept what this run left.
-                self.value = inside.clone()
+                self.was_written, self.value = True, inside.clone()
                 self._version = version_of(self.value)
         elif isinstance(self.value, _CONTAINERS):
-            _fill(self.value, inside)
+            if _differs(self.value, inside):
+                _fill(self.value, inside)
         elif (generator := generator_of(self.value)) is not None:
             generator[1](inside)
 
@@ -132,32 +133,51 @@ class Attributes:
 
     def __init__(self, module: nn.Module, fqn: str = "") -> None:
         start = f"{fqn}." if fqn else ""
-        self._modules = [
-            (f"{start}{name}".strip("."), vars(m)) for name, m in module.named_modules()
+        self.modules = [
+            (f"{start}{name}".strip("."), vars(each)) for name, each in module.named_modules()
         ]
-        self._written: set[Place] | None = None
+        self.written: set[Place] | None = None
+        self.sizes: list[int] = []
+        self.places: list[tuple[Place, dict[str, Any]]] = []
 
     def now(self) -> AttributesBefore:
         """Note the attributes as they are before a run."""
-        written = self._written
-        held = {
-            (fqn, name): _Held(value, copied=written is None or (fqn, name) in written)
-            for fqn, attributes in self._modules
-            for name, value in attributes.items()
-            if name not in _OF_TORCH
-        }
-        return AttributesBefore(dict(self._modules), held)
+        sizes = [len(held) for _, held in self.modules]
+        if sizes != self.sizes:  # every step looks at all modules, so that has to be fast
+            self.sizes = sizes
+            self.places = [
+                ((fqn, name), held)
+                for fqn, held in self.modules
+                for name, value in held.items()
+                if name not in _OF_TORCH and not isinstance(value, _CODE)
+            ]
+        return AttributesBefore(self)
 
-    def learn(self, changes: Mapping[Place, object]) -> None:
-        """Note which attributes runs change."""
-        self._written = {*(self._written or ()), *changes}
+    def learn(self, written: set[Place]) -> None:
+        """Note which tensors runs write to."""
+        self.written = written if self.written is None else self.written | written
 
 
 class AttributesBefore:
     """Attributes as they were before a run of forward."""
 
-    def __init__(self, modules: dict[str, dict[str, Any]], held: dict[Place, _Held]) -> None:
-        self._modules, self._held = modules, held
+    def __init__(self, of: Attributes) -> None:
+        self._modules, self._sizes, self._places = of.modules, of.sizes, of.places
+        self._values = [held.get(name, _MISSING) for (_, name), held in of.places]
+        self._held = {
+            index: _Held(value, copied=of.written is None or of.places[index][0] in of.written)
+            for index, value in enumerate(self._values)
+            if _is_filled(type(value))
+        }
+
+    @property
+    def written(self) -> set[Place]:
+        """Tensors that runs wrote to."""
+        return {
+            self._places[index][0]
+            for index, held in self._held.items()
+            if held.was_written or held.is_written
+        }
 
     def put_back(self) -> None:
         """Have modules hold what they held.
@@ -165,8 +185,9 @@ class AttributesBefore:
         Raises:
             ValueError: If a tensor was written to of which there is no copy.
         """
-        for (fqn, name), held in self._held.items():
+        for index, held in self._held.items():
             if held.is_written and not held.is_copied:
+                fqn, name = self._places[index][0]
                 raise ValueError(
                     f"the attribute {name!r} of {fqn or 'the model'!r} was written to by forward, "
                     "and was not by the first call. With recompute, batch.gradient_accumulation "
@@ -175,41 +196,47 @@ class AttributesBefore:
                     "of forward"
                 )
             held.put_inside()
-            if self._modules[fqn].get(name, _MISSING) is not held.value:
-                self._modules[fqn][name] = held.value
-        for fqn, name in self._new():
-            del self._modules[fqn][name]
+            self._values[index] = held.value
+        for ((_, name), attributes), value in zip(self._places, self._values, strict=True):
+            if attributes.get(name, _MISSING) is not value and value is not _MISSING:
+                attributes[name] = value
+        for (_, name), attributes in self._new():
+            del attributes[name]
 
     def changes(self) -> dict[Place, _Change]:
         """Return what is not as it was."""
         found: dict[Place, _Change] = {}
-        for at, held in self._held.items():
-            now = self._modules[at[0]].get(at[1], _MISSING)
-            if held.is_other(now):
-                found[at] = _Change(now, _held_now(now))
-        for fqn, name in self._new():
-            now = self._modules[fqn][name]
-            found[fqn, name] = _Change(now, _held_now(now))
-        return found
+        both = zip(self._places, self._values, strict=True)
+        for index, ((at, attributes), value) in enumerate(both):
+            now = attributes.get(at[1], _MISSING)
+            if now is not value:
+                are_plain = isinstance(now, _PLAIN) and isinstance(value, _PLAIN)
+                if not are_plain or now != value:
+                    found[at] = _changed_to(now)
+            elif index in self._held and self._held[index].is_other():
+                found[at] = _changed_to(now)
+        return found | {at: _changed_to(attributes[at[1]]) for at, attributes in self._new()}
 
     def apply(self, changes: Mapping[Place, _Change]) -> None:
         """Have modules hold what runs left."""
+        modules = dict(self._modules)
         for (fqn, name), change in changes.items():
             if change.now is _MISSING:
-                self._modules[fqn].pop(name, None)
+                modules[fqn].pop(name, None)
                 continue
             if change.held is not None:
                 change.held.put_inside()
-            self._modules[fqn][name] = change.now
+            modules[fqn][name] = change.now
 
-    def _new(self) -> list[Place]:
+    def _new(self) -> list[tuple[Place, dict[str, Any]]]:
+        pairs = zip(self._modules, self._sizes, strict=True)
+        grown = [(fqn, held) for (fqn, held), size in pairs if len(held) != size]
+        known = {at for at, _ in self._places} if grown else set[Place]()
         return [
-            (fqn, name)
-            for fqn, attributes in self._modules.items()
-            for name, value in attributes.items()
-            if name not in _OF_TORCH
-            and (fqn, name) not in self._held
-            and isinstance(value, _VALUES)
+            ((fqn, name), held)
+            for fqn, held in grown
+            for name, value in held.items()
+            if name not in _OF_TORCH and (fqn, name) not in known and isinstance(value, _VALUES)
         ]
 
     @contextlib.contextmanager
@@ -223,10 +250,20 @@ class AttributesBefore:
             present.put_back()
 
 
-def _held_now(value: Any) -> _Held | None:
-    """Return what is in a container or a generator now; None for anything else."""
-    is_filled = isinstance(value, _CONTAINERS) or generator_of(value) is not None
-    return _Held(value, copied=False) if is_filled else None
+def _changed_to(value: Any) -> _Change:
+    """Return a change, with what is in a container or a generator now."""
+    is_copied = _is_filled(type(value)) and not isinstance(value, Tensor)
+    return _Change(value, _Held(value, copied=False) if is_copied else None)
+
+
+@functools.cache
+def _is_filled(kind: type) -> bool:
+    """Whether objects may change in place, and can be put back."""
+    generators = [random.Random, torch.Generator]
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        generators += [numpy.random.RandomState, numpy.random.Generator]
+    return issubclass(kind, (Tensor, *_CONTAINERS, *generators))
 
 
 class SeveralRuns:
@@ -254,7 +291,7 @@ class SeveralRuns:
         """Have modules hold what the runs left."""
         self._before.put_back()
         self._before.apply({at: change for at, (_, change) in self.left.items()})
-        self._attributes.learn(self.left)
+        self._attributes.learn(self._before.written)
 
     @property
     def generators(self) -> list[str]:

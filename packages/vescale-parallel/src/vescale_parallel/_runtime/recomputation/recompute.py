@@ -97,7 +97,7 @@ def _run(
             with draws.noted(), first:
                 output = forward(*args, **kwargs)
             _learn(buffers, form, held)
-            attributes.learn(attributes_before.changes())
+            attributes.learn(attributes_before.written)
             return output
         args, kwargs = snapshot(before)
         back = held.back(), attributes_before.back(attributes)
