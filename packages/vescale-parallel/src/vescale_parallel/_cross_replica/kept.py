@@ -26,16 +26,18 @@ from .parts import equal, is_part
 Place = tuple[str, str]
 Kept = dict[Place, list[Any]]
 _OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, str, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 
 
 def kept_in(module: nn.Module) -> Kept:
     """Return the tensors and numbers that modules hold in attributes, and in objects there."""
+    seen: dict[int, list[Any]] = {}  # modules share configurations
     return {
         (fqn, name): leaves
         for fqn, each in module.named_modules()
         for name, value in vars(each).items()
-        if name not in _OF_TORCH and (leaves := _leaves_of(value))
+        if name not in _OF_TORCH and (leaves := _leaves_of(value, seen))
     }
 
 
@@ -107,19 +109,24 @@ def _settled(x: Any) -> Any:
     return x.full_tensor() if is_whole else x
 
 
-def _leaves_of(value: Any) -> list[Any]:
-    found = list[Any]()
-    for leaf in pytree.tree_leaves(value):
-        inside = [leaf]
-        if not isinstance(leaf, (Tensor, *_CODE)):
-            held: Mapping[str, Any] = getattr(leaf, "__dict__", {})
-            inside += [x for each in held.values() for x in pytree.tree_leaves(each)]
-        found += [
+def _leaves_of(value: Any, seen: dict[int, list[Any]]) -> list[Any]:
+    if isinstance(value, _PLAIN):
+        return [] if isinstance(value, str) or value is None else [value]
+    if id(value) not in seen:
+        seen[id(value)] = [
             x.detach() if isinstance(x, Tensor) else x
-            for x in inside
+            for leaf in pytree.tree_leaves(value)
+            for x in (leaf, *_inside(leaf))
             if isinstance(x, int | float) or _is_plain(x)
         ]
-    return found
+    return seen[id(value)]
+
+
+def _inside(leaf: Any) -> list[Any]:
+    if isinstance(leaf, (Tensor, *_PLAIN, *_CODE)):
+        return []
+    held: Mapping[str, Any] = getattr(leaf, "__dict__", {})
+    return [x for each in held.values() for x in pytree.tree_leaves(each)]
 
 
 def _is_plain(x: Any) -> bool:
