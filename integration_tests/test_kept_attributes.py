@@ -171,9 +171,31 @@ class CountingModel(Plain):
         return super().forward(batch) * min(1.0, self.calls / 3)
 
 
+class Temperature:
+    """Falls from call to call."""
+
+    value = 1.0
+
+    def step(self) -> float:
+        self.value *= 0.5
+        return self.value
+
+
+class Annealed(Plain):
+    """Has an object of another class count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = Temperature()
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(batch) * (1 + self.temperature.step())
+
+
 COUNTING: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: InBlocks(Counting),
     "model": CountingModel,
+    "object": Annealed,
 }
 
 

@@ -4,7 +4,8 @@
 plain attributes. Every run of a step begins with them as they were before, as it does with
 buffers, and what the latest run left stays: a counter counts calls of the model. Lists and dicts
 are put back in place, since others may hold them; tensors are put back themselves, as copies if
-they were written to. What objects of other classes hold is not looked at.
+they were written to. Objects of a program's own classes, a schedule of a temperature for example,
+are put back likewise, but not what they hold in turn.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vescale_parallel._torch_private import version_of
 Place = tuple[str, str]
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MISSING = object()
+_LIBRARIES = ("torch", "transformers", "numpy", "vescale")
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -65,6 +67,8 @@ class _Held:
             self._inside = value.copy()
         elif (generator := generator_of(value)) is not None:
             self._inside = generator[0]()
+        else:
+            self._inside = dict(vars(value))
 
     @property
     def is_written(self) -> bool:
@@ -83,7 +87,9 @@ class _Held:
         generator = generator_of(self.value)
         if generator is not None:
             return pickle.dumps(generator[0]()) != pickle.dumps(self._inside)
-        return self.is_written
+        if isinstance(self.value, Tensor):
+            return self.is_written
+        return _differs(vars(self.value), self._inside)
 
     def put_inside(self) -> None:
         """Give the object what was in it."""
@@ -98,6 +104,10 @@ class _Held:
                 _fill(self.value, inside)
         elif (generator := generator_of(self.value)) is not None:
             generator[1](inside)
+        elif _differs(held := vars(self.value), inside):
+            held.update(inside)
+            for name in [name for name in held if name not in inside]:
+                del held[name]
 
 
 def _fill(container: Any, inside: Any) -> None:
@@ -263,7 +273,12 @@ def _is_filled(kind: type) -> bool:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         generators += [numpy.random.RandomState, numpy.random.Generator]
-    return issubclass(kind, (Tensor, *_CONTAINERS, *generators))
+    if issubclass(kind, (Tensor, *_CONTAINERS, *generators)):
+        return True
+    package = kind.__module__.partition(".")[0]
+    is_code = issubclass(kind, (type, types.ModuleType, nn.Module, *_CODE))
+    is_library = package in sys.stdlib_module_names or package.startswith(_LIBRARIES)
+    return not is_library and not is_code and kind.__dictoffset__ != 0
 
 
 class SeveralRuns:
