@@ -193,6 +193,19 @@ def forces(run: Run) -> None:
     run.train(Forces())
 
 
+class ForcesInTraining(Plain):
+    """Likewise, but not where gradients are off."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = batch["x"].detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.logits({"x": x}).sum(), x, create_graph=True)
+        return (force - batch["y"]).square().mean()
+
+
+def forces_in_training(run: Run) -> None:
+    run.train(ForcesInTraining())
+
+
 def attacked(run: Run) -> None:
     """Moves the inputs along their gradient, by backward and by grad of a frozen model."""
     model, optimizer = run.start(Plain())

@@ -58,8 +58,9 @@ class Run:
     def part(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows of a global batch."""
         replicas = (self.constraints or {}).get(DP, 1)
-        # Stages of a pipeline are the outermost axis.
-        rank = int(os.environ["RANK"]) % replicas if replicas > 1 else 0
+        # Stages of a pipeline are the outermost axis, tensor-parallel ranks the innermost one.
+        inner = (self.constraints or {}).get(TP, 1)
+        rank = int(os.environ["RANK"]) // inner % replicas if replicas > 1 else 0
         return {name: tensor.chunk(replicas)[rank] for name, tensor in batch.items()}
 
     def keep(self, value: Tensor) -> None:

@@ -44,7 +44,8 @@ RIGHT: list[Program] = [
 RIGHT_WITHOUT_PIPELINE: list[Program] = [
     loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
     models.without_elements, gradients.asked_twice, gradients.asked_beside_inputs,
-    gradients.penalty_on_inputs, gradients.penalty_on_norms, gradients.forces, gradients.attacked,
+    gradients.penalty_on_inputs, gradients.penalty_on_norms, gradients.forces,
+    gradients.forces_in_training, gradients.attacked,
 ]  # fmt: skip
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
@@ -144,3 +145,24 @@ def test_inputs_that_would_get_no_gradient_are_refused(
 ) -> None:
     message = r"batch\['x'\] requires a gradient, .* gives inputs no gradients"
     check(world2, ValueError, message, both, program, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "plan", "message"),
+    [
+        (gradients.forces, "pp", "forward differentiates what blocks of a pipeline compute"),
+        (gradients.forces_in_training, "pp", "forward differentiates what blocks of a pipeline"),
+        (gradients.forces_in_training, "accumulated", "differentiate within torch.enable_grad"),
+    ],
+)
+def test_forwards_that_differentiate_say_what_they_meet(
+    world2: World, program: Program, plan: str, message: str
+) -> None:
+    plans = {**PLANS, "accumulated": {DP: 2, "batch.gradient_accumulation": 2}}
+    check(world2, ValueError, message, both, program, plans[plan])
+
+
+@pytest.mark.slow
+def test_forwards_may_differentiate_in_micro_batches(world2: World) -> None:
+    right(world2, gradients.forces, {DP: 2, "batch.gradient_accumulation": 2})

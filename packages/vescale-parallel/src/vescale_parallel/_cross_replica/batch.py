@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import all_gather
 from vescale_parallel._mesh.agreement import gathered_objects
+from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
 from .borders import NOWHERE, RowCoupling
@@ -44,6 +45,7 @@ class BatchRows:
         self._guard, self._regions = guard, regions
         self._groups, self._num_parts = groups, num_parts
         self._sliced = tuple(f"{each}." for each in sliced)
+        self._said_kept = set[str]()
         self.coupling, self.is_checked = NOWHERE, True
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
@@ -76,9 +78,14 @@ class BatchRows:
             yield
             return
         self.coupling, self.is_checked = self._guard.coupling(model, args, kwargs)
+        if not self.coupling.kept <= self._said_kept:
+            self._said_kept |= self.coupling.kept
+            warn_at_user_line(_kept_warning(self.coupling))
         try:
             if in_parts_by and self.coupling.written:
                 raise ValueError(_refused_writes(self.coupling, in_parts_by))
+            if in_parts_by and self.coupling.rows_read and torch.is_grad_enabled():
+                raise ValueError(_refused_rows(self.coupling, in_parts_by))
             if not self.coupling.regions:
                 yield
                 return
@@ -141,6 +148,26 @@ def _refused_writes(coupling: RowCoupling, in_parts_by: str) -> str:
         f"forward writes to parameters ({names}), but {in_parts_by} runs it several times a step. "
         "Write to them after optimizer.step(), make them buffers, or use pipeline_parallel.size 1 "
         "and batch.gradient_accumulation 1"
+    )
+
+
+def _refused_rows(coupling: RowCoupling, in_parts_by: str) -> str:
+    names = ", ".join(map(repr, sorted(coupling.rows_read)))
+    return (
+        f"forward keeps {names} for every row of a batch and computes with it in the next call, "
+        f"but {in_parts_by} runs it in micro-batches, each of other rows. Use "
+        "pipeline_parallel.size 1 and batch.gradient_accumulation 1, or give it to the model with "
+        "the batch"
+    )
+
+
+def _kept_warning(coupling: RowCoupling) -> str:
+    names = ", ".join(map(repr, sorted(coupling.kept)))
+    return (
+        f"forward keeps {names} in attributes of modules, made of rows of the batch, and no call "
+        "computes with it: each rank has what its own rows of the latest micro-batch leave there, "
+        "not what one device has. Make it a buffer (register_buffer) to have it made of the rows "
+        "of all data-parallel ranks"
     )
 
 

@@ -67,6 +67,8 @@ class RowCoupling:
         returned: Likewise in what it returns, by ``leaf_names``; None also if that cannot be
             told.
         written: Parameters that forward writes to.
+        kept: Attributes that depend on the rows, and that no call computes with.
+        rows_read: Attributes with something for every row, which the next call computes with.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -77,6 +79,8 @@ class RowCoupling:
     given: tuple[Rows | None, ...] | None = None
     returned: tuple[tuple[str, Rows | MeanOfParts | None], ...] | None = None
     written: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    rows_read: frozenset[str] = frozenset()
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -113,6 +117,8 @@ class RowCoupling:
             given=self.given,
             returned=self.returned,
             written=frozenset(map(generalize, self.written)),
+            kept=frozenset(map(generalize, self.kept)),
+            rows_read=frozenset(map(generalize, self.rows_read)),
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -160,6 +166,8 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         given.pop() if len(given) == 1 else None,
         returned.pop() if len(returned) == 1 else None,
         frozenset[str]().union(*(each.written for each in found)),
+        frozenset[str]().union(*(each.kept for each in found)),
+        frozenset[str]().union(*(each.rows_read for each in found)),
     )
 
 

@@ -21,9 +21,9 @@ from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .borders import NOWHERE, RowCoupling, joined
-from .check import CannotRunError, Given, RowCheckError, UnclearRowsError, row_coupling
+from .check import CannotRunError, Given, UnclearRowsError, row_coupling
 from .row_counts import likely_row_counts, shapes_with_rows
-from .runs import seeded
+from .runs import RowCheckError, seeded
 from .small_batches import Extremes, in_double, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.

@@ -15,7 +15,6 @@ normalization, a router's loss, the loss of the model.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,26 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.leaf_names import leaf_names
-from vescale_parallel._model.random_copies import InDouble, scaled_copy
-from vescale_parallel._torch_private import backward_within_modes
-from vescale_parallel._verify.without_chance import WithoutChance
+from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 
-from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, part_of_rows, structure
-from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, rows_in, same_value
+from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, structure
+from .gradients_of_parts import compare_gradients, has_gradient
+from .kept import Place, absolute, counts_rows, dependent, differs, names_of, set_kept, with_rows
+from .parts import NUM_PARTS, equal, is_part, rows_in, same_value
 from .ranked_rows import picks_rows
-from .runs import Call, OtherCallsError, Run, Script, run_module, seeded
-
-
-class RowCheckError(ValueError):
-    """It is not known where rows of a batch depend on each other."""
+from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
 
 
 class CannotRunError(RowCheckError):
     """A model cannot be run on some rows of its batch."""
-
-
-class GradientsDifferError(RowCheckError):
-    """Rows depend on each other in a backward pass alone, which nothing here can make right."""
 
 
 class UnclearRowsError(RowCheckError):
@@ -86,6 +77,8 @@ def row_coupling(
         given=given,
         returned=found.returned(whole),
         written=frozenset(found.written),
+        kept=names_of(at for at in found.kept if at[0] not in found.regions),
+        rows_read=names_of(found.rows_read),
     )
 
 
@@ -104,6 +97,9 @@ class _Found:
         is_flat: Whether a loss of the model was one and the same number for all rows and for
             parts of them, a hinge beyond its margin for example, which shows nothing.
         written: Parameters that forward writes to, with values that every run begins with.
+        read: Attributes that depend on the rows, and that the next call computes with.
+        rows_read: Attributes that have something for every row, and that the next call reads.
+        kept: Others that depend on the rows.
     """
 
     losses_only: bool
@@ -117,6 +113,9 @@ class _Found:
     names: list[str] = field(default_factory=list[str])
     is_flat: bool = False
     written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    read: set[Place] = field(default_factory=set[Place])
+    rows_read: set[Place] = field(default_factory=set[Place])
+    kept: set[Place] = field(default_factory=set[Place])
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
@@ -176,10 +175,12 @@ def _examine(
         run_module(module, fqn, half, whole.counts, 1, written=found.written) for half in halves
     ]
     found.add(fqn, whole.call, [run.call for run in parts])
-    why = _difference(whole, parts, losses_only=found.losses_only)
+    if is_model:
+        _look_at_kept(module, call, whole, parts, found)
+    why = _difference(whole, parts, found, fqn)
     if why is None:
         if is_model:
-            _compare_gradients(whole, parts)
+            compare_gradients(whole, parts)
             found.is_flat = _is_flat(whole, parts)
         return
     known = len(found.regions)
@@ -228,11 +229,39 @@ def _examine_inside(
         examined.add(key)
         _examine(module.get_submodule(_below(child, fqn)), child, call, of_halves, found)
     noticed = [each.noticed for each in script if each.noticed]
-    return (
-        noticed[0]
-        if noticed
-        else _difference(whole, forced, losses_only=found.losses_only, own=True)
-    )
+    return noticed[0] if noticed else _difference(whole, forced, found, fqn, own=True)
+
+
+def _look_at_kept(
+    model: nn.Module, call: Call, whole: Run, parts: Sequence[Run], found: _Found
+) -> None:
+    """Note what a model leaves in attributes that depends on rows; see [Note: kept attributes]."""
+    if whole.subject is None or any(run.error for run in parts):
+        return
+    of_parts = [run.left for run in parts]
+    rows, places = with_rows(whole.left, of_parts), dependent(whole.left, of_parts)
+    if rows and _again(model, call, whole, rows, found) is None:
+        found.rows_read |= rows
+    if not places:
+        return
+    again = _again(model, call, whole, places, found)
+    if again is None:
+        found.read |= places
+        return
+    left = {at: again.left.get(at, whole.left[at]) for at in places}
+    found.kept |= {at for at in places if not counts_rows(whole.left[at], left[at])}
+
+
+def _again(
+    model: nn.Module, call: Call, whole: Run, places: set[Place], found: _Found
+) -> Run | None:
+    """Run a model with what it left in attributes; None if it then returns something else."""
+    assert whole.subject is not None
+    second = sharing_copy(model)
+    set_kept(second, whole.subject, places)
+    again = run_module(second, "", call, [], NUM_PARTS, written=found.written)
+    is_other = again.error is not None or differs(whole.call.outputs, again.call.outputs)
+    return None if is_other else again
 
 
 def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
@@ -267,9 +296,9 @@ def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], 
 
 
 def _difference(
-    whole: Run, parts: Sequence[Run], *, losses_only: bool, own: bool = False
+    whole: Run, parts: Sequence[Run], found: _Found, fqn: str, *, own: bool = False
 ) -> str | None:
-    """Return what a module returns, or keeps in a buffer, that parts of the rows do not give."""
+    """Return what a module returns, or keeps, that parts of the rows do not give."""
     outputs = whole.call.outputs
     failed = next((run.error for run in parts if run.error is not None), None)
     if failed is not None:
@@ -277,16 +306,16 @@ def _difference(
     if any(len(run.call.outputs) != len(outputs) for run in parts):
         return "it returns other things for fewer rows"
     for index, expected in enumerate(outputs):
-        found = [run.call.outputs[index] for run in parts]
-        if losses_only and _is_number(expected):
+        of_parts = [run.call.outputs[index] for run in parts]
+        if found.losses_only and _is_number(expected):
             continue
         if not isinstance(expected, Tensor):
-            if not all(same_value(x, expected) for x in found):
+            if not all(same_value(x, expected) for x in of_parts):
                 return "it returns a number that depends on how many rows there are"
-        elif not _averages(expected, found, parts) and (
+        elif not _averages(expected, of_parts, parts) and (
             _is_loss(expected)
             or not all(
-                isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(found)
+                isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(of_parts)
             )
         ):
             return _description(expected)
@@ -300,6 +329,9 @@ def _difference(
             continue
         if not all(equal(run.written[name], parameter) for run in parts):
             return f"its parameter {name!r}, which it writes to, depends on all rows"
+    for at in dependent(whole.left, [run.left for run in parts]) if found.read else ():
+        if absolute(fqn, at) in found.read and not (own and at[0]):
+            return f"its attribute {at[1]!r}, which the next call reads, depends on all rows"
     return picks_rows(whole.picked, parts[0].picked, own=own)
 
 
@@ -315,7 +347,7 @@ def _is_loss(output: Tensor) -> bool:
 def _is_flat(whole: Run, parts: Sequence[Run]) -> bool:
     """Whether a loss is one number, whatever the rows."""
     return any(
-        _has_gradient(expected)
+        has_gradient(expected)
         and expected.dim() == 0
         and all(torch.equal(run.call.outputs[index], expected) for run in parts)
         for index, expected in enumerate(whole.call.outputs)
@@ -334,61 +366,6 @@ def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool
         return False
     known = all(run.means.is_mean(x) for x, run in zip(found, parts, strict=True))
     return known and equal(torch.stack([*found]).mean(), whole)
-
-
-def _compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
-    """Raise if parameters' gradients are not the sum over parts."""
-    outputs = whole.call.outputs
-    weights = [torch.randn_like(x) if _has_gradient(x) and x.dim() else None for x in outputs]
-    left: dict[str, Tensor] = {}
-    ones = [
-        torch.ones_like(x) if w is None and _has_gradient(x) else w
-        for x, w in zip(outputs, weights, strict=True)
-    ]
-    _add_gradients(whole, ones, left)
-    sizes = {name: float(grad.abs().max()) for name, grad in left.items() if grad.numel()}
-    for part, run in enumerate(parts):
-        given: list[Tensor | None] = []
-        for whole_output, weight, x in zip(outputs, weights, run.call.outputs, strict=True):
-            if not _has_gradient(x):
-                given.append(None)
-            elif weight is None or x.shape == whole_output.shape:
-                full = torch.ones_like(x) if weight is None else weight
-                given.append(-full / NUM_PARTS)
-            else:
-                rows = rows_in(whole_output, x, part)
-                assert rows is not None
-                given.append(-part_of_rows(weight, rows, part, NUM_PARTS, NUM_ROWS))
-        _add_gradients(run, given, left)
-    for name, grad in left.items():
-        size = sizes.get(name, 0.0)
-        if not math.isfinite(size):
-            grad = grad.nan_to_num(posinf=0.0, neginf=0.0)
-        if grad.numel() and not float(grad.abs().max()) <= 1e-6 * (size + 1e-3):
-            raise GradientsDifferError(
-                f"the gradient of {name!r} is not the sum over parts of the batch, though "
-                "results are made row by row; use data_parallel.size 1 and one micro-batch"
-            )
-
-
-def _has_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
-
-
-def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str, Tensor]) -> None:
-    """Add a run's gradients to sums, in their memory: those of a large model are held once."""
-    pairs = [(x, c) for x, c in zip(run.call.outputs, cotangents, strict=True) if c is not None]
-    wanted = {name: p for name, p in run.parameters.items() if p.requires_grad}
-    if not pairs or not wanted:
-        return
-    for name, parameter in wanted.items():
-        parameter.grad = sums.get(name)
-    with InDouble(), WithoutChance():
-        # Of all leaves: checkpoint(use_reentrant=True) refuses a backward of some.
-        backward_within_modes([x for x, _ in pairs], [c for _, c in pairs])
-    for name, parameter in wanted.items():
-        if parameter.grad is not None:
-            sums[name], parameter.grad = parameter.grad.to_dense(), None  # of sparse embeddings
 
 
 def _below(fqn: str, prefix: str) -> str:

@@ -31,6 +31,7 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, ModuleRows, RowCoupling, Rows
+from .kept import settle_attributes
 from .part_gradients import is_of_a_part
 from .row_converter import RowConverter
 
@@ -61,7 +62,7 @@ class RowRegions:
         self._converter = RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
         self._mode = _WithRows(self._converter)
-        self._wrapped: set[str] = set()
+        self._wrapped: dict[str, nn.Module] = {}
         self._hooked: set[str] = set()
         # Whether a region's own code runs, and the modules that it left to run on parts,
         # innermost last, with whether it runs again behind them.
@@ -78,6 +79,9 @@ class RowRegions:
         self.coupling, self._converter.num_rows = coupling, num_rows
         try:
             yield
+            for fqn, module in self._wrapped.items():
+                if coupling.is_region(fqn):
+                    settle_attributes(module)
         finally:
             self._is_inside = False
             self._left.clear()
@@ -86,8 +90,7 @@ class RowRegions:
         """Wrap modules now, in case rows depend on each other in them; others wrap them later."""
         for fqn in fqns:
             if fqn not in self._wrapped and not self._is_in_list(fqn):
-                self._wrapped.add(fqn)
-                module = model.get_submodule(fqn)
+                module = self._wrapped[fqn] = model.get_submodule(fqn)
                 module.forward = self._over_all_rows(module, module.forward, fqn)
 
     def watch(self, model: nn.Module, coupling: RowCoupling) -> None:

@@ -20,6 +20,7 @@ from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import part_of_rows
+from .kept import Kept, Place, changed, kept_in
 from .means import MeanTracker
 from .parts import NUM_PARTS, NUM_ROWS, is_part, rows_in, same_value
 from .ranked_rows import Picked, PickedRows
@@ -64,6 +65,8 @@ class Run:
         buffers: As they were afterwards.
         written: Likewise parameters that the model is known to write to.
         kept: Other tensors that modules then held, by module and attribute.
+        left: What it has left in attributes, which was not so before.
+        subject: The copy of the module that ran.
         depth: How many modules that the module calls are running, one inside of the other.
         picked: Operators that picked elements along a dim.
     """
@@ -77,8 +80,14 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     kept: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    left: Kept = field(default_factory=dict[Place, list[Any]])
+    subject: nn.Module | None = None
     depth: int = 0
     picked: list[Picked] = field(default_factory=list[Picked])
+
+
+class RowCheckError(ValueError):
+    """It is not known where rows of a batch depend on each other."""
 
 
 class OtherCallsError(Exception):
@@ -188,6 +197,7 @@ def run_module(
     run.written = _settle_parameters(module, fqn, run.parameters, written or {})
     run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}
     run.kept = {(fqn, name): x.detach() for fqn, name, x in tensors_in_attributes(subject)}
+    run.subject, run.left = subject, changed(kept_in(module), kept_in(subject))
     return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -57,7 +56,7 @@ class EarlyReductions(Protocol):
 class PipelineStep:
     """Runs the steps of one rank of a pipeline.
 
-    ``buffers`` are those that forward changes, None for a model without any; ``finish`` reduces
+    ``buffers`` are those that forward changes, and attributes; ``finish`` reduces
     gradients, multiplied by what it is given, None being 1, and is told of which parameters some
     stage has one; ``reduced`` are gradients that were reduced before.
     """
@@ -67,7 +66,7 @@ class PipelineStep:
         model: nn.Module,
         pipeline: Pipeline,
         params: Sequence[ShardedParameter],
-        buffers: StageBuffers | None,
+        buffers: StageBuffers,
         finish: Callable[[Tensor | None, set[ShardedParameter]], None],
         reduced: EarlyReductions,
     ) -> None:
@@ -101,11 +100,8 @@ class PipelineStep:
         placement = pipeline.plan.pipeline_parallel.placement
         send_tied_weights(self._params, pipeline.group_of("F"), placement)
         form = (self._forms.form(args, kwargs), self._model.training)
-        runs = contextlib.nullcontext(forward)
-        if self._buffers is not None:
-            runs = self._buffers.call(forward, form)
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
-        with runs as forward:
+        with self._buffers.call(forward, form) as forward:
             call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)
             seen = pipeline.seen(*call[:4], form=form)
             if seen.kept:

@@ -86,7 +86,7 @@ class AccumulatedStep:
         ranks: Those that share a batch.
         rng: Random numbers in forward.
         staging: Shared with the modules that may be answered by placeholders.
-        buffers: Those that forward changes; None for a model without any.
+        buffers: Those that forward changes, and attributes.
         loss_of: Returns the loss among what forward returns.
     """
 
@@ -97,7 +97,7 @@ class AccumulatedStep:
     ranks: DataRanks
     rng: ShardedRng
     staging: Staging
-    buffers: StageBuffers | None
+    buffers: StageBuffers
     loss_of: Callable[[Any], Tensor] = loss_of
     _counts_by_running: bool | None = None
     _said_running: bool = False
@@ -133,10 +133,7 @@ class AccumulatedStep:
         microbatches = split_batch(
             args, kwargs, count, rows, asked_by="batch.gradient_accumulation"
         )
-        runs = contextlib.nullcontext(forward)
-        if self.buffers is not None:
-            runs = self.buffers.call(forward)
-        with runs as forward:
+        with self.buffers.call(forward) as forward:
             local = self._local_counts(forward, microbatches)
             self._seen.expect(local)
             totals = self.ranks.total(torch.stack(local)).unbind() if local else ()

@@ -55,11 +55,11 @@ def planned_engine(
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
     parameters.after_backward = inputs.after_backward
-    step, has_buffers = None, any(True for _ in model.buffers())
+    step = None
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
         pipeline = Pipeline(plan, mesh, staging, *blocks, *shared, draws)
-        buffers = StageBuffers(model, pipeline.group_of("F"), staging) if has_buffers else None
+        buffers = StageBuffers(model, pipeline.group_of("F"), staging)
         step = PipelineStep(
             model, pipeline, parameters.params, buffers, parameters.finish_backward, parameters
         )
@@ -73,7 +73,7 @@ def planned_engine(
             ranks=ranks,
             rng=rng,
             staging=staging,
-            buffers=StageBuffers(model, None) if has_buffers else None,
+            buffers=StageBuffers(model, None),
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     name_modules_of(model)

@@ -206,7 +206,7 @@ class Results:
 def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> Results:
     """Run a module forward, and backward if there are cotangents.
 
-    What it draws is left out of training, unless it is run ``with_chance``.
+    What it draws is left out, unless it is run ``with_chance``.
     """
     inputs = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -216,7 +216,7 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
     )
     # Caches and the like hold nothing that was computed without values.
-    chance = contextlib.nullcontext() if with_chance else _chance_of(module)
+    chance = contextlib.nullcontext() if with_chance else WithoutChance()
     with torch.enable_grad(), InDouble(), chance:
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
@@ -232,11 +232,6 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         [x.grad if isinstance(x, Tensor) else None for x in inputs],
         {name: p.grad for name, p in module.named_parameters()},
     )
-
-
-def _chance_of(module: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Take chance out of training: dropout is other numbers on every rank."""
-    return WithoutChance() if module.training else contextlib.nullcontext()
 
 
 def _compare_results(

@@ -32,7 +32,8 @@ def without_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
         return func(**given)
     if func is aten.randperm.default:
-        return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64)
+        # Not the identity: rows that are mixed with others must not be taken for rows alone.
+        return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64).roll(1)
     return pytree.tree_map_only(Tensor, _constant, func(*args, **kwargs))
 
 

@@ -30,6 +30,7 @@ from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._model.buffers import Buffers, BuffersBefore, Change
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
 
+from .attributes import StageAttributes
 from .uses import SeenUses, Use
 
 
@@ -120,6 +121,7 @@ class StageBuffers:
         self, model: nn.Module, group: dist.ProcessGroup | None, staging: Staging | None = None
     ) -> None:
         self._buffers, self._group = Buffers(model, ""), group
+        self._attributes = StageAttributes(model, group)
         self._staging = Staging() if staging is None else staging
         self._known: dict[object, _Known] = {}
 
@@ -138,9 +140,15 @@ class StageBuffers:
         form = (self._buffers.form(), torch.is_grad_enabled(), form)
         before, runs = self._buffers.now(form), _Runs()
         is_known = self._buffers.is_known(form)
+        attributes = self._attributes.of_call()
 
         def from_before(*args: Any, **kwargs: Any) -> Any:
             run = self._staging.run
+            counts = run is not None and not run.owns_outside
+            with attributes.run(0 if run is None else run.stage, is_kept=not counts):
+                return from_buffers(run, *args, **kwargs)
+
+        def from_buffers(run: StageRun | None, *args: Any, **kwargs: Any) -> Any:
             if run is not None and not run.owns_outside:  # it counts targets
                 with before.back():
                     return forward(*args, **kwargs)
@@ -152,6 +160,7 @@ class StageBuffers:
                 return forward(*args, **kwargs)
 
         yield from_before
+        self._attributes.end(attributes, form)
         if is_known:
             before.keep_copies_of(self._buffers.known(form) | before.changed(by_value=False))
         else:

@@ -14,6 +14,8 @@ from vescale_parallel._torch_private import pytree
 
 from .values import Name, Values, versions_of, without_shape_questions, writes
 
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
 
 class PlaceholderUsedError(ValueError):
     """Something reads a tensor that another stage has, where this is not allowed."""
@@ -64,6 +66,12 @@ class Placeholder(Tensor):
                 "the blocks behind which it is used in pipeline_parallel.called_behind, or have "
                 "that be seen: give generate_plan an example_batch, or parallelize a dataset. "
                 "Hand anything else from block to block as an argument"
+            )
+        if func in _DIFFERENTIATING:
+            raise PlaceholderUsedError(
+                "forward differentiates what blocks of a pipeline compute (torch.autograd.grad or "
+                "backward within forward), and no gradient crosses stages before their backward "
+                "passes. Differentiate within a block, or use pipeline_parallel.size 1"
             )
         if writes(func) and isinstance(args[0], Placeholder):
             return _written(args[0], func, types, args, given, held)

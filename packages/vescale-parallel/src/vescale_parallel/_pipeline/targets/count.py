@@ -130,6 +130,14 @@ def run_counting(
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), untouched_generators(), mode:
             return forward(*args, **kwargs), mode.counts
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise ValueError(
+            "forward differentiates (torch.autograd.grad), and the run that counts targets before "
+            "the step is without gradients, as evaluation is; differentiate within "
+            "torch.enable_grad(), or use batch.gradient_accumulation 1"
+        ) from error
     finally:
         staging.run = None
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._loss.token_mean import means_as_now
+from vescale_parallel._model.attributes import Attributes
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
 from vescale_parallel._plan.recomputation import RecomputeMode
@@ -60,19 +61,20 @@ def recompute(
     """Have a block run its forward again in backward, in place.
 
     The second run is called with what the first one was: objects that a forward changes, as it
-    does a cache of keys and values, are copied before, their tensors not. It finds the buffers
-    that forward changes as the first run did, and leaves them as that one left them.
+    does a cache of keys and values, are copied before, their tensors not. It finds the buffers and
+    attributes that forward changes as the first run did, and leaves them as that one left them.
 
     ``as_now`` is called in the first run; it returns what makes the context of the second one.
     ``contexts`` make those in which forward alone runs, first and again.
     """
-    buffers = Buffers(block, fqn)
-    block.forward = functools.partial(_run, block.forward, buffers, as_now, contexts)
+    kept = Buffers(block, fqn), Attributes(block, fqn)
+    block.forward = functools.partial(_run, block.forward, *kept, as_now, contexts)
 
 
 def _run(
     forward: Callable[..., Any],
     buffers: Buffers,
+    attributes: Attributes,
     as_now: Callable[[], Around],
     contexts: Contexts,
     *args: Any,
@@ -82,7 +84,7 @@ def _run(
         return forward(*args, **kwargs)
     before = snapshot((args, kwargs))
     form = buffers.form()
-    held = buffers.now(form)
+    held, attributes_before = buffers.now(form), attributes.now()
     ran: list[Around] = []
     draws = PythonAndNumpy()
     means = means_as_now()
@@ -95,9 +97,11 @@ def _run(
             with draws.noted(), first:
                 output = forward(*args, **kwargs)
             _learn(buffers, form, held)
+            attributes.learn(attributes_before.written)
             return output
         args, kwargs = snapshot(before)
-        with ran[0](), means(), held.back(), draws.again(), second:
+        back = held.back(), attributes_before.back(attributes)
+        with ran[0](), means(), back[0], back[1], draws.again(), second:
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,62 @@
+"""Plain attributes that forward changes, under a pipeline or in micro-batches of one rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from vescale_parallel._mesh.agreement import gathered_objects
+from vescale_parallel._model.attributes import Attributes, Place, SeveralRuns
+from vescale_parallel._model.user_line import warn_at_user_line
+
+
+class StageAttributes:
+    """The attributes of a model; see [Note: attributes of several runs].
+
+    Ranks have what their own stages change. In the second call of a form they tell each other
+    what that is, caches of the first one being made, and the program is warned by name of what
+    others do not have.
+
+    Args:
+        model: The model.
+        group: The ranks of its stages, None without a pipeline.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._attributes, self._group = Attributes(model), group
+        self._calls: dict[object, int] = {}
+        self._said = set[Place]()
+
+    def of_call(self) -> SeveralRuns:
+        """Begin a call."""
+        return SeveralRuns(self._attributes)
+
+    def end(self, runs: SeveralRuns, form: object) -> None:
+        """End it. Every rank must call this.
+
+        Raises:
+            ValueError: If stages draw from generators that modules hold.
+        """
+        runs.end()
+        if self._group is None:
+            return
+        if runs.generators:
+            raise ValueError(
+                f"forward draws from a generator of its own ({', '.join(runs.generators)}), which "
+                "every stage and data-parallel rank of a pipeline would move by itself; draw "
+                "from Python's random, numpy.random or torch's default generator, or before the "
+                "model is called, or use pipeline_parallel.size 1"
+            )
+        self._calls[form] = self._calls.get(form, 0) + 1
+        if self._calls[form] != 2:
+            return
+        told: list[set[Place]] = gathered_objects({*runs.left}, (self._group,))
+        missing = set[Place]().union(*told) - set.intersection(*told) - self._said
+        if missing:
+            self._said |= missing
+            names = ", ".join(repr(".".join(at).strip(".")) for at in sorted(missing))
+            warn_at_user_line(
+                f"forward changes {names}, attributes of modules that one stage of the pipeline "
+                "runs: ranks of other stages have them as they were. Make it a buffer "
+                "(register_buffer) to have it on all ranks, or read it on that stage"
+            )
